@@ -1,0 +1,269 @@
+"""Every use of a private torch API, each in one small function.
+
+Written for torch 2.11 to 2.15. A branch for one version says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch._ops import OpOverload as OpOverload
+from torch.utils import _pytree
+
+# ---------------------------------------------------------------------------- pytrees
+
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+tree_unflatten: Callable[[Sequence[Any], Any], Any] = _pytree.tree_unflatten
+tree_map: Callable[..., Any] = _pytree.tree_map
+tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
+
+
+def leaf_names(fn: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> list[str]:
+    """A name for each leaf of `(args, kwargs)`, after the parameter names of `fn`."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    paths, _ = _pytree.tree_flatten_with_path(tree_unflatten(leaves, spec))
+    names = []
+    for path, _ in paths:
+        top, first, *tail = path
+        if top.idx == 1:
+            head = first.key
+        elif first.idx < len(positional):
+            head = positional[first.idx]
+        else:
+            head = f"{rest}[{first.idx - len(positional)}]"
+        names.append(head + _pytree.keystr(tuple(tail)))
+    return names
+
+
+# ---------------------------------------------------------------------------- modules
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """FSDP's wrapper (FSDP1) or a module that `fully_shard` changed (FSDP2)."""
+    if not dist.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return isinstance(module, (FullyShardedDataParallel, FSDPModule))
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """`torch.compile(module)`, or a module whose `.compile()` was called."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+# ---------------------------------------------------------------------------- fake tensors
+
+
+def new_fake_mode() -> Any:
+    """A FakeTensorMode with static shapes, and a ShapeEnv for values read by `.item()`."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def is_fake(value: object) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
+    """The FakeTensorMode that the given tensors already live in, if any."""
+    return next((t.fake_mode for t in tensors if is_fake(t)), None)  # type: ignore[attr-defined]
+
+
+def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in `mode`: same metadata, leaf and requires_grad; `.grad` is not carried over."""
+    if is_fake(tensor) and tensor.fake_mode is mode:  # type: ignore[attr-defined]
+        return tensor
+    gradient, tensor.grad = tensor.grad, None
+    try:
+        fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
+    finally:
+        tensor.grad = gradient
+    return fake
+
+
+@contextmanager
+def foreach_accepts_fakes() -> Iterator[None]:
+    """While active, `foreach=None` chooses for fake CUDA tensors what it chooses for real ones."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    lists = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    distinct = list({id(entry): entry for entry in lists}.values())
+    for entry in distinct:
+        entry.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for entry in distinct:
+            entry.remove(FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """An integer equal for tensors over one storage, as long as that storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# ---------------------------------------------------------------------------- tracing
+
+
+def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
+    """`make_fx` on fake tensors, without decompositions."""
+    from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
+
+    return torch_make_fx(fn, tracing_mode="fake")  # type: ignore[no-any-return]
+
+
+def current_tracer() -> Any:
+    """The tracer of the `make_fx` that is running."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer
+
+
+def node_of(tracer: Any, value: Any) -> fx.Node | None:
+    """The node that computes a traced tensor or symbolic number."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    if isinstance(value, torch.Tensor):
+        slot = get_proxy_slot(value, tracer, None)
+        return None if slot is None else slot.proxy.node
+    slot = get_proxy_slot(value, tracer, None)
+    return None if slot is None else slot.force().node
+
+
+def forward_sequence_number() -> int:
+    """Number of the autograd node whose forward op is being dispatched."""
+    return int(torch.autograd._get_sequence_nr()) - 1
+
+
+def backward_sequence_number() -> int | None:
+    """Number of the autograd node whose backward is running, None outside a backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise when Python asks for a value that only real data has."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (GuardOnDataDependentSymNode, DataDependentOutputException)
+
+
+def unsupported_operator_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise for an operator whose result they cannot describe."""
+    from torch._subclasses.fake_tensor import (
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+
+    return (
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+
+
+# ---------------------------------------------------------------------------- functional form
+
+
+def functional_mode() -> AbstractContextManager[Any]:
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    return FunctionalTensorMode()
+
+
+def to_functional(tensor: torch.Tensor) -> torch.Tensor:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FunctionalTensor.to_functional(tensor)
+
+
+def from_functional(value: Any) -> Any:
+    """The tensor inside a functional wrapper, with all writes through aliases applied."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if not isinstance(value, FunctionalTensor):
+        return value
+    torch._sync(value)
+    return torch._from_functional_tensor(value.elem)
+
+
+_fused_meta: torch.library.Library | None = None
+
+
+def register_fused_meta_kernels() -> None:
+    """Shape rules for the `tensor_lr` forms of the fused optimizers, which torch lacks."""
+    global _fused_meta
+    if _fused_meta is not None:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+        packet = getattr(torch.ops.aten, name)
+        if "tensor_lr" not in packet.overloads():
+            continue
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}.tensor_lr", "Meta"):
+            continue
+        library.impl(f"{name}.tensor_lr", lambda *args, **kwargs: None, "Meta")
+    _fused_meta = library
+
+
+# ---------------------------------------------------------------------------- distributed
+
+
+def default_store() -> dist.Store:
+    """The store that all ranks of the default process group share."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is not None:
+        return group
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    return _get_default_group()
+
+
+def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Whether all keys are in the store before the time is over."""
+    from datetime import timedelta
+
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+
+# ---------------------------------------------------------------------------- optimizers
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning rate schedulers, which warn otherwise, that the optimizer has stepped."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True  # type: ignore[attr-defined]

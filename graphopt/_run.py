@@ -1,0 +1,90 @@
+"""Run a captured graph as a step: live tensors in, results where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.guards import Guards
+from graphopt.tracing.inputs import Storage, as_tensor
+from graphopt.tracing.signature import Computed, Constant, Live, Recipe, View
+
+Runner = Callable[..., tuple[list[Any], list[torch.Tensor], list[Any]]]
+
+
+class BoundStep:
+    """A captured step with the guards under which it holds, ready to be called.
+
+    Args:
+        captured: what was captured.
+        guards: when it may be used.
+        runner: the executable graph, called with one value per placeholder.
+    """
+
+    def __init__(self, captured: CapturedStep, guards: Guards, runner: Runner) -> None:
+        self.captured = captured
+        self.guards = guards
+        self._runner = runner
+        inputs = captured.live
+        self._module_values = [
+            holder.base() if isinstance(holder, Storage) else holder.tensor
+            for holder in inputs.placeholders
+        ]
+        dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
+        self._gradients = [(g.owner.tensor, id(g.owner) in dead) for g in inputs.gradients]
+
+    def __call__(self, call: Call) -> Any:
+        flat = self._values(call)
+        with torch.no_grad():
+            user, _, carried = self._runner(*flat)
+        return self._apply(call, flat, [*user, *carried])
+
+    def _values(self, call: Call) -> list[Any]:
+        inputs = self.captured.live
+        optimizers = call.optimizer_objects()
+        flat: list[Any] = [*self._module_values, *self.guards.states]
+        for parameter, dead in self._gradients:
+            flat.append(None if dead else parameter.grad)
+            if dead:
+                parameter.grad = None
+        for number in inputs.hyperparameters:
+            flat.append(as_tensor(number.read(optimizers[number.optimizer].param_groups)))
+        flat.extend(call.leaves[position] for position in inputs.user)
+        return flat
+
+    def _apply(self, call: Call, flat: list[Any], results: list[Any]) -> Any:
+        signature = self.captured.signature
+        tensors = self.captured.live.module_tensors
+        optimizers = call.optimizer_objects()
+
+        def value_of(recipe: Recipe) -> Any:
+            if isinstance(recipe, Computed):
+                return results[recipe.index]
+            if isinstance(recipe, Constant):
+                return recipe.value
+            if isinstance(recipe, View):
+                base = value_of(recipe.of).detach()
+                offset = base.storage_offset() + recipe.offset
+                return torch.as_strided(base, recipe.size, recipe.stride, offset)
+            assert isinstance(recipe, Live)
+            if recipe.module_tensor is not None:
+                return tensors[recipe.module_tensor].tensor
+            assert recipe.placeholder is not None
+            return flat[recipe.placeholder]
+
+        for gradient in signature.gradients:
+            tensors[gradient.owner].tensor.grad = value_of(gradient.recipe)
+        for state in signature.states:
+            entries = optimizers[state.optimizer].state[tensors[state.owner].tensor]
+            entries[state.key] = value_of(state.recipe)
+        for attribute in signature.attributes:
+            attribute.attributes[attribute.name] = value_of(attribute.recipe)
+        for index in signature.stepped:
+            _compat.mark_stepped(optimizers[index])
+        outputs = [value_of(recipe) for recipe in signature.outputs]
+        return _compat.tree_unflatten(outputs, signature.output_spec)

@@ -1,0 +1,59 @@
+"""Every error graphopt raises on purpose. All derive from `GraphOptError`."""
+
+from __future__ import annotations
+
+
+class GraphOptError(Exception):
+    """Base of all graphopt errors."""
+
+
+class CaptureError(GraphOptError, RuntimeError):
+    """A training step cannot be captured.
+
+    Attributes:
+        reason: what was found, without location or advice.
+        location: ``file:line  code`` of the user's line, or None when no line is involved.
+        hint: what to write instead, or None.
+    """
+
+    def __init__(self, reason: str, *, location: str | None = None, hint: str | None = None) -> None:
+        self.reason = reason
+        self.location = location
+        self.hint = hint
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        lines = [f"the step cannot be captured: {self.reason}"]
+        if self.location is not None:
+            lines.append(f"  from:  {self.location}")
+        if self.hint is not None:
+            lines.append(f"  hint:  {self.hint}")
+        return "\n".join(lines)
+
+
+class VerificationError(GraphOptError, RuntimeError):
+    """A graph breaks the IR contract, or is not the computation it was made from."""
+
+
+class SpmdMismatchError(GraphOptError, RuntimeError):
+    """Ranks are about to run different communication; raised in place of a hang."""
+
+
+class PassDefinitionError(GraphOptError, TypeError):
+    """A pass is declared wrongly."""
+
+
+class PassOrderError(GraphOptError, RuntimeError):
+    """Passes are applied in an order their constraints forbid."""
+
+
+class PipelineSyntaxError(GraphOptError, ValueError):
+    """A pipeline text or name cannot be understood."""
+
+
+class LoweringError(GraphOptError, RuntimeError):
+    """Part of a graph cannot be lowered."""
+
+
+class PartitionError(GraphOptError, ValueError):
+    """A graph cannot be split as asked."""

@@ -1,0 +1,263 @@
+"""The executable dialect: the same step with updates in place and storage reused.
+
+The captured dialect makes a new tensor for every value. Here an operator writes into its first
+argument where nobody can tell: the argument is dense, its storage belongs to the graph alone, and
+nobody reads it afterwards. Parameters and state are updated in place the same way, which removes
+their `copy_`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import call_function_with_meta, get_output, is_operator
+from graphopt.storage import Storages
+from graphopt.tracing import fused
+
+aten = torch.ops.aten
+
+_ELEMENTWISE = (
+    "aten::bernoulli",
+    "aten::fill",
+    "aten::index_add",
+    "aten::index_copy",
+    "aten::index_put",
+    "aten::masked_fill",
+    "aten::scatter",
+    "aten::scatter_add",
+    "aten::zero",
+    "_c10d_functional::all_reduce",
+    "_c10d_functional::broadcast",
+)
+"""Operators, besides pointwise and list ones, whose in-place form computes the same bits."""
+
+
+def finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph in the captured dialect, in the executable dialect.
+
+    Args:
+        graph_module: left as it is.
+
+    Returns:
+        A module that takes and gives the same, and overwrites what the captured graph copies into.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    result = fx.GraphModule(graph_module, graph)
+    _Reuse(result.graph).run()
+    result.graph.lint()
+    result.recompile()
+    return result
+
+
+class _Reuse:
+    """Rewrites one graph; see the module's docstring."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._storages = Storages(graph)
+        self._updates: list[fx.Node] = list(get_output(graph).args[0][1])  # type: ignore[index,misc]
+        self._finals = {copy.args[1]: copy.args[0] for copy in self._updates}
+
+    def run(self) -> None:
+        for node in list(self._graph.nodes):
+            if fused.functional_name(node.target) is not None:
+                self._reuse_in_fused(node)
+            elif is_operator(node.target, "aten::clone"):
+                self._drop_clone(node)
+            else:
+                self._reuse(node)
+        self._drop_copies()
+
+    def _reuse(self, node: fx.Node) -> None:
+        inplace = inplace_form(node.target)
+        if inplace is None:
+            return
+        pairs = list(_overwritten(node))
+        if not pairs or not all(self._may_overwrite(node, *pair) for pair in pairs):
+            return
+        node.target = inplace
+        for source, results in pairs:
+            self._take_over(node, source, results)
+
+    def _take_over(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> None:
+        """`source` now holds what `results` held."""
+        for result in results:
+            self._storages.join(source, result)
+            if result is node:
+                continue
+            if result in self._finals:
+                self._finals.setdefault(source, self._finals[result])
+            result.replace_all_uses_with(source)
+            self._graph.erase_node(result)
+
+    def _may_overwrite(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> bool:
+        storages, position = self._storages, self._storages.position[node]
+        if not all(same_kind(source, result) for result in results):
+            return False
+        if not is_dense(source.meta["val"]):
+            return False
+        if storages.read_after(source, position) or storages.leaves_the_graph(source):
+            return False
+        if any(x is not source and storages.same(x, source) for x in node.all_input_nodes):
+            return False
+        owner = storages.input_of(source)
+        if owner is None:
+            return True
+        return same_kind(owner, source) and any(self._becomes(r, owner) for r in results)
+
+    def _becomes(self, value: fx.Node, owner: fx.Node) -> bool:
+        """Whether `value`, perhaps after more overwriting, is what `owner` is updated to."""
+        while True:
+            if self._finals.get(value) is owner:
+                return True
+            users = [user for user in value.users if user.op != "output"]
+            if not users:
+                return False
+            last = max(users, key=self._storages.position.__getitem__)
+            if inplace_form(last.target) is None:
+                return False
+            following = [results for source, results in _overwritten(last) if source is value]
+            if not following or not following[0]:
+                return False
+            value = following[0][0]
+
+    def _reuse_in_fused(self, node: fx.Node) -> None:
+        """Fused optimizers always run in place; what must not be overwritten is cloned first."""
+        name = fused.functional_name(node.target)
+        assert name is not None
+        args = list(node.args)
+        for position in fused.WRITTEN[name]:
+            args[position] = [
+                self._own(node, source, results)
+                for source, results in _items(node, args[position], position)
+            ]
+        node.args = tuple(args)
+        node.target = getattr(getattr(aten, f"{name}_"), node.target._overloadname)  # type: ignore[union-attr]
+        for getitem in list(node.users):
+            for leaf in list(getitem.users):
+                assert isinstance(getitem.args[1], int) and isinstance(leaf.args[1], int)
+                source = args[getitem.args[1]][leaf.args[1]]  # type: ignore[index]
+                self._take_over(node, source, [leaf])
+            self._graph.erase_node(getitem)
+
+    def _own(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> fx.Node:
+        if self._may_overwrite(node, source, results):
+            return source
+        with self._graph.inserting_before(node):
+            clone = call_function_with_meta(self._graph, aten.clone.default, (source,), like=node)
+        self._storages.insert(clone, before=node)
+        return clone
+
+    def _drop_clone(self, node: fx.Node) -> None:
+        """A clone of a value that nobody reads any more is that value."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        owned = self._storages.input_of(source) is None
+        if owned and self._may_overwrite(node, source, [node]):
+            self._take_over_clone(source, node)
+
+    def _take_over_clone(self, source: fx.Node, clone: fx.Node) -> None:
+        self._storages.join(source, clone)
+        clone.replace_all_uses_with(source)
+        self._graph.erase_node(clone)
+
+    def _drop_copies(self) -> None:
+        """Drop each `copy_` whose value stands in its destination already."""
+        remaining: list[fx.Node] = []
+        for copy in self._updates:
+            destination, value = copy.args
+            assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
+            if self._storages.same(destination, value) and same_kind(destination, value):
+                copy.replace_all_uses_with(value)
+                self._graph.erase_node(copy)
+            else:
+                remaining.append(copy)
+        output = get_output(self._graph)
+        results, _, carried = output.args[0]  # type: ignore[misc]
+        output.args = ((results, remaining, carried),)
+
+
+def _overwritten(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Each tensor that the in-place form of `node` writes, with the nodes that hold the result."""
+    first = node.args[0] if node.args else None
+    if isinstance(first, fx.Node):
+        yield first, [node]
+    elif isinstance(first, (list, tuple)):
+        items: dict[int, list[fx.Node]] = {}
+        for user in node.users:
+            if user.target is not operator.getitem:
+                return
+            items.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
+        for index, source in enumerate(first):
+            if isinstance(source, fx.Node):
+                yield source, items.get(index, [])
+
+
+def _items(
+    node: fx.Node, sources: Any, position: int
+) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Each tensor of list number `position` of a fused optimizer, with its result nodes."""
+    results: dict[Any, list[fx.Node]] = {}
+    for getitem in node.users:
+        if getitem.args[1] == position:
+            for leaf in getitem.users:
+                results.setdefault(leaf.args[1], []).append(leaf)
+    for index, source in enumerate(sources):
+        yield source, results.get(index, [])
+
+
+@lru_cache(maxsize=None)
+def inplace_form(target: Any) -> Any | None:
+    """The operator that writes into its first argument what `target` returns, if there is one."""
+    if not isinstance(target, _compat.OpOverload):
+        return None
+    namespace, name = target._schema.name.split("::")
+    listed = namespace == "aten" and name.startswith("_foreach_")
+    pointwise = namespace == "aten" and torch.Tag.pointwise in target.tags
+    if not (listed or pointwise or target._schema.name in _ELEMENTWISE):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    if packet is None:
+        return None
+    wanted = [str(argument.type) for argument in target._schema.arguments]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        arguments = candidate._schema.arguments
+        writes = arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+        if writes and [str(argument.type) for argument in arguments] == wanted:
+            return candidate
+    return None
+
+
+def same_kind(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes hold tensors of one shape, stride, dtype and device."""
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    return (
+        x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.dtype == y.dtype
+        and x.device == y.device
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie side by side in memory, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+

@@ -1,0 +1,153 @@
+"""Reading and editing FX graphs: free functions that keep metadata fresh."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+
+COLLECTIVE_NAMESPACE = "_c10d_functional"
+
+
+def is_operator(target: object, *names: str) -> bool:
+    """Whether a node target is an overload of one of the operators, such as ``aten::copy_``."""
+    return isinstance(target, _compat.OpOverload) and target._schema.name in names
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a functional collective."""
+    return is_operator(node.target, f"{COLLECTIVE_NAMESPACE}::wait_tensor")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node launches a functional collective."""
+    target = node.target
+    if not isinstance(target, _compat.OpOverload) or is_wait(node):
+        return False
+    return target.namespace == COLLECTIVE_NAMESPACE
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result may share storage with an input: views, and items of lists of views."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, _compat.OpOverload):
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws from a random number generator, or reads or writes its state."""
+    target = node.target
+    if not isinstance(target, _compat.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in target.tags or target.namespace == "graphopt"
+
+
+def is_needed(node: fx.Node) -> bool:
+    """Whether a node must stay although nobody uses its result: it updates state, other ranks join
+    it, or later random numbers depend on it."""
+    return node.is_impure() or is_collective(node) or is_wait(node) or is_random(node)
+
+
+def eliminate_dead_code(graph: fx.Graph) -> int:
+    """Remove nodes without users or effects. Returns how many.
+
+    `fx.Graph.eliminate_dead_code` would remove collectives that other ranks will join.
+    """
+    dead = [n for n in reversed(graph.nodes) if not n.users and not is_needed(n)]
+    removed = 0
+    while dead:
+        node = dead.pop()
+        inputs = list(node.all_input_nodes)
+        graph.erase_node(node)
+        removed += 1
+        dead += [n for n in inputs if not n.users and not is_needed(n)]
+    return removed
+
+
+def get_output(graph: fx.Graph) -> fx.Node:
+    """The output node of a graph."""
+    node = next(iter(reversed(graph.nodes)))
+    assert node.op == "output"
+    return node
+
+
+def find_nodes(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Nodes for which `predicate` holds, in graph order."""
+    return [node for node in graph.nodes if predicate(node)]
+
+
+def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All direct and indirect users of `nodes`, without `nodes` themselves and the output."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def move_before(nodes: Sequence[fx.Node], target: fx.Node) -> None:
+    """Move `nodes` to just before `target`, in the order given."""
+    for node in nodes:
+        target.prepend(node)
+
+
+def move_after(nodes: Sequence[fx.Node], target: fx.Node) -> None:
+    """Move `nodes` to just after `target`, in the order given."""
+    for node in nodes:
+        target.append(node)
+        target = node
+
+
+def call_function_with_meta(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    like: fx.Node | None = None,
+) -> fx.Node:
+    """Insert a call at the graph's insertion point and compute its `meta["val"]`.
+
+    Args:
+        graph: an active `graph.inserting_before(...)` decides the place.
+        target: an operator overload or a Python operator.
+        args, kwargs: may contain nodes.
+        like: a node whose phase, source line and module path the new node takes over.
+    """
+    kwargs = kwargs or {}
+    node = graph.call_function(target, args, kwargs)
+    if like is not None:
+        node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}
+    node.meta["val"] = evaluate(target, args, kwargs)
+    return node
+
+
+_COMPUTED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_vals"})
+
+
+def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What `target` gives for nodes' `meta["val"]`: fake tensors, symbolic numbers or nests."""
+    values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+    mode = _compat.fake_mode_of(list(tensors_in(values)))
+    if mode is None:
+        return target(*values[0], **values[1])
+    with mode, torch.no_grad():
+        result = target(*values[0], **values[1])
+        return _compat.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, result)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors among the leaves of a nest."""
+    for leaf in _compat.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf

@@ -1,0 +1,223 @@
+"""`graphopt.compile` and `TrainStep`: the top layer, where capture, passes and running meet."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+import torch.distributed as dist
+
+from graphopt.errors import GraphOptError, LoweringError, PipelineSyntaxError
+from graphopt.parallel import DataParallel, Manual, Parallel, resolve
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from graphopt._joint import JointCapture
+    from graphopt._run import BoundStep
+    from graphopt.tracing import CapturedStep
+    from graphopt.tracing.call import Call
+
+logger = logging.getLogger("graphopt")
+
+PIPELINES = ("default", "none")
+_SHAPES_BEFORE_ADVICE = 8
+
+
+class TrainStep:
+    """A training step that is captured on its first call and run as a graph from then on.
+
+    Made by `graphopt.compile`. A call with other shapes, dtypes, modes or settings than any
+    before is captured anew, logged with the reason (logger ``graphopt``, level INFO), and kept.
+
+    What a call returns are tensors without autograd history: the backward has run inside.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        pipeline: str = "default",
+        parallel: Parallel | None = None,
+        lower: str | None = None,
+        verify: str = "equivalence",
+    ) -> None:
+        if not callable(fn) or isinstance(fn, (torch.nn.Module, torch.optim.Optimizer)):
+            raise TypeError(
+                f"graphopt.compile takes the step function, not {type(fn).__name__}: write"
+                " graphopt.compile(train_step), where train_step(model, optimizer, batch) runs"
+                " forward, backward and optimizer.step()"
+            )
+        if pipeline not in PIPELINES:
+            raise PipelineSyntaxError(
+                f"unknown pipeline {pipeline!r}: known are {', '.join(map(repr, PIPELINES))}"
+            )
+        if lower is not None:
+            raise LoweringError(f"lower={lower!r} is not available in this version; pass None")
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._parallel = parallel
+        self._sync = True
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every captured graph; the next call captures. On several ranks: on all of them."""
+        self._entries: list[BoundStep] = []
+        self._captures: list[CapturedStep] = []
+        self._joint_capture: JointCapture | None = None
+        self._shape_captures = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from graphopt.tracing.call import Call
+
+        call = Call(self._fn, args, kwargs)
+        mode = self._mode()
+        for position, entry in enumerate(self._entries):
+            if _fits(entry, call, mode):
+                if position:
+                    self._entries.insert(0, self._entries.pop(position))
+                return entry(call)
+        return self._capture(call, mode)(call)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __enter__(self) -> TrainStep:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        """Finish work that is still in flight: afterwards parameters are exactly eager's."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """While active, gradients stay local to the rank and accumulate, as DDP's `no_sync`."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @property
+    def captures(self) -> tuple[CapturedStep, ...]:
+        """Every captured graph in use, in order of capture."""
+        return tuple(self._captures)
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The graph of the latest call, in the captured dialect.
+
+        Raises:
+            GraphOptError: the step has not been called.
+        """
+        if not self._entries:
+            raise GraphOptError("the step has not been called yet, so there is no graph")
+        return self._entries[0].captured.graph_module
+
+    def print_readable(self) -> None:
+        """Print the graph of the latest call."""
+        self.graph_module.print_readable()
+
+    def _mode(self) -> tuple[Any, ...]:
+        """How this call communicates: part of what a graph is specialized on."""
+        parallel = resolve(self._parallel)
+        if isinstance(parallel, Manual):
+            ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+            return ("own communication", ranks)
+        from graphopt import _compat
+
+        group = _compat.group_or_default(parallel.group)
+        return ("averaged" if self._sync else "no_sync", group.group_name, group.size())
+
+    def _capture(self, call: Call, mode: tuple[Any, ...]) -> BoundStep:
+        from graphopt._run import BoundStep
+        from graphopt.executable import finalize
+        from graphopt.tracing.capture import capture_call
+        from graphopt.tracing.guards import Guards
+        from graphopt.verify import check_captured
+
+        self._log_capture(call, mode)
+        parallel = resolve(self._parallel)
+        if isinstance(parallel, DataParallel):
+            captured = self._joint().capture(call, parallel, self._sync, mode)
+        else:
+            captured = capture_call(call)
+        check_captured(captured).raise_for_failure()
+        guards = Guards(call, captured.live, mode)
+        entry = BoundStep(captured, guards, finalize(captured.graph_module).forward)
+        self._entries.insert(0, entry)
+        self._captures.append(captured)
+        return entry
+
+    def _joint(self) -> JointCapture:
+        if self._joint_capture is None:
+            from graphopt._joint import JointCapture
+
+            topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
+            self._joint_capture = JointCapture(topic)
+        return self._joint_capture
+
+    def _log_capture(self, call: Call, mode: tuple[Any, ...]) -> None:
+        name = getattr(self._fn, "__qualname__", repr(self._fn))
+        if not self._entries:
+            logger.info("capturing %s", name)
+            return
+        guards = self._entries[0].guards
+        structure = guards.structure_mismatch(call, mode)
+        shape = None if structure else guards.shape_mismatch(call)
+        reason = structure or shape or guards.local_mismatch(call)
+        logger.info("capturing %s again: %s", name, reason)
+        if shape is not None:
+            self._shape_captures += 1
+            if self._shape_captures == _SHAPES_BEFORE_ADVICE:
+                logger.warning(
+                    "%s was captured again for new shapes %d times, each for itself: pad the"
+                    " batch, or sort it into buckets of a few lengths (the last change: %s)",
+                    name,
+                    _SHAPES_BEFORE_ADVICE,
+                    shape,
+                )
+
+
+def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
+    guards = entry.guards
+    return (
+        guards.structure_mismatch(call, mode) is None
+        and guards.shape_mismatch(call) is None
+        and guards.local_mismatch(call) is None
+    )
+
+
+@overload
+def compile(fn: Callable[..., Any], **options: Any) -> TrainStep: ...
+
+
+@overload
+def compile(fn: None = None, **options: Any) -> Callable[[Callable[..., Any]], TrainStep]: ...
+
+
+def compile(
+    fn: Callable[..., Any] | None = None, **options: Any
+) -> TrainStep | Callable[[Callable[..., Any]], TrainStep]:
+    """Make a training step that runs as one captured graph; a decorator with or without options.
+
+    Args:
+        fn: the step, unchanged PyTorch: modules and optimizers among its arguments; forward,
+            backward and optimizer step inside; returns a pytree of tensors and constants or None.
+        **options: ``pipeline`` ("default" or "none"), ``parallel`` (None, `DataParallel` or
+            `Manual`), ``lower`` (None), ``verify``.
+
+    Raises:
+        TypeError: `fn` is not a function, or an option is unknown.
+        CaptureError: on calling the step, when it cannot be captured.
+    """
+    if fn is None:
+        return lambda function: TrainStep(function, **options)
+    return TrainStep(fn, **options)

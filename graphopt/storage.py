@@ -1,0 +1,115 @@
+"""Which nodes of a functional graph share storage, and until when each storage is read."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import get_output, is_operator, is_view, is_wait, tensors_in
+
+_UNDECLARED_VIEWS = (
+    "aten::_unsafe_view",
+    "aten::unsafe_split",
+    "aten::unsafe_split_with_sizes",
+    "aten::unsafe_chunk",
+)
+"""Operators whose results are views although their schemas do not say so."""
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """Inputs whose values matter: the destination of a `copy_` does not."""
+    if node.op == "output":
+        return []
+    if is_operator(node.target, "aten::copy_"):
+        return [source for source in node.args[1:2] if isinstance(source, fx.Node)]
+    return node.all_input_nodes
+
+
+class Storages:
+    """Alias classes of the nodes of one graph, kept up to date while nodes become in-place.
+
+    Two nodes are in one class when they may share storage: by the alias annotations of schemas, or
+    because their `meta["val"]` do.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._parent: dict[object, object] = {}
+        self.position = {node: index for index, node in enumerate(graph.nodes)}
+        self._last_read: dict[object, int] = {}
+        self._fixed: set[object] = set()
+        self._inputs: dict[object, fx.Node] = {}
+        for node in graph.nodes:
+            self._add(node)
+        self._add_output(get_output(graph))
+
+    def _find(self, item: object) -> object:
+        parent = self._parent.setdefault(item, item)
+        while parent != self._parent[parent]:
+            self._parent[item] = self._parent[parent]
+            item, parent = parent, self._parent[parent]
+        return parent
+
+    def join(self, a: fx.Node, b: fx.Node) -> None:
+        """Say that `a` and `b` share storage from now on."""
+        self._join(a, b)
+
+    def _join(self, a: object, b: object) -> None:
+        first, second = self._find(a), self._find(b)
+        if first == second:
+            return
+        self._parent[second] = first
+        last = max(self._last_read.get(first, -1), self._last_read.get(second, -1))
+        self._last_read[first] = last
+        if second in self._fixed:
+            self._fixed.add(first)
+        if second in self._inputs:
+            self._inputs[first] = self._inputs[second]
+
+    def _add(self, node: fx.Node) -> None:
+        for tensor in tensors_in(node.meta.get("val")):
+            self._join(node, ("storage", _compat.storage_key(tensor)))
+        if is_view(node) or is_wait(node) or is_operator(node.target, *_UNDECLARED_VIEWS):
+            for source in node.all_input_nodes[:1]:
+                if self._carries_one_storage(source):
+                    self._join(source, node)
+        for source in _read_by(node):
+            root = self._find(source)
+            self._last_read[root] = max(self._last_read.get(root, -1), self.position[node])
+        if node.op in ("placeholder", "get_attr"):
+            root = self._find(node)
+            if node.op == "placeholder":
+                self._inputs[root] = node
+            else:
+                self._fixed.add(root)
+
+    def _carries_one_storage(self, source: fx.Node) -> bool:
+        """Whether a view of `source` shares its storage: items of several results need not."""
+        return isinstance(source.meta.get("val"), torch.Tensor) or is_view(source)
+
+    def _add_output(self, output: fx.Node) -> None:
+        results, _, carried = output.args[0]  # type: ignore[misc]
+        for value in (*results, *carried):
+            if isinstance(value, fx.Node):
+                self._fixed.add(self._find(value))
+
+    def insert(self, node: fx.Node, before: fx.Node) -> None:
+        """Take in a new node with storage of its own, read by `before` alone."""
+        self.position[node] = self.position[before]
+        self._last_read[self._find(node)] = self.position[before]
+
+    def same(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two nodes may share storage."""
+        return self._find(a) == self._find(b)
+
+    def read_after(self, node: fx.Node, position: int) -> bool:
+        """Whether anything reads the storage of `node` after `position`."""
+        return self._last_read.get(self._find(node), -1) > position
+
+    def leaves_the_graph(self, node: fx.Node) -> bool:
+        """Whether the storage of `node` is returned, or is a constant of the module."""
+        return self._find(node) in self._fixed
+
+    def input_of(self, node: fx.Node) -> fx.Node | None:
+        """The placeholder whose storage `node` may share."""
+        return self._inputs.get(self._find(node))

@@ -1,0 +1,136 @@
+"""The arguments of one call of a step: modules, optimizers, tensors and constants among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel as TorchDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+
+
+class Call:
+    """One call `fn(*args, **kwargs)`, taken apart.
+
+    Attributes:
+        leaves, treespec: the pytree `(args, kwargs)`.
+        modules, optimizers: positions in `leaves` of distinct modules and optimizers, in order.
+        tensors: positions in `leaves` of tensors.
+        constants: positions in `leaves` of everything else.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.fn = fn
+        self.leaves, self.treespec = _compat.tree_flatten((args, kwargs))
+        self.modules: list[int] = []
+        self.optimizers: list[int] = []
+        self.tensors: list[int] = []
+        self.constants: list[int] = []
+        seen: set[int] = set()
+        for position, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor):
+                self.tensors.append(position)
+            elif not isinstance(leaf, (nn.Module, Optimizer)):
+                self.constants.append(position)
+            elif id(leaf) not in seen:
+                seen.add(id(leaf))
+                (self.modules if isinstance(leaf, nn.Module) else self.optimizers).append(position)
+        self._names: list[str] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """One readable name per leaf, after the step's own argument names."""
+        if self._names is None:
+            self._names = _compat.leaf_names(self.fn, self.leaves, self.treespec)
+        return self._names
+
+    def rebuild(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` with other leaves."""
+        args, kwargs = _compat.tree_unflatten(leaves, self.treespec)
+        return args, kwargs
+
+    def optimizer_objects(self) -> list[Optimizer]:
+        return [self.leaves[position] for position in self.optimizers]
+
+    def named_roots(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules among the arguments. A single one has no name: its tensors are then named
+        as in its `state_dict`."""
+        for position in self.modules:
+            yield ("" if len(self.modules) == 1 else self.names[position]), self.leaves[position]
+
+    def named_submodules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every distinct module reachable from the arguments, with its qualified name."""
+        seen: set[nn.Module] = set()
+        for root_name, root in self.named_roots():
+            yield from root.named_modules(memo=seen, prefix=root_name)
+
+
+def check_supported(call: Call) -> None:
+    """Refuse arguments that no capture can be exact for, before anything is touched."""
+    if not call.modules:
+        raise CaptureError(
+            "there is no torch.nn.Module among its arguments",
+            hint="pass the model (and the optimizer) to the step: step(model, optimizer, batch)",
+        )
+    for name, module in call.named_submodules():
+        _check_module(name or "the model", module)
+    for position in call.constants:
+        leaf = call.leaves[position]
+        if isinstance(leaf, torch.amp.GradScaler) and leaf.is_enabled():
+            raise CaptureError(
+                f"{call.names[position]} is an enabled GradScaler, which decides on the CPU"
+                " whether to skip the optimizer step",
+                hint="train in bfloat16 autocast, which needs no loss scaling,"
+                " or pass GradScaler(enabled=False)",
+            )
+    for position in call.tensors:
+        if call.leaves[position].grad_fn is not None:
+            raise CaptureError(
+                f"{call.names[position]} was computed with gradients outside the step",
+                hint="compute it inside the step, or pass tensor.detach()",
+            )
+    for position in call.optimizers:
+        _check_optimizer(call.names[position], call.leaves[position], call)
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, (DistributedDataParallel, TorchDataParallel)):
+        raise CaptureError(
+            f"{name} is wrapped in {type(module).__name__}",
+            hint="pass the bare model (model.module); graphopt averages the gradients itself",
+        )
+    if _compat.is_fsdp(module):
+        raise CaptureError(
+            f"{name} is sharded by FSDP, whose hooks communicate outside the graph",
+            hint="pass the unsharded model; graphopt.DataParallel averages the gradients",
+        )
+    if _compat.is_compiled_module(module):
+        raise CaptureError(
+            f"{name} is already compiled by torch.compile",
+            hint="pass the original module (compiled._orig_mod)",
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{name} is a TorchScript module", hint="pass the Python module it was made from"
+        )
+
+
+def _check_optimizer(name: str, optimizer: Optimizer, call: Call) -> None:
+    owned = {id(p) for _, module in call.named_roots() for p in module.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in owned:
+                raise CaptureError(
+                    f"{name}.param_groups[{index}]['params'][{position}]"
+                    f" (shape {list(parameter.shape)}) belongs to no module among the arguments",
+                    hint="build the optimizer over the parameters of the model that is passed,"
+                    " or pass the module that owns this parameter as well",
+                )

@@ -1,0 +1,120 @@
+"""`graphopt.capture`: one step, once, as a graph in the captured dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.parallel import Manual, Parallel, resolve
+from graphopt.tracing.call import Call, check_supported
+from graphopt.tracing.compare import first_difference
+from graphopt.tracing.failures import definition_of
+from graphopt.tracing.functional import functionalize, name_placeholders
+from graphopt.tracing.inputs import Inputs, InputSpec, collect
+from graphopt.tracing.reduction import Group
+from graphopt.tracing.signature import Signature
+from graphopt.tracing.trace import Communication, RawTrace, trace
+
+
+@dataclass
+class CapturedStep:
+    """A training step as a graph.
+
+    Attributes:
+        graph_module: the graph in the captured dialect (docs/ir.md). Called with the live tensors
+            in the order of `inputs`, it returns ``(user results, state updates, carried values)``.
+        inputs: one `InputSpec` per placeholder.
+        signature: how results become the return value, gradients and new optimizer state.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    signature: Signature
+    live: Inputs
+
+
+def finish(
+    call: Call, inputs: Inputs, communication: Communication | None, raw: RawTrace
+) -> CapturedStep:
+    """Trace once more to see that nothing outside the arguments decides the graph; rewrite.
+
+    Raises:
+        CaptureError: the second trace differs: the step reads something that changes.
+    """
+    again = trace(call, inputs, communication)
+    difference = first_difference(raw.graph_module, again.graph_module)
+    if difference is not None:
+        raise CaptureError(
+            f"two traces of it differ ({difference.what}): it reads something that changes between"
+            " calls, which would be baked in",
+            location=str(difference.source or definition_of(call)),
+            hint="pass what changes as an argument of the step (a tensor, if it changes every"
+            " step), or keep it in a buffer of the model",
+        )
+    functional = functionalize(raw)
+    kinds = list(inputs.kinds_and_names(call))
+    names = name_placeholders(functional.graph_module.graph, [fqn for _, fqn in kinds])
+    functional.graph_module.recompile()
+    specs = tuple(InputSpec(kind, fqn, name) for (kind, fqn), name in zip(kinds, names, strict=True))
+    _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
+    return CapturedStep(functional.graph_module, specs, raw.signature, inputs)
+
+
+def _note_dead_gradients(
+    graph_module: fx.GraphModule, specs: tuple[InputSpec, ...], inputs: Inputs, signature: Signature
+) -> None:
+    """Gradients that nobody reads and the step replaces can be dropped before it runs."""
+    replaced = {result.owner for result in signature.gradients}
+    unread = {
+        node.target
+        for node in graph_module.graph.nodes
+        if node.op == "placeholder" and not node.users
+    }
+    gradient_specs = [spec for spec in specs if spec.kind == "gradient"]
+    owners = {id(entry): index for index, entry in enumerate(inputs.module_tensors)}
+    for spec, gradient in zip(gradient_specs, inputs.gradients, strict=True):
+        index = owners[id(gradient.owner)]
+        if spec.placeholder in unread and index in replaced:
+            signature.dead_gradients.append(index)
+
+
+def capture(
+    fn: Callable[..., Any], *args: Any, parallel: Parallel | None = None, **kwargs: Any
+) -> CapturedStep:
+    """Capture one call `fn(*args, **kwargs)` of a training step without running it.
+
+    Args:
+        fn: the step: unchanged PyTorch, with modules and optimizers among its arguments.
+        parallel: see `graphopt.compile`. Ranks do not talk to each other here: a parameter that
+            this rank does not use is not averaged.
+
+    Returns:
+        The captured step. Model, optimizer, gradients and generators are as before.
+
+    Raises:
+        CaptureError: naming the user's line and what to write instead.
+    """
+    return capture_call(Call(fn, args, kwargs), communication_for(resolve(parallel)))
+
+
+def capture_call(call: Call, communication: Communication | None = None) -> CapturedStep:
+    """`capture`, of arguments already taken apart."""
+    check_supported(call)
+    inputs = collect(call)
+    return finish(call, inputs, communication, trace(call, inputs, communication))
+
+
+def communication_for(
+    parallel: Parallel, agreed: tuple[str, ...] | None = None
+) -> Communication | None:
+    """What a trace needs to know of the process group."""
+    if isinstance(parallel, Manual):
+        return None
+    group = _compat.group_or_default(parallel.group)
+    named = Group(group.group_name, group.size())
+    return Communication(named, parallel.broadcast_buffers, agreed)

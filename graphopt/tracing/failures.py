@@ -1,0 +1,101 @@
+"""Turn whatever stops a trace into a `CaptureError` that names the user's line and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from graphopt import _compat
+from graphopt.errors import CaptureError, GraphOptError
+from graphopt.tracing.call import Call
+from graphopt.tracing.source import SourceLine, user_line_of
+
+_ADVICE: tuple[tuple[str, str, str | None], ...] = (
+    (
+        "does not require grad and does not have a grad_fn",
+        "backward was called on a value that needs no gradient",
+        "compute the loss from parameters that require gradients, outside torch.no_grad()",
+    ),
+    (
+        "Unhandled FakeTensor Device Propagation",
+        "it mixes tensors of different devices",
+        "move the batch to the model's device first: batch.to(device)",
+    ),
+    (
+        "found two different devices",
+        "it mixes tensors of different devices",
+        "move the batch to the model's device first: batch.to(device)",
+    ),
+    (
+        "Please convert all Tensors to FakeTensors first",
+        "it uses a tensor from outside its arguments, which would be baked in as a constant",
+        "pass it, or the module that owns it, as an argument of the step",
+    ),
+    (
+        ".numpy() is not supported",
+        "it converts a tensor to numpy",
+        "return the tensor from the step and convert it outside",
+    ),
+    (
+        ".tolist() is not supported",
+        "it converts a tensor to a list",
+        "return the tensor from the step and convert it outside",
+    ),
+)
+
+
+@contextmanager
+def explained(call: Call) -> Iterator[None]:
+    """While active, exceptions become `CaptureError`s; graphopt's own keep their type."""
+    try:
+        yield
+    except CaptureError as error:
+        if error.location is None:
+            error.location = _location(error, call)
+        raise
+    except GraphOptError:
+        raise
+    except Exception as error:
+        raise _explain(error, call) from error
+
+
+def _location(error: BaseException, call: Call) -> str:
+    return str(user_line_of(error) or definition_of(call))
+
+
+def definition_of(call: Call) -> SourceLine | None:
+    """Where the step is defined."""
+    code = getattr(call.fn, "__code__", None)
+    if code is None:
+        return None
+    return SourceLine(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def _explain(error: Exception, call: Call) -> CaptureError:
+    location = _location(error, call)
+    text = str(error)
+    if isinstance(error, _compat.data_dependent_errors()):
+        return CaptureError(
+            "Python code depends on the value of a tensor",
+            location=location,
+            hint="use tensor operations (torch.where, torch.clamp, …) in place of Python's if,"
+            " while, float() and int(), or return the value and decide outside the step",
+        )
+    if isinstance(error, _compat.unsupported_operator_errors()):
+        return CaptureError(
+            f"an operator has no shape rule (meta kernel): {_first_line(text)}",
+            location=location,
+            hint="register one with torch.library.register_fake, or use another operator",
+        )
+    for fragment, reason, hint in _ADVICE:
+        if fragment in text:
+            return CaptureError(reason, location=location, hint=hint)
+    return CaptureError(
+        f"it raised {type(error).__name__}: {_first_line(text)}",
+        location=location,
+        hint="run the step once without graphopt: if that fails as well, the error is in the step",
+    )
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0]

@@ -1,0 +1,264 @@
+"""From the raw trace to the captured dialect: no mutation but `copy_` into placeholders.
+
+The raw graph runs once more, under torch's functionalization, which rewrites every in-place operator
+and every write through a view as new values; what an input holds in the end is then copied into it.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import (
+    call_function_with_meta,
+    eliminate_dead_code,
+    get_output,
+    is_collective,
+    is_operator,
+    is_view,
+    is_wait,
+)
+from graphopt.tracing import fused
+from graphopt.tracing.tagging import KEYS, tagged
+from graphopt.tracing.trace import RawTrace
+
+aten = torch.ops.aten
+
+_BETWEEN = 2.0**-20
+"""Distance between nodes placed after one another, where untouched nodes are 1 apart."""
+
+
+@dataclass
+class Functional:
+    """A graph in the captured dialect, before its placeholders are named.
+
+    Attributes:
+        updated: positions of the placeholders that the step updates.
+    """
+
+    graph_module: fx.GraphModule
+    updated: list[int]
+
+
+def functionalize(raw: RawTrace) -> Functional:
+    """Rewrite a raw trace functionally, in the output convention of the captured dialect."""
+    raw.graph_module.graph.eliminate_dead_code(is_impure_node=lambda n: not _is_profiling(n))
+    _drop_profiling(raw.graph_module.graph)
+    updated: list[int] = []
+
+    def run(*flat: torch.Tensor) -> list[Any]:
+        tracer = _compat.current_tracer()
+        with torch.no_grad(), _compat.functional_mode():
+            wrapped = [_compat.to_functional(tensor) for tensor in flat]
+            interpreter = _Interpreter(raw.graph_module, tracer)
+            with tagged(tracer, interpreter.tag):
+                results = [_compat.from_functional(r) for r in interpreter.run(*wrapped)]
+                finals = [_compat.from_functional(tensor) for tensor in wrapped]
+        changed = [i for i, tensor in enumerate(flat) if finals[i] is not tensor]
+        updated[:] = changed
+        return results + [finals[i] for i in changed]
+
+    inputs = [fake.detach() for fake in raw.fakes]
+    graph_module = _compat.make_fx(run)(*inputs)
+    graph = graph_module.graph
+    _remove_identities(graph)
+    _write_back(graph, raw, updated)
+    eliminate_dead_code(graph)
+    _place_updates(graph)
+    _place_launches(graph)
+    graph.lint()
+    graph_module.recompile()
+    return Functional(graph_module, updated)
+
+
+def _is_profiling(node: fx.Node) -> bool:
+    return is_operator(
+        node.target,
+        "profiler::_record_function_enter_new",
+        "profiler::_record_function_exit",
+        "profiler::_record_function_enter",
+    )
+
+
+def _drop_profiling(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if _is_profiling(node):
+            graph.erase_node(node)
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs the raw graph; new nodes take over the tags of the raw node that is running."""
+
+    def __init__(self, graph_module: fx.GraphModule, tracer: Any) -> None:
+        super().__init__(graph_module)
+        self._tracer = tracer
+        self._running: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._running = n
+        return super().run_node(n)
+
+    def tag(self, node: fx.Node) -> None:
+        if self._running is None:
+            return
+        for key in KEYS:
+            if key in self._running.meta:
+                node.meta[key] = self._running.meta[key]
+
+    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = fused.functional_name(target)
+        if name is None:
+            return super().call_function(target, args, kwargs)
+        functional = getattr(getattr(aten, name), target._overloadname)
+        results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
+        for position in fused.WRITTEN[name]:
+            if position >= len(results):
+                continue
+            for old, new in zip(args[position], results[position], strict=True):
+                old.copy_(new)
+        return None
+
+
+def _remove_identities(graph: fx.Graph) -> None:
+    """Forward what only renames a value: `detach`, `alias`, and `copy` of the same kind of tensor.
+
+    Values never change in a functional graph, so that sharing them cannot be seen.
+    """
+    for node in graph.nodes:
+        if is_operator(node.target, "aten::detach", "aten::alias"):
+            node.replace_all_uses_with(node.args[0])
+        elif is_operator(node.target, "aten::copy") and _same_kind(*node.args[:2]):
+            node.replace_all_uses_with(node.args[1])
+    eliminate_dead_code(graph)
+
+
+def _same_kind(a: fx.Node, b: fx.Node) -> bool:
+    first, second = a.meta["val"], b.meta["val"]
+    return (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.device == second.device
+        and first.stride() == second.stride()
+    )
+
+
+def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
+    """Append `copy_` into each updated input and set `output((results, updates, carried))`."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    output = get_output(graph)
+    values = list(output.args[0])
+    split = len(values) - len(updated)
+    results, finals = values[:split], values[split:]
+    updates = []
+    for position, final in zip(updated, finals, strict=True):
+        if final is placeholders[position]:
+            continue
+        with graph.inserting_before(output):
+            arguments = (placeholders[position], final)
+            copy = call_function_with_meta(graph, aten.copy_.default, arguments, like=final)
+        updates.append(copy)
+    user = raw.signature.user_results
+    output.args = ((results[:user], updates, results[user:]),)
+    output.meta.clear()
+
+
+def _place_updates(graph: fx.Graph) -> None:
+    """Move each `copy_` up to the last read of what it overwrites, or the value it writes."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    updates = get_output(graph).args[0][1]
+    for copy in updates:
+        placeholder, final = copy.args
+        before = {*_readers_through_views(placeholder), final} - {copy}
+        if not before.isdisjoint(updates):
+            continue
+        last = max(before, key=position.__getitem__)
+        _after_placeholders(last).append(copy)
+
+
+def _after_placeholders(node: fx.Node) -> fx.Node:
+    """`node`, or the last placeholder when it is one of them."""
+    while node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def _readers_through_views(root: fx.Node) -> set[fx.Node]:
+    """Nodes that read the storage of `root`, directly or through views of it."""
+    found: set[fx.Node] = set()
+    pending = [root]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or user in found:
+                continue
+            found.add(user)
+            if is_view(user):
+                pending.append(user)
+    return found
+
+
+def _place_launches(graph: fx.Graph) -> None:
+    """Move each collective, and what only it needs, to just after the values it sends.
+
+    Launches of one group keep their order, which all ranks share.
+    """
+    position = {node: float(index) for index, node in enumerate(graph.nodes)}
+    previous: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not is_collective(node):
+            continue
+        chain = sorted(_private_inputs(node), key=position.__getitem__)
+        sources = {source for member in chain for source in member.all_input_nodes} - set(chain)
+        group = str(node.args[-1])
+        if group in previous:
+            sources.add(previous[group])
+        previous[group] = node
+        anchor = _after_placeholders(max(sources, key=position.__getitem__))
+        for member in chain:
+            if anchor.next is not member:
+                anchor.append(member)
+            position[member] = position[anchor] + _BETWEEN
+            anchor = member
+
+
+def _private_inputs(collective: fx.Node) -> list[fx.Node]:
+    """`collective` and the communication nodes that exist for it alone."""
+    chain = [collective]
+    pending = list(collective.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        private = node.meta.get("phase") == "communication" and len(node.users) == 1
+        if node.op == "call_function" and private and not is_wait(node):
+            chain.append(node)
+            pending += node.all_input_nodes
+    return chain
+
+
+def name_placeholders(graph: fx.Graph, names: Sequence[str]) -> list[str]:
+    """Name placeholders after qualified names; returns the identifiers chosen."""
+    taken: set[str] = set()
+    chosen = []
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, name in zip(placeholders, names, strict=True):
+        identifier = _identifier(name, taken)
+        taken.add(identifier)
+        node._rename(identifier)
+        node.target = node.name
+        chosen.append(node.name)
+    return chosen
+
+
+def _identifier(name: str, taken: set[str]) -> str:
+    base = re.sub(r"\W+", "_", name).strip("_") or "input"
+    if base[0].isdigit() or keyword.iskeyword(base):
+        base = f"_{base}"
+    candidate, count = base, 1
+    while candidate in taken:
+        candidate, count = f"{base}_{count}", count + 1
+    return candidate

@@ -1,0 +1,303 @@
+"""When a captured graph may be used again, and if not, why not.
+
+`make_fx` specializes without saying on what. These guards hold everything a step is specialized
+on: the arguments, the modules, the optimizers' settings, and torch's modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs import Inputs, is_number
+from graphopt.tracing.numbers import SCHEDULED, holds
+
+_PLAIN = (int, float, bool, str, complex, bytes, type(None), tuple, frozenset, torch.dtype)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+Mismatch = tuple[str, str]
+"""(kind, text): kind is "shape" for tensor arguments, "value" for numbers, else "structure"."""
+
+
+def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a graph is specialized on about a tensor."""
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def _environment() -> tuple[Any, ...]:
+    """Modes of torch that change what operators run."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+class ModuleGuard:
+    """One module: mode, hooks, registered tensors by identity, plain attributes by value."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name or "the model"
+        self.attributes = vars(module)
+        self.training = module.training
+        self.hooks = tuple(tuple(self.attributes[table]) for table in _HOOKS)
+        self.children = [(key, vars(m)) for key, m in module._modules.items() if m is not None]
+        self.tensors = [
+            (table, list(table.items()))
+            for table in (module._parameters, module._buffers)
+            if table
+        ]
+        self.sizes = (len(module._parameters), len(module._buffers), len(module._modules))
+        self.gradients = [p.requires_grad for p in module._parameters.values() if p is not None]
+        self.plain = [
+            (key, value)
+            for key, value in self.attributes.items()
+            if isinstance(value, (*_PLAIN, torch.Tensor)) and key != "training"
+        ]
+        self.count = len(self.attributes)
+
+    def mismatch(self) -> str | None:
+        attributes = self.attributes
+        if attributes["training"] is not self.training:
+            return f"{self.name}.training became {attributes['training']}"
+        modules = attributes["_modules"]
+        sizes = (len(attributes["_parameters"]), len(attributes["_buffers"]), len(modules))
+        if sizes != self.sizes:
+            return f"what {self.name} registers changed"
+        for key, child in self.children:
+            if key not in modules or vars(modules[key]) is not child:
+                return f"submodule {self.name}.{key} was replaced"
+        for table, entries in self.tensors:
+            for key, tensor in entries:
+                if table.get(key) is not tensor:
+                    return f"{self.name}.{key} was replaced"
+        for flag, parameter in zip(
+            self.gradients, (p for p in attributes["_parameters"].values() if p is not None)
+        ):
+            if parameter.requires_grad is not flag:
+                return f"requires_grad changed in {self.name}"
+        for key, value in self.plain:
+            now = attributes.get(key, _MISSING)
+            if now is not value and (isinstance(value, torch.Tensor) or now != value):
+                return f"{self.name}.{key} became {now!r}"
+        if len(attributes) != self.count:
+            return f"attributes of {self.name} were added or removed"
+        if tuple(tuple(attributes[table]) for table in _HOOKS) != self.hooks:
+            return f"hooks of {self.name} changed"
+        return None
+
+
+_MISSING = object()
+
+
+class OptimizerGuard:
+    """One optimizer: groups, members, settings that are not scheduled, and state entries."""
+
+    def __init__(self, name: str, optimizer: Optimizer) -> None:
+        self.name = name
+        self.type = type(optimizer)
+        self.groups = [
+            (list(group["params"]), _settings(group)) for group in optimizer.param_groups
+        ]
+
+    def mismatch(self, optimizer: Optimizer) -> str | None:
+        if type(optimizer) is not self.type:
+            return f"{self.name} became a {type(optimizer).__name__}"
+        if len(optimizer.param_groups) != len(self.groups):
+            return f"{self.name} has {len(optimizer.param_groups)} parameter groups now"
+        for index, (params, settings) in enumerate(self.groups):
+            group = optimizer.param_groups[index]
+            live = group["params"]
+            if len(live) != len(params) or any(
+                a is not b for a, b in zip(live, params, strict=True)
+            ):
+                return f"the members of {self.name}.param_groups[{index}] changed"
+            now = _settings(group)
+            if now != settings:
+                key = next(k for k in now.keys() | settings.keys() if now.get(k) != settings.get(k))
+                return f"{self.name}.param_groups[{index}][{key!r}] became {now.get(key)!r}"
+        return None
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a group that the graph is specialized on; scheduled numbers by kind only.
+
+    Bookkeeping of schedulers (`initial_lr`, `max_lr`, …) is not read by optimizers.
+    """
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key == "params" or key.startswith(("initial_", "max_", "min_", "base_")):
+            continue
+        if key not in SCHEDULED:
+            found[key] = value if isinstance(value, _PLAIN) else id(value)
+        elif isinstance(value, tuple):
+            found[key] = tuple(is_number(part) or id(part) for part in value)
+        else:
+            found[key] = is_number(value) or id(value)
+    return found
+
+
+class Guards:
+    """Everything one captured graph depends on."""
+
+    def __init__(self, call: Call, inputs: Inputs, mode: tuple[Any, ...]) -> None:
+        self.mode = mode
+        self.environment = _environment()
+        self.treespec = call.treespec
+        self.modules = [ModuleGuard(name, m) for name, m in call.named_submodules()]
+        self.roots = [vars(call.leaves[position]) for position in call.modules]
+        self.optimizers = [
+            OptimizerGuard(call.names[position], call.leaves[position])
+            for position in call.optimizers
+        ]
+        self.constants = [call.leaves[position] for position in call.constants]
+        self.positions = (call.modules, call.optimizers, call.tensors, call.constants)
+        user = set(inputs.user)
+        self.user = [(p, tensor_kind(call.leaves[p])) for p in inputs.user]
+        self.shared = [(p, call.leaves[p]) for p in call.tensors if p not in user]
+        self.aliases = _aliases(call)
+        self.inputs = inputs
+        self.states = _read_states(call, inputs)
+        self.state_kinds = [tensor_kind(value) for value in self.states]
+        self.state_counts = _state_counts(call)
+        self.gradients = [entry.tensor.grad is not None for entry in inputs.parameters]
+
+    def structure_mismatch(self, call: Call, mode: tuple[Any, ...]) -> str | None:
+        """The first thing that all ranks see alike and that is no longer as captured."""
+        if mode != self.mode:
+            return f"{mode} in place of {self.mode}"
+        if call.treespec != self.treespec or (
+            (call.modules, call.optimizers, call.tensors, call.constants) != self.positions
+        ):
+            return "the structure of the arguments changed"
+        if _environment() != self.environment:
+            return "grad mode, autocast or another mode of torch changed"
+        for attributes, position in zip(self.roots, call.modules, strict=True):
+            if vars(call.leaves[position]) is not attributes:
+                return f"{call.names[position]} is another module"
+        for guard in self.modules:
+            reason = guard.mismatch()
+            if reason is not None:
+                return reason
+        for settings, position in zip(self.optimizers, call.optimizers, strict=True):
+            reason = settings.mismatch(call.leaves[position])
+            if reason is not None:
+                return reason
+        for value, position in zip(self.constants, call.constants, strict=True):
+            now = call.leaves[position]
+            if not is_number(value) and not _same_constant(now, value):
+                return f"argument {call.names[position]} became {now!r}"
+        return None
+
+    def local_mismatch(self, call: Call) -> str | None:
+        """The first thing that may differ on this rank alone and is no longer as captured."""
+        for value, position in zip(self.constants, call.constants, strict=True):
+            if is_number(value) and not _same_constant(call.leaves[position], value):
+                return f"argument {call.names[position]} became {call.leaves[position]!r}"
+        if _state_counts(call) != self.state_counts:
+            return "optimizer state was created or dropped"
+        if [e.tensor.grad is not None for e in self.inputs.parameters] != self.gradients:
+            return "gradients exist that did not, or the reverse"
+        optimizers = call.optimizer_objects()
+        for number in self.inputs.hyperparameters:
+            value = number.read(optimizers[number.optimizer].param_groups)
+            if not all(holds(value, predicate) for predicate in number.asked.predicates):
+                return f"{number.fqn} became {value}"
+        reason = self._refresh_states(call)
+        if reason is not None:
+            return reason
+        for position, tensor in self.shared:
+            if call.leaves[position] is not tensor:
+                return f"argument {call.names[position]} is another tensor"
+        return None
+
+    def _refresh_states(self, call: Call) -> str | None:
+        """Read the optimizer state into `states`; tensors seen before are known to fit."""
+        now = _read_states(call, self.inputs)
+        for index, (value, before) in enumerate(zip(now, self.states, strict=True)):
+            if value is before:
+                continue
+            if not isinstance(value, torch.Tensor) or tensor_kind(value) != self.state_kinds[index]:
+                return f"{self.inputs.states[index].fqn} changed its shape or dtype"
+        self.states = now
+        return None
+
+    def shape_mismatch(self, call: Call) -> str | None:
+        """The first tensor argument that is of another kind than captured."""
+        for position, kind in self.user:
+            now = tensor_kind(call.leaves[position])
+            if now != kind:
+                return f"argument {call.names[position]}: {_describe(kind, now)}"
+        if _aliases(call) != self.aliases:
+            return "which tensor arguments are the same changed"
+        return None
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b) or not isinstance(a, _PLAIN):
+        return False
+    return bool(a == b)
+
+
+def _aliases(call: Call) -> tuple[int, ...]:
+    """For each tensor argument the first position at which the same tensor stands."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(call.leaves[p]), p) for p in call.tensors)
+
+
+def _state_counts(call: Call) -> list[int]:
+    return [
+        sum(len(entries) for entries in optimizer.state.values())
+        for optimizer in call.optimizer_objects()
+    ]
+
+
+def _read_states(call: Call, inputs: Inputs) -> list[Any]:
+    optimizers = call.optimizer_objects()
+    found: list[Any] = []
+    owner: Any = None
+    entries: dict[str, Any] = {}
+    for state in inputs.states:
+        if (state.optimizer, id(state.parameter)) != owner:
+            owner = (state.optimizer, id(state.parameter))
+            entries = optimizers[state.optimizer].state.get(state.parameter.tensor, {})
+        found.append(entries.get(state.key))
+    return found
+
+
+def _describe(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    names = ("shape", "stride", "dtype", "device", "requires_grad")
+    differing = _differing(names, before, now)
+    name, old, new = next(differing)
+    if isinstance(old, torch.Size):
+        old, new = list(old), list(new)
+    return f"{name} {old} became {new}"
+
+
+def _differing(
+    names: tuple[str, ...], before: tuple[Any, ...], now: tuple[Any, ...]
+) -> Iterator[tuple[str, Any, Any]]:
+    return ((n, a, b) for n, a, b in zip(names, before, now, strict=True) if a != b)

@@ -1,0 +1,279 @@
+"""The tensors and numbers a step works on, in the order in which the graph takes them.
+
+Every input knows how to find its live value again, so that a captured graph can be called with the
+parameters, optimizer state and learning rate as they are now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.call import Call
+from graphopt.tracing.numbers import SCHEDULED, Comparisons
+
+Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One placeholder of a captured graph: what it stands for.
+
+    Attributes:
+        kind: where the value lives between calls.
+        fqn: qualified name, as in `state_dict` where there is one.
+        placeholder: target of the placeholder node.
+    """
+
+    kind: Kind
+    fqn: str
+    placeholder: str
+
+
+@dataclass
+class ModuleTensor:
+    """A parameter, buffer or plain tensor attribute of a module.
+
+    Attributes:
+        slots: every `(dictionary, key)` of a module that holds it; tied weights have several.
+    """
+
+    kind: Kind
+    fqn: str
+    tensor: torch.Tensor
+    slots: list[tuple[dict[str, Any], str]]
+
+
+@dataclass
+class Storage:
+    """A placeholder that is not itself a module tensor: storage that several of them view."""
+
+    kind: Kind
+    fqn: str
+    members: list[ModuleTensor]
+
+    def base(self) -> torch.Tensor:
+        """The whole storage as a 1-D tensor of the members' dtype."""
+        first = self.members[0].tensor.detach()
+        storage = first.untyped_storage()
+        length = storage.nbytes() // first.element_size()
+        return first.new_empty(0).set_(storage, 0, (length,), (1,))  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """`optimizers[optimizer].state[parameter][key]`."""
+
+    optimizer: int
+    parameter: ModuleTensor
+    key: str
+    fqn: str
+
+
+@dataclass(frozen=True)
+class GradientInput:
+    """`.grad` of a parameter (or of a tensor argument) that exists when the step begins."""
+
+    owner: ModuleTensor
+    fqn: str
+
+
+@dataclass
+class Hyperparameter:
+    """`optimizers[optimizer].param_groups[group][key]`, or one element of it: a Python number,
+    or the tensor that the user gave in place of one."""
+
+    optimizer: int
+    group: int
+    key: str
+    element: int | None
+    fqn: str
+    asked: Comparisons = field(default_factory=Comparisons)
+
+    def read(self, groups: list[dict[str, Any]]) -> Any:
+        value = groups[self.group][self.key]
+        return value if self.element is None else value[self.element]
+
+
+@dataclass
+class Inputs:
+    """All inputs of one call, in the order of the captured dialect."""
+
+    module_tensors: list[ModuleTensor]
+    placeholders: list[ModuleTensor | Storage]
+    states: list[StateTensor]
+    gradients: list[GradientInput]
+    hyperparameters: list[Hyperparameter]
+    user: list[int]
+
+    @property
+    def parameters(self) -> list[ModuleTensor]:
+        return [entry for entry in self.module_tensors if entry.kind == "parameter"]
+
+    def kinds_and_names(self, call: Call) -> Iterator[tuple[Kind, str]]:
+        """`(kind, qualified name)` per placeholder."""
+        for holder in self.placeholders:
+            yield holder.kind, holder.fqn
+        for state in self.states:
+            yield "optimizer_state", state.fqn
+        for gradient in self.gradients:
+            yield "gradient", gradient.fqn
+        for number in self.hyperparameters:
+            yield "hyperparameter", number.fqn
+        for position in self.user:
+            yield "user_input", call.names[position]
+
+    def live_values(self, call: Call) -> list[torch.Tensor]:
+        """The tensors to call the graph with, read from the modules and optimizers now."""
+        optimizers = call.optimizer_objects()
+        values = [
+            holder.base() if isinstance(holder, Storage) else holder.tensor
+            for holder in self.placeholders
+        ]
+        for state in self.states:
+            values.append(optimizers[state.optimizer].state[state.parameter.tensor][state.key])
+        for gradient in self.gradients:
+            assert gradient.owner.tensor.grad is not None
+            values.append(gradient.owner.tensor.grad)
+        for number in self.hyperparameters:
+            value = number.read(optimizers[number.optimizer].param_groups)
+            values.append(as_tensor(value))
+        values += [call.leaves[position] for position in self.user]
+        return values
+
+
+def collect(call: Call) -> Inputs:
+    """Find every input of `call`. Touches nothing."""
+    tensors = _module_tensors(call)
+    gradients = [
+        GradientInput(entry, f"{entry.fqn}.grad")
+        for entry in tensors
+        if entry.kind == "parameter" and entry.tensor.grad is not None
+    ]
+    by_id = {id(entry.tensor): entry for entry in tensors}
+    inputs = Inputs(
+        module_tensors=tensors,
+        placeholders=_placeholders(tensors),
+        states=list(_states(call, by_id)),
+        gradients=gradients,
+        hyperparameters=list(_hyperparameters(call)),
+        user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
+    )
+    _refuse_overlaps(inputs, call)
+    return inputs
+
+
+def _module_tensors(call: Call) -> list[ModuleTensor]:
+    found: dict[int, ModuleTensor] = {}
+
+    def add(kind: Kind, fqn: str, owner: dict[str, Any], key: str) -> None:
+        tensor = owner[key]
+        if not isinstance(tensor, torch.Tensor):
+            return
+        entry = found.setdefault(id(tensor), ModuleTensor(kind, fqn, tensor, []))
+        entry.slots.append((owner, key))
+
+    modules = list(call.named_submodules())
+    for prefix, module in modules:
+        for key in module._parameters:
+            add("parameter", _join(prefix, key), module._parameters, key)
+    for prefix, module in modules:
+        for key in module._buffers:
+            add("buffer", _join(prefix, key), module._buffers, key)
+    for prefix, module in modules:
+        for key in tensor_attributes(module):
+            add("buffer", _join(prefix, key), vars(module), key)
+    entries = list(found.values())
+    return sorted(entries, key=lambda entry: entry.kind != "parameter")
+
+
+def tensor_attributes(module: nn.Module) -> list[str]:
+    """Attributes of a module that are tensors without being registered."""
+    return [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _placeholders(tensors: list[ModuleTensor]) -> list[ModuleTensor | Storage]:
+    groups: dict[int, list[ModuleTensor]] = {}
+    for entry in tensors:
+        key = _compat.storage_key(entry.tensor) if entry.tensor.numel() else id(entry)
+        groups.setdefault(key, []).append(entry)
+    result: list[ModuleTensor | Storage] = []
+    for members in groups.values():
+        if len(members) == 1:
+            result.append(members[0])
+            continue
+        if len({member.tensor.dtype for member in members}) > 1:
+            raise CaptureError(
+                f"{members[0].fqn} and {members[1].fqn} view one storage with different dtypes",
+                hint="give one of them storage of its own (tensor.clone())",
+            )
+        result.append(Storage(members[0].kind, members[0].fqn, members))
+    return result
+
+
+def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]:
+    for index, optimizer in enumerate(call.optimizer_objects()):
+        prefix = call.names[call.optimizers[index]]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = by_id[id(parameter)]
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield StateTensor(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
+
+
+def _hyperparameters(call: Call) -> Iterator[Hyperparameter]:
+    for index, optimizer in enumerate(call.optimizer_objects()):
+        prefix = call.names[call.optimizers[index]]
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                name = f"{prefix}.param_groups[{number}].{key}"
+                parts = value if isinstance(value, tuple) else (value,)
+                for element, part in enumerate(parts):
+                    if not _is_input(key, part):
+                        continue
+                    if parts is value:
+                        yield Hyperparameter(index, number, key, element, f"{name}[{element}]")
+                    else:
+                        yield Hyperparameter(index, number, key, None, name)
+
+
+def _is_input(key: str, value: object) -> bool:
+    return isinstance(value, torch.Tensor) or (key in SCHEDULED and is_number(value))
+
+
+def as_tensor(number: Any) -> torch.Tensor:
+    """A hyperparameter as a graph input: 0-dim float64 on the CPU, or the user's own tensor."""
+    if isinstance(number, torch.Tensor):
+        return number
+    return torch.tensor(number, dtype=torch.float64, device="cpu")
+
+
+def is_number(value: object) -> bool:
+    """A Python number other than a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _refuse_overlaps(inputs: Inputs, call: Call) -> None:
+    """Two placeholders over one storage would hide a write from the other."""
+    owner: dict[int, str] = {}
+    values = inputs.live_values(call)
+    for (kind, fqn), tensor in zip(inputs.kinds_and_names(call), values, strict=True):
+        if kind in ("user_input", "hyperparameter") or tensor.numel() == 0:
+            continue
+        other = owner.setdefault(_compat.storage_key(tensor), fqn)
+        if other != fqn:
+            raise CaptureError(
+                f"{other} and {fqn} share storage",
+                hint="give one of them storage of its own (tensor.clone())",
+            )

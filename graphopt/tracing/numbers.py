@@ -1,0 +1,121 @@
+"""Numbers that a traced step reads: hyperparameters, and tensor values read by `.item()`.
+
+A scheduled hyperparameter (`lr`, betas, momentum, weight decay) enters the graph as a 0-dim
+float64 tensor; the optimizer sees its `.item()` as a symbolic float. Optimizers compare such
+numbers with constants (`if momentum != 0`). `ScheduledFloat` answers from the value at capture and
+records the answer, so that the graph holds for every value that gives the same answers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphopt.errors import CaptureError
+from graphopt.tracing.source import current_user_line
+
+SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
+"""Settings of a parameter group that schedulers change; all others are guarded by value."""
+
+Predicate = tuple[str, float, bool]
+"""(comparison, constant, answer): for example ``("ne", 0.0, True)``."""
+
+
+def holds(value: float, predicate: Predicate) -> bool:
+    name, constant, answer = predicate
+    compare: Callable[[float, float], bool] = getattr(operator, name)
+    return compare(value, constant) is answer
+
+
+@dataclass
+class Comparisons:
+    """What was asked about one hyperparameter while tracing."""
+
+    predicates: list[Predicate] = field(default_factory=list)
+
+
+class ScheduledFloat(torch.SymFloat):
+    """A hyperparameter inside the trace.
+
+    Args:
+        symbolic: the `.item()` of `tensor`.
+        tensor: the 0-dim float64 graph input; fused optimizers take it as `tensor_lr`.
+        value: the number at capture, in which comparisons are answered.
+        asked: where the answers are recorded.
+    """
+
+    def __init__(
+        self, symbolic: torch.SymFloat, tensor: torch.Tensor, value: float, asked: Comparisons
+    ) -> None:
+        super().__init__(symbolic.node)
+        self.tensor = tensor
+        self.value = value
+        self.asked = asked
+
+    def _answer(self, name: str, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return getattr(torch.SymFloat, f"__{name}__")(self, other)
+        result = bool(getattr(operator, name)(self.value, other))
+        predicate = (name, float(other), result)
+        if predicate not in self.asked.predicates:
+            self.asked.predicates.append(predicate)
+        return result
+
+    def __eq__(self, other: object) -> Any:
+        return self._answer("eq", other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._answer("ne", other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._answer("lt", other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._answer("le", other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._answer("gt", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._answer("ge", other)
+
+    def __bool__(self) -> bool:
+        return bool(self._answer("ne", 0.0))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _refuse_text(self: Any, *spec: str) -> str:
+    raise CaptureError(
+        "the value of a tensor is turned into text",
+        location=str(current_user_line()),
+        hint="return the value from the step and print it outside",
+    )
+
+
+class ReadFloat(torch.SymFloat):
+    """What `.item()` of a traced floating-point tensor gives: usable in arithmetic, not as text."""
+
+    __str__ = _refuse_text
+    __format__ = _refuse_text
+
+
+class ReadInt(torch.SymInt):
+    """What `.item()` of a traced integer tensor gives: usable in arithmetic, not as text."""
+
+    __str__ = _refuse_text
+    __format__ = _refuse_text
+
+
+def as_read(value: Any) -> Any:
+    """The result of `Tensor.item()` with misuse as text refused."""
+    if type(value) is torch.SymFloat:
+        return ReadFloat(value.node)
+    if type(value) is torch.SymInt:
+        return ReadInt(value.node)
+    return value

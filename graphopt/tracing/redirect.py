@@ -1,0 +1,116 @@
+"""The function mode a step is traced under.
+
+It sees every torch function the step calls, before autograd does, and
+
+- replaces tensors that the step reached without going through its arguments' modules (a list of
+  parameters it closes over, say) by their traced stand-ins;
+- refuses tensors it knows nothing about, which would be baked in as constants;
+- notices when gradients are read, the moment at which they have to be averaged over ranks;
+- says which phase the nodes made by a backward belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing import fused, numbers
+from graphopt.tracing.source import current_user_line
+from graphopt.tracing.substitute import Traced
+from graphopt.tracing.tagging import Tagger
+
+_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_TEXT = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__})
+_METADATA = frozenset(
+    {
+        "dim",
+        "element_size",
+        "get_device",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "ndimension",
+        "numel",
+        "nelement",
+        "size",
+        "stride",
+        "storage_offset",
+    }
+)
+_READABLE = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf")
+)
+
+
+class Redirect(TorchFunctionMode):
+    """See the module's docstring.
+
+    Args:
+        traced: stand-ins of the real tensors.
+        tagger: told about backward phases.
+        before_gradient_read: called before the step reads any `.grad`.
+    """
+
+    def __init__(
+        self, traced: Traced, tagger: Tagger, before_gradient_read: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._traced = traced
+        self._tagger = tagger
+        self._before_gradient_read = before_gradient_read
+        self._tracer = _compat.current_tracer()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
+            return func(*args, **kwargs)
+        args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
+        if func == _GRADIENT:
+            self._before_gradient_read()
+            return func(*args, **kwargs)
+        if func in _BACKWARDS:
+            with self._tagger.during("backward"):
+                return func(*args, **kwargs)
+        if func is torch.Tensor.item:
+            return numbers.as_read(func(*args, **kwargs))
+        if func in _TEXT:
+            raise CaptureError(
+                "the value of a tensor is turned into text",
+                location=str(current_user_line()),
+                hint="return the tensor from the step and print it outside",
+            )
+        if func in fused.FUNCTIONS:
+            return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
+        return func(*args, **kwargs)
+
+    def _stand_ins(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._stand_in(value)
+        if type(value) is list or type(value) is tuple:
+            return type(value)([self._stand_ins(item) for item in value])
+        if type(value) is dict:
+            return {key: self._stand_ins(item) for key, item in value.items()}
+        return value
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _compat.is_fake(tensor) and id(tensor) not in self._traced.by_id:
+            return tensor
+        known = self._traced.by_id.get(id(tensor))
+        if known is None:
+            raise CaptureError(
+                f"it uses a tensor from outside its arguments (shape {list(tensor.shape)},"
+                f" {tensor.dtype}), which would be baked in as a constant",
+                location=str(current_user_line()),
+                hint="pass it, or the module that owns it, as an argument of the step,"
+                " or register it as a buffer of the model",
+            )
+        return known

@@ -1,0 +1,90 @@
+"""Reading and restoring the random number generator inside a captured step.
+
+Activation checkpointing replays dropout by restoring the generator before it recomputes. While a
+step is traced, `torch.get_rng_state` and `torch.set_rng_state` (and their CUDA forms) are replaced
+by the two operators below, so that the graph does the same on every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+
+from graphopt.errors import CaptureError
+from graphopt.tracing.replace import replaced
+from graphopt.tracing.source import current_user_line
+
+_library = torch.library.Library("graphopt", "DEF")
+_library.define("get_rng_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_library.define("set_rng_state(Tensor state, Device device) -> ()")
+
+
+def _get(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.random.default_generator.get_state()
+    return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
+
+
+def _set(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.random.default_generator.set_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+_library.impl("get_rng_state", _get, "CompositeExplicitAutograd")
+_library.impl("set_rng_state", _set, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("graphopt::get_rng_state", lib=_library)
+def _get_fake(device: torch.device) -> torch.Tensor:
+    return torch.empty(_get(device).numel(), dtype=torch.uint8, device="cpu")
+
+
+@torch.library.register_fake("graphopt::set_rng_state", lib=_library)
+def _set_fake(state: torch.Tensor, device: torch.device) -> None:
+    return None
+
+
+has_side_effect(torch.ops.graphopt.set_rng_state.default)
+
+
+def _refuse_seed(*args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(
+        "the random number generator is seeded inside the step",
+        location=str(current_user_line()),
+        hint="call torch.manual_seed outside the step",
+    )
+
+
+@contextmanager
+def traced_generators() -> Iterator[None]:
+    """While active, generator states are read and restored by operators of the graph."""
+
+    def get_cpu() -> torch.Tensor:
+        return torch.ops.graphopt.get_rng_state(torch.device("cpu"))  # type: ignore[no-any-return]
+
+    def set_cpu(state: torch.Tensor) -> None:
+        torch.ops.graphopt.set_rng_state(state, torch.device("cpu"))
+
+    def get_cuda(device: Any = "cuda") -> torch.Tensor:
+        return torch.ops.graphopt.get_rng_state(torch.device(device))  # type: ignore[no-any-return]
+
+    def set_cuda(state: torch.Tensor, device: Any = "cuda") -> None:
+        torch.ops.graphopt.set_rng_state(state, torch.device(device))
+
+    changes: list[tuple[Any, str, Any]] = []
+    for module in (torch, torch.random):
+        changes.append((module, "get_rng_state", get_cpu))
+        changes.append((module, "set_rng_state", set_cpu))
+        changes.append((module, "manual_seed", _refuse_seed))
+        changes.append((module, "seed", _refuse_seed))
+    if torch.cuda.is_available():
+        changes.append((torch.cuda, "get_rng_state", get_cuda))
+        changes.append((torch.cuda, "set_rng_state", set_cuda))
+    with replaced(*changes):
+        yield

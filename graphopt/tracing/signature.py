@@ -1,0 +1,285 @@
+"""What a captured graph's results are for: the step's return value, new state, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs import Inputs, ModuleTensor, is_number
+from graphopt.tracing.substitute import Traced
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Result number `index` of the graph."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Live:
+    """The real tensor behind an input: the step returned it, not a copy.
+
+    `module_tensor` numbers `Inputs.module_tensors`; `placeholder` numbers all placeholders.
+    """
+
+    module_tensor: int | None
+    placeholder: int | None
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of an input's storage, as `torch.as_strided` makes it; `offset` counts from the
+    input's own."""
+
+    of: Live
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A Python value, the same on every call that this graph serves."""
+
+    value: Any
+
+
+_TABLES = "registered names"
+
+Recipe = Computed | Live | View | Constant
+
+
+@dataclass(frozen=True)
+class GradientResult:
+    """`.grad` of a module tensor after the step."""
+
+    owner: int
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class StateResult:
+    """An entry of optimizer state that the step created or replaced."""
+
+    optimizer: int
+    owner: int
+    key: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class AttributeResult:
+    """A module attribute that the step set."""
+
+    attributes: dict[str, Any]
+    name: str
+    recipe: Recipe
+
+
+@dataclass
+class Signature:
+    """How the results of one graph become the effects of one step.
+
+    Attributes:
+        output_spec, outputs: pytree of the step's return value.
+        gradients, states, attributes: values that live on between calls and are not updated in
+            place; their results follow the user's in `results`.
+        user_results: how many of the graph's results belong to the return value.
+        stepped: optimizers whose `step` ran.
+        dead_gradients: module tensors whose gradient is dropped before anyone reads it.
+    """
+
+    output_spec: Any
+    outputs: list[Recipe]
+    gradients: list[GradientResult]
+    states: list[StateResult]
+    attributes: list[AttributeResult]
+    user_results: int
+    stepped: list[int]
+    dead_gradients: list[int] = field(default_factory=list)
+
+
+class ResultCollector:
+    """Collects, at the end of a traced step, everything it leaves behind.
+
+    Attributes:
+        results: traced values that the graph has to return, in order.
+    """
+
+    def __init__(
+        self, call: Call, inputs: Inputs, traced: Traced, flat: Sequence[torch.Tensor]
+    ) -> None:
+        self.call, self.inputs, self.traced = call, inputs, traced
+        self.results: list[Any] = []
+        self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
+        self._storages: dict[int, Live] = {
+            _compat.storage_key(tensor): Live(None, i)
+            for i, tensor in enumerate(flat)
+            if tensor.numel()
+        }
+        self._offsets = {Live(None, i): int(t.storage_offset()) for i, t in enumerate(flat)}
+        for index, entry in enumerate(inputs.module_tensors):
+            stand_in = traced.by_id[id(entry.tensor)]
+            self._live[id(stand_in)] = self._live[id(entry.tensor)] = Live(index, None)
+
+    def recipe(self, value: Any, what: Callable[[], str]) -> Recipe:
+        if isinstance(value, torch.Tensor):
+            return self._tensor_recipe(value)
+        if isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+            self.results.append(value)
+            return Computed(len(self.results) - 1)
+        if value is None or isinstance(value, (int, float, str, bool, complex, bytes)):
+            return Constant(value)
+        raise CaptureError(
+            f"{what()} is a {type(value).__name__}, neither a tensor nor a constant",
+            hint="return tensors, numbers, strings, None or containers of them;"
+            " register other containers with torch.utils._pytree.register_pytree_node",
+        )
+
+    def _tensor_recipe(self, tensor: torch.Tensor) -> Recipe:
+        live = self._live.get(id(tensor))
+        if live is not None:
+            return live
+        base = self._storages.get(_compat.storage_key(tensor)) if tensor.numel() else None
+        if base is not None:
+            offset = int(tensor.storage_offset()) - self._offsets[base]
+            return View(base, tuple(tensor.shape), tensor.stride(), offset)
+        self.results.append(tensor)
+        return Computed(len(self.results) - 1)
+
+    def collect(self, returned: Any, stepped: list[int], before: dict[int, dict[str, Any]]) -> Signature:
+        """Build the signature. `before`: `vars(module)` by module id, as the step found them."""
+        leaves, spec = _compat.tree_flatten(returned)
+        outputs = [self.recipe(leaf, lambda: "what the step returns") for leaf in leaves]
+        return Signature(
+            output_spec=spec,
+            outputs=outputs,
+            user_results=len(self.results),
+            stepped=stepped,
+            gradients=self._gradients(),
+            states=self._states(),
+            attributes=self._attributes(before),
+        )
+
+    def _gradients(self) -> list[GradientResult]:
+        found = []
+        entry_gradients = {id(g.owner): g for g in self.inputs.gradients}
+        for index, entry in enumerate(self.inputs.module_tensors):
+            stand_in = self.traced.by_id[id(entry.tensor)]
+            if stand_in.requires_grad != entry.tensor.requires_grad:
+                raise CaptureError(
+                    f"it changes requires_grad of {entry.fqn}",
+                    hint="call requires_grad_() outside the step",
+                )
+            gradient = stand_in.grad
+            existed = id(entry) in entry_gradients
+            if gradient is None and not existed:
+                continue
+            if existed and gradient is self.traced.gradients[id(entry)]:
+                continue
+            found.append(GradientResult(index, self.recipe(gradient, lambda: "a gradient")))
+        return found
+
+    def _states(self) -> list[StateResult]:
+        found = []
+        owners = {
+            id(self.traced.by_id[id(entry.tensor)]): (index, entry)
+            for index, entry in enumerate(self.inputs.module_tensors)
+        }
+        for number, optimizer in enumerate(self.call.optimizer_objects()):
+            for stand_in, entries in optimizer.state.items():
+                index, entry = owners[id(stand_in)]
+                before = self.traced.states[number].get(id(stand_in), {})
+                for key, value in entries.items():
+                    if key in before and value is before[key]:
+                        continue
+                    self._refuse_counter(entry, key, before.get(key), value)
+                    recipe = self.recipe(value, lambda: f"optimizer state {key!r}")
+                    found.append(StateResult(number, index, key, recipe))
+        return found
+
+    def _refuse_counter(self, entry: ModuleTensor, key: str, before: Any, after: Any) -> None:
+        if is_number(before) and is_number(after) and before != after:
+            raise CaptureError(
+                f"the optimizer counts in the Python number state[{entry.fqn}][{key!r}]",
+                hint="keep the count as a tensor, as torch.optim does",
+            )
+
+    def _attributes(self, before: dict[int, dict[str, Any]]) -> list[AttributeResult]:
+        found = []
+        for name, module in self.call.named_submodules():
+            former = before[id(module)]
+            if former[_TABLES] != table_names(module):
+                raise CaptureError(
+                    f"it registers or removes parameters, buffers or submodules of"
+                    f" {name or 'the model'}",
+                    hint="do that outside the step",
+                )
+            for key, value in vars(module).items():
+                if key in former and value is former[key]:
+                    continue
+                recipe = self._attribute_recipe(f"{name}.{key}".strip("."), former.get(key), value)
+                found.append(AttributeResult(vars(module), key, recipe))
+        return found
+
+    def _attribute_recipe(self, name: str, before: Any, after: Any) -> Recipe:
+        if is_number(before) and is_number(after) and before != after:
+            raise CaptureError(
+                f"it counts in the Python attribute {name} ({before} became {after}),"
+                " which would happen at capture only",
+                hint="keep the count in a buffer: register_buffer(..., torch.zeros(()))",
+            )
+        if any(isinstance(leaf, torch.Tensor) for leaf in _compat.tree_leaves(after)):
+            if not isinstance(after, torch.Tensor):
+                raise CaptureError(
+                    f"it stores tensors in the attribute {name}",
+                    hint="return them from the step, or store each in an attribute of its own",
+                )
+            return self._tensor_recipe(after)
+        return Constant(after)
+
+
+def finish_buffers(inputs: Inputs, traced: Traced) -> None:
+    """Turn assignments `self.buffer = new` made by the step into updates of the buffer."""
+    for entry in inputs.module_tensors:
+        stand_in = traced.by_id[id(entry.tensor)]
+        for owner, key in entry.slots:
+            value = owner.get(key)
+            if value is stand_in:
+                continue
+            same = (
+                isinstance(value, torch.Tensor)
+                and value.shape == stand_in.shape
+                and value.dtype == stand_in.dtype
+                and value.device == stand_in.device
+            )
+            if entry.kind == "parameter" or not same:
+                raise CaptureError(
+                    f"it replaces {entry.fqn} by another object",
+                    hint="update it in place (copy_), with the same shape and dtype",
+                )
+            with torch.no_grad():
+                stand_in.copy_(value)
+            owner[key] = stand_in
+
+
+def module_attributes(call: Call) -> dict[int, dict[str, Any]]:
+    """Attributes of all modules and the names of what is registered, to compare with later."""
+    return {
+        id(module): {**vars(module), _TABLES: table_names(module)}
+        for _, module in call.named_submodules()
+    }
+
+
+def table_names(module: nn.Module) -> tuple[list[str], ...]:
+    """Names of the registered parameters, buffers and submodules."""
+    return (list(module._parameters), list(module._buffers), list(module._modules))
+

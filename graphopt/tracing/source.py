@@ -1,0 +1,88 @@
+"""Where in the user's code a node or an error comes from."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+_TORCH = str(Path(torch.__file__).resolve().parent) + "/"
+_GRAPHOPT = str(Path(__file__).resolve().parent.parent) + "/"
+_TRACE = _GRAPHOPT + "tracing/trace.py"
+_FORWARD_CODE = torch.nn.Module._call_impl.__code__
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """One line of a program. `code` is the stripped text, empty where the file cannot be read."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def code(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}  {self.code}".rstrip()
+
+
+@lru_cache(maxsize=4096)
+def is_library_file(filename: str) -> bool:
+    """Whether a file belongs to torch, graphopt or the interpreter rather than to the user."""
+    if filename.startswith("<"):
+        return not filename.startswith(("<stdin", "<ipython", "<string"))
+    path = str(Path(filename).resolve())
+    if path.startswith(_GRAPHOPT):
+        return not path.startswith(_GRAPHOPT + "demo/")
+    return path.startswith(_TORCH) or _is_standard_library(path)
+
+
+def _is_standard_library(path: str) -> bool:
+    if "site-packages" in path or "dist-packages" in path:
+        return False
+    return path.startswith(str(Path(linecache.__file__).resolve().parent) + "/")
+
+
+def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def current_user_line() -> SourceLine | None:
+    """The innermost frame of the running step that belongs to the user."""
+    for frame in _frames(sys._getframe(1)):
+        if frame.f_code.co_filename == _TRACE:
+            return None
+        if not is_library_file(frame.f_code.co_filename):
+            return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return None
+
+
+def current_modules() -> list[torch.nn.Module]:
+    """Modules whose forward is running, outermost first."""
+    found = [
+        frame.f_locals["self"]
+        for frame in _frames(sys._getframe(1))
+        if frame.f_code is _FORWARD_CODE
+    ]
+    return found[::-1]
+
+
+def user_line_of(error: BaseException) -> SourceLine | None:
+    """The user's line that raised `error`: the last frame of its traceback outside libraries."""
+    user = [
+        SourceLine(frame.filename, frame.lineno or 0, frame.name)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_library_file(frame.filename)
+    ]
+    return user[-1] if user else None

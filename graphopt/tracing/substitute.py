@@ -1,0 +1,153 @@
+"""Put traced tensors in the place of the real ones, and everything back afterwards.
+
+The real tensors are never touched: the dictionaries of modules and optimizers that hold them are
+changed and restored, whatever the step does or raises in between.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs import Inputs
+
+
+@dataclass
+class Traced:
+    """The tensors and numbers the step sees while it is traced.
+
+    Attributes:
+        by_id: `id(real tensor)` to its traced stand-in.
+        numbers: symbolic value per hyperparameter, in the order of `Inputs.hyperparameters`.
+        gradients: `id(ModuleTensor)` to the traced gradient that exists when the step begins.
+        states: per optimizer, `id(traced parameter)` to the state entries when the step begins.
+    """
+
+    by_id: dict[int, torch.Tensor]
+    numbers: list[Any]
+    gradients: dict[int, torch.Tensor]
+    states: list[dict[int, dict[str, Any]]] = field(default_factory=list)
+
+
+@contextmanager
+def preserved(call: Call) -> Iterator[None]:
+    """Restore modules, optimizers and random number generators on leaving, also after an error."""
+    modules = [(vars(module), dict(vars(module))) for _, module in call.named_submodules()]
+    tables = [
+        (table, dict(table))
+        for attributes, _ in modules
+        for table in (attributes["_parameters"], attributes["_buffers"], attributes["_modules"])
+    ]
+    optimizers = [
+        (vars(optimizer), dict(vars(optimizer)), [(g, dict(g)) for g in optimizer.param_groups])
+        for optimizer in call.optimizer_objects()
+    ]
+    params = [
+        (g["params"], list(g["params"])) for o in call.optimizer_objects() for g in o.param_groups
+    ]
+    opaque = [
+        (vars(call.leaves[position]), dict(vars(call.leaves[position])))
+        for position in call.constants
+        if type(call.leaves[position]).__module__ != "builtins"
+        and isinstance(getattr(call.leaves[position], "__dict__", None), dict)
+    ]
+    generators = GeneratorStates.read()
+    try:
+        yield
+    finally:
+        for attributes, before in (*tables, *modules, *opaque):
+            attributes.clear()
+            attributes.update(before)
+        for attributes, before, groups in optimizers:
+            attributes.clear()
+            attributes.update(before)
+            for group, entries in groups:
+                group.clear()
+                group.update(entries)
+        for live, entries_before in params:
+            live[:] = entries_before
+        generators.restore()
+
+
+@dataclass
+class GeneratorStates:
+    """States of the random number generators a step might use besides torch's CUDA ones."""
+
+    torch_cpu: torch.Tensor
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def read(cls) -> GeneratorStates:
+        numpy = sys.modules.get("numpy")
+        return cls(
+            torch_cpu=torch.random.default_generator.get_state(),
+            python=random.getstate(),
+            numpy=None if numpy is None else numpy.random.get_state(legacy=True),
+        )
+
+    def restore(self) -> None:
+        torch.random.default_generator.set_state(self.torch_cpu)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+    def advanced(self) -> str | None:
+        """The name of a generator whose state is no longer this one."""
+        now = GeneratorStates.read()
+        if now.python != self.python:
+            return "random"
+        if self.numpy is not None and _comparable(now.numpy) != _comparable(self.numpy):
+            return "numpy.random"
+        if not torch.equal(now.torch_cpu, self.torch_cpu):
+            return "torch"
+        return None
+
+
+def _comparable(numpy_state: Any) -> tuple[Any, ...]:
+    name, keys, *rest = numpy_state
+    return (name, keys.tobytes(), *rest)
+
+
+def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
+    """Make modules and optimizers hold the stand-ins. Undone by `preserved`."""
+    for entry in inputs.module_tensors:
+        for owner, key in entry.slots:
+            owner[key] = traced.by_id[id(entry.tensor)]
+    for index, optimizer in enumerate(call.optimizer_objects()):
+        _insert_into_optimizer(optimizer, index, inputs, traced)
+
+
+def _insert_into_optimizer(
+    optimizer: Optimizer, index: int, inputs: Inputs, traced: Traced
+) -> None:
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            entries = optimizer.state.get(parameter)
+            if entries is not None:
+                state[traced.by_id[id(parameter)]] = {
+                    key: traced.by_id.get(id(value), value) for key, value in entries.items()
+                }
+        group["params"][:] = [traced.by_id[id(parameter)] for parameter in group["params"]]
+    optimizer.state = state
+    traced.states.append({id(key): dict(entries) for key, entries in state.items()})
+    for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
+        if number.optimizer != index:
+            continue
+        group = optimizer.param_groups[number.group]
+        if number.element is None:
+            group[number.key] = symbolic
+        else:
+            parts = list(group[number.key])
+            parts[number.element] = symbolic
+            group[number.key] = tuple(parts)

@@ -1,0 +1,82 @@
+"""Give every traced node its phase, the user's line, the module path and a provenance record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx, nn
+
+from graphopt import _compat
+from graphopt.tracing.source import current_modules, current_user_line
+
+KEYS = ("phase", "source", "nn_module_stack", "provenance")
+
+
+class Tagger:
+    """Tags nodes as they are created while a step runs under the tracer.
+
+    A backward node gets line and module path of the forward node it belongs to: autograd numbers
+    its nodes, and both sides are known by that number.
+
+    Attributes:
+        phase: phase of the nodes created now; None leaves it to autograd's state.
+    """
+
+    def __init__(self, module_names: dict[nn.Module, str]) -> None:
+        self.phase: str | None = None
+        self._names = module_names
+        self._forward: dict[int, dict[str, Any]] = {}
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def tag(self, node: fx.Node) -> None:
+        node.meta["provenance"] = ("capture",)
+        backward = _compat.backward_sequence_number()
+        if backward is not None and self.phase in (None, "backward"):
+            node.meta["phase"] = "backward"
+            node.meta.update(self._forward.get(backward, {}))
+            return
+        node.meta["phase"] = self.phase or "forward"
+        place = self._place()
+        node.meta.update(place)
+        if self.phase is None:
+            self._forward.setdefault(_compat.forward_sequence_number(), place)
+
+    def _place(self) -> dict[str, Any]:
+        place: dict[str, Any] = {}
+        line = current_user_line()
+        if line is not None:
+            place["source"] = line
+        stack = {
+            self._names[module]: (self._names[module], type(module))
+            for module in current_modules()
+            if module in self._names
+        }
+        if stack:
+            place["nn_module_stack"] = stack
+        return place
+
+
+@contextmanager
+def tagged(tracer: Any, tag: Callable[[fx.Node], None]) -> Iterator[None]:
+    """While active, `tag` is called with every node that `tracer` creates."""
+    create = tracer.create_node
+
+    def create_and_tag(*args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = create(*args, **kwargs)
+        tag(node)
+        return node
+
+    tracer.create_node = create_and_tag
+    try:
+        yield
+    finally:
+        del tracer.create_node

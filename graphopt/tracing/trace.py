@@ -1,0 +1,270 @@
+"""Trace a step as it runs: eager semantics, in-place operators and all.
+
+The result is the raw graph from which `functional` makes the captured dialect. The technique is
+that of `make_fx`: the step runs once on fake tensors, with autograd on, while every operator below
+autograd is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing import impurity, reduction, rng
+from graphopt.tracing.call import Call
+from graphopt.tracing.failures import definition_of, explained
+from graphopt.tracing.inputs import Inputs, Storage
+from graphopt.tracing.numbers import ScheduledFloat
+from graphopt.tracing.redirect import Redirect
+from graphopt.tracing.signature import (
+    ResultCollector,
+    Signature,
+    finish_buffers,
+    module_attributes,
+)
+from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
+from graphopt.tracing.tagging import Tagger, tagged
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What data parallelism adds to this trace.
+
+    Attributes:
+        group: ranks to average over.
+        broadcast_buffers: copy buffers from rank 0 before each forward of a root module.
+        agreed: parameters to average in launch order, None before the ranks have agreed.
+    """
+
+    group: reduction.Group
+    broadcast_buffers: bool
+    agreed: tuple[str, ...] | None
+
+
+@dataclass
+class RawTrace:
+    """A traced step: `graph_module(*placeholders)` gives the list of results.
+
+    Attributes:
+        used: parameters whose gradients were averaged here, in the order they were ready.
+    """
+
+    graph_module: fx.GraphModule
+    signature: Signature
+    fakes: list[torch.Tensor]
+    used: tuple[str, ...]
+
+
+def trace(call: Call, inputs: Inputs, communication: Communication | None) -> RawTrace:
+    """Run the step of `call` once on fake tensors.
+
+    Raises:
+        CaptureError: the step does what no graph can repeat. Nothing has changed then.
+    """
+    _compat.register_fused_meta_kernels()
+    raw, drawn = _attempt(call, inputs, communication)
+    if drawn is None:
+        return raw
+    line = None
+    if drawn != "torch":
+        line = impurity.line_that_draws(drawn, lambda: _attempt(call, inputs, communication))
+    raise CaptureError(
+        f"it draws from the {drawn} generator, which would happen at capture only",
+        location=str(line or definition_of(call)),
+        hint="draw outside the step and pass the result, or use torch's random functions",
+    )
+
+
+def _attempt(
+    call: Call, inputs: Inputs, communication: Communication | None
+) -> tuple[RawTrace, str | None]:
+    """One trace, and the name of the random generator outside the graph that it advanced."""
+    values = inputs.live_values(call)
+    mode = _compat.fake_mode_of(values) or _compat.new_fake_mode()
+    fakes = [_compat.to_fake(mode, value) for value in values]
+    run = _StepRun(call, inputs, communication)
+    with preserved(call), explained(call), _compat.foreach_accepts_fakes():
+        generators = GeneratorStates.read()
+        graph_module = _compat.make_fx(run)(*fakes)
+        drawn = generators.advanced()
+    assert run.signature is not None
+    return RawTrace(graph_module, run.signature, fakes, run.used), drawn
+
+
+class _StepRun:
+    """The function that is traced: sets the scene, runs the user's step, collects what it leaves."""
+
+    def __init__(self, call: Call, inputs: Inputs, communication: Communication | None) -> None:
+        self.call, self.inputs, self.communication = call, inputs, communication
+        names = {module: name for name, module in call.named_submodules()}
+        self.tagger = Tagger(names)
+        self.signature: Signature | None = None
+        self.used: tuple[str, ...] = ()
+
+    def __call__(self, *flat: torch.Tensor) -> list[Any]:
+        tracer = _compat.current_tracer()
+        with ExitStack() as stack:
+            stack.enter_context(tagged(tracer, self.tagger.tag))
+            stack.enter_context(_autocast_cache())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            with self.tagger.during("optimizer"):
+                traced = self._stand_ins(flat)
+            insert(self.call, self.inputs, traced)
+            before = module_attributes(self.call)
+            settings = [dict(group) for group in self._groups()]
+            averager = self._averager(traced)
+            returned, stepped = self._run(traced, averager)
+            self._refuse_changed_settings(settings)
+            finish_buffers(self.inputs, traced)
+            collector = ResultCollector(self.call, self.inputs, traced, flat)
+            self.signature = collector.collect(returned, stepped, before)
+            self.used = tuple(averager.used) if averager is not None else ()
+            return collector.results
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self.call.optimizer_objects():
+            yield from optimizer.param_groups
+
+    def _refuse_changed_settings(self, before: list[dict[str, Any]]) -> None:
+        for old, new in zip(before, self._groups(), strict=True):
+            for key in old.keys() | new.keys():
+                if new.get(key) is not old.get(key):
+                    raise CaptureError(
+                        f"it changes {key!r} of an optimizer's parameter group",
+                        hint="change it outside the step, between two calls",
+                    )
+
+    def _run(
+        self, traced: Traced, averager: reduction.GradientAverager | None
+    ) -> tuple[Any, list[int]]:
+        leaves = [
+            traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in self.call.leaves
+        ]
+        args, kwargs = self.call.rebuild(leaves)
+        stepped: list[int] = []
+        known = self.call.optimizer_objects()
+        reduce = (lambda: None) if averager is None else averager.reduce_ready
+        with ExitStack() as stack:
+            stack.enter_context(impurity.no_output())
+            stack.enter_context(impurity.no_schedulers())
+            stack.enter_context(impurity.no_other_optimizers(known))
+            stack.enter_context(rng.traced_generators())
+            self._notice_steps(stepped)
+            if averager is not None:
+                stack.enter_context(averager.watching())
+                stack.enter_context(self._buffers_broadcast())
+            stack.enter_context(Redirect(traced, self.tagger, reduce))
+            returned = self.call.fn(*args, **kwargs)
+        reduce()
+        return returned, stepped
+
+    def _stand_ins(self, flat: Sequence[torch.Tensor]) -> Traced:
+        by_id: dict[int, torch.Tensor] = {}
+        supply = iter(flat)
+        for holder in self.inputs.placeholders:
+            stand_in = next(supply)
+            if not isinstance(holder, Storage):
+                by_id[id(holder.tensor)] = stand_in
+                continue
+            for member in holder.members:
+                by_id[id(member.tensor)] = _member(stand_in, member.tensor)
+        optimizers = self.call.optimizer_objects()
+        for state in self.inputs.states:
+            real = optimizers[state.optimizer].state[state.parameter.tensor][state.key]
+            by_id[id(real)] = next(supply)
+        gradients: dict[int, torch.Tensor] = {}
+        for gradient in self.inputs.gradients:
+            stand_in = next(supply)
+            gradients[id(gradient.owner)] = stand_in
+            by_id[id(gradient.owner.tensor)].grad = stand_in
+            by_id[id(gradient.owner.tensor.grad)] = stand_in
+        numbers: list[Any] = []
+        for number in self.inputs.hyperparameters:
+            tensor = next(supply)
+            value = number.read(optimizers[number.optimizer].param_groups)
+            if isinstance(value, torch.Tensor):
+                by_id[id(value)] = tensor
+                numbers.append(tensor)
+            else:
+                symbolic: Any = tensor.item()
+                numbers.append(ScheduledFloat(symbolic, tensor, float(value), number.asked))
+        for position in self.inputs.user:
+            by_id[id(self.call.leaves[position])] = next(supply)
+        return Traced(by_id, numbers, gradients)
+
+    def _averager(self, traced: Traced) -> reduction.GradientAverager | None:
+        if self.communication is None:
+            return None
+        return reduction.GradientAverager(
+            parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self.inputs.parameters},
+            group=self.communication.group,
+            tagger=self.tagger,
+            agreed=self.communication.agreed,
+            persistent=frozenset(id(gradient) for gradient in traced.gradients.values()),
+        )
+
+    def _notice_steps(self, stepped: list[int]) -> None:
+        """Note optimizer steps and give their nodes the optimizer's phase."""
+        for index, optimizer in enumerate(self.call.optimizer_objects()):
+            step = self._noticed_step(index, optimizer.step, stepped)
+            vars(optimizer)["step"] = step
+
+    def _noticed_step(self, index: int, step: Any, stepped: list[int]) -> Any:
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            stepped.append(index)
+            with self.tagger.during("optimizer"):
+                return step(*args, **kwargs)
+
+        return noticed
+
+    @contextmanager
+    def _buffers_broadcast(self) -> Iterator[None]:
+        """While active, a root module's forward begins with rank 0's buffers."""
+        communication = self.communication
+        assert communication is not None
+        if not communication.broadcast_buffers:
+            yield
+            return
+
+        def receive(module: torch.nn.Module, args: Any) -> None:
+            with torch.no_grad(), self.tagger.during("communication"):
+                reduction.broadcast_buffers(module, communication.group)
+
+        handles = [
+            root.register_forward_pre_hook(receive, prepend=True)
+            for _, root in self.call.named_roots()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """The stand-in of one of several tensors over the storage `base`."""
+    view = torch.as_strided(base, real.shape, real.stride(), int(real.storage_offset())).detach()
+    if isinstance(real, torch.nn.Parameter):
+        view._is_param = True  # type: ignore[attr-defined]
+    return view.requires_grad_(real.requires_grad)
+
+
+@contextmanager
+def _autocast_cache() -> Iterator[None]:
+    """Autocast's weight cache, which `make_fx` turns off, on: eager casts a weight once, and sums
+    its gradients before the cast. Emptied on leaving, so that no traced tensor stays in it."""
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+

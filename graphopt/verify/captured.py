@@ -1,0 +1,188 @@
+"""Does a graph keep the contract of the captured dialect (docs/ir.md)?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import VerificationError
+from graphopt.graph_utils import (
+    get_output,
+    is_collective,
+    is_operator,
+    is_view,
+    is_wait,
+    tensors_in,
+)
+from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.inputs import InputSpec
+
+KINDS = ("parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input")
+PHASES = ("forward", "backward", "communication", "optimizer")
+
+
+@dataclass
+class SpecReport:
+    """The outcome of checking one graph: `problems` says what breaks the contract, and where."""
+
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        if self.ok:
+            return "the graph keeps the contract of the captured dialect"
+        count = len(self.problems)
+        return "\n".join([f"the graph breaks the IR contract in {count} place(s):", *self.problems])
+
+    def raise_for_failure(self) -> None:
+        """Raise `VerificationError` with all problems, if there are any."""
+        if not self.ok:
+            raise VerificationError(str(self))
+
+
+def check_captured(captured: CapturedStep) -> SpecReport:
+    """Check placeholders, outputs, metadata, aliases, mutation and collectives of a captured step.
+
+    Linear in the number of nodes. Changes nothing.
+    """
+    return check_graph(captured.graph_module.graph, captured.inputs)
+
+
+def check_graph(graph: fx.Graph, inputs: Sequence[InputSpec]) -> SpecReport:
+    """`check_captured` for a bare graph and the description of its placeholders."""
+    report = SpecReport()
+    for problems in (
+        _placeholders(graph, inputs),
+        _output_convention(graph),
+    ):
+        report.problems += problems
+    if report.ok:
+        for problems in (_nodes(graph), _mutation(graph), _collectives(graph)):
+            report.problems += problems
+    return report
+
+
+def _at(node: fx.Node) -> str:
+    source = node.meta.get("source")
+    return f"  > {node.format_node()}" + (f"\n    from:  {source}" if source else "")
+
+
+def _placeholders(graph: fx.Graph, inputs: Sequence[InputSpec]) -> Iterator[str]:
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    if [node.target for node in nodes] != [spec.placeholder for spec in inputs]:
+        yield "the placeholders are not the inputs that the graph was captured with, in their order"
+        return
+    ranks = [KINDS.index(spec.kind) for spec in inputs]
+    if ranks != sorted(ranks):
+        yield f"placeholders are not in the order {', '.join(KINDS)}"
+    owners: dict[int, str] = {}
+    for node, spec in zip(nodes, inputs, strict=True):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            yield f"placeholder {node.name} has no tensor in its metadata"
+            continue
+        if spec.kind == "user_input" or value.numel() == 0:
+            continue
+        other = owners.setdefault(_compat.storage_key(value), node.name)
+        if other != node.name:
+            yield f"placeholders {other} and {node.name} are two names of one storage"
+
+
+def _output_convention(graph: fx.Graph) -> Iterator[str]:
+    result = get_output(graph).args[0]
+    if not isinstance(result, (tuple, list)) or len(result) != 3:
+        yield "the output is not (user results, state updates, carried values)"
+        return
+    seen: dict[fx.Node, fx.Node] = {}
+    for update in result[1]:  # type: ignore[union-attr]
+        if not isinstance(update, fx.Node) or not is_operator(update.target, "aten::copy_"):
+            yield f"state update {update} is not a copy_"
+            continue
+        destination = update.args[0]
+        assert isinstance(destination, fx.Node)
+        if destination in seen:
+            yield f"{destination.name} is updated twice\n{_at(update)}"
+        seen[destination] = update
+
+
+def _nodes(graph: fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op not in ("call_function", "get_attr"):
+            yield f"{node.op} is not part of the dialect\n{_at(node)}"
+        elif "val" not in node.meta:
+            yield f"a node has no meta['val']\n{_at(node)}"
+        elif node.op == "call_function" and node.meta.get("phase") not in PHASES:
+            yield f"a node has no phase\n{_at(node)}"
+
+
+def _mutation(graph: fx.Graph) -> Iterator[str]:
+    updates = set(get_output(graph).args[0][1])  # type: ignore[index,arg-type]
+    overwritten: dict[fx.Node, fx.Node] = {}
+    origin: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            origin[node] = node
+        for source in node.all_input_nodes:
+            root = origin.get(source)
+            if root in overwritten and node.op != "output":
+                yield (
+                    f"{root.name} is read after {overwritten[root].name} has updated it; read the"
+                    f" result of the copy_\n{_at(node)}"
+                )
+        if is_view(node) and node.all_input_nodes:
+            root = origin.get(node.all_input_nodes[0])
+            if root is not None:
+                origin[node] = root
+        if not _writes(node):
+            continue
+        destination = node.args[0]
+        if not is_operator(node.target, "aten::copy_"):
+            yield f"an operator other than copy_ writes in place\n{_at(node)}"
+        elif not isinstance(destination, fx.Node) or destination.op != "placeholder":
+            yield f"copy_ into something other than a placeholder\n{_at(node)}"
+        elif node not in updates:
+            yield f"an orphan copy_: not listed among the state updates\n{_at(node)}"
+        else:
+            origin.pop(node, None)
+            overwritten[destination] = node
+
+
+def _writes(node: fx.Node) -> bool:
+    if not isinstance(node.target, _compat.OpOverload):
+        return False
+    return node.target._schema.is_mutable
+
+
+def _collectives(graph: fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        if is_wait(node):
+            source = node.args[0]
+            if not isinstance(source, fx.Node) or not _launched(source):
+                yield f"a wait for something that is not a collective\n{_at(node)}"
+        if not is_collective(node):
+            continue
+        waits = [user for user in node.users if is_wait(user)]
+        readers = [user for user in node.users if not is_wait(user)]
+        if len(waits) != 1:
+            yield f"a collective with {len(waits)} waits\n{_at(node)}"
+        elif readers:
+            yield f"the result of a collective is read before its wait\n{_at(readers[0])}"
+        if not isinstance(node.args[-1], str):
+            yield f"a collective without a named group\n{_at(node)}"
+        if not any(True for _ in tensors_in(node.meta["val"])):
+            yield f"a collective of unknown dtype and device\n{_at(node)}"
+
+
+def _launched(node: fx.Node) -> bool:
+    return is_collective(node) or (
+        is_view(node) and any(is_collective(source) for source in node.all_input_nodes)
+    )
