@@ -145,11 +145,36 @@ def node_of(tracer: Any, value: Any) -> fx.Node | None:
     """The node that computes a traced tensor or symbolic number."""
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-    if isinstance(value, torch.Tensor):
-        slot = get_proxy_slot(value, tracer, None)
-        return None if slot is None else slot.proxy.node
     slot = get_proxy_slot(value, tracer, None)
-    return None if slot is None else slot.force().node
+    if slot is None:
+        return None
+    return slot.proxy.node if isinstance(value, torch.Tensor) else slot.force().node  # type: ignore[no-any-return]
+
+
+def is_constant(tracer: Any, tensor: torch.Tensor) -> bool:
+    """Whether the value of a traced tensor is known, as after `torch.tensor(1.0)`."""
+    if not is_fake(tensor):
+        return False
+    slot = _slot(tracer, tensor)
+    recorded = slot is not None and slot.constant is not None
+    return recorded or tensor.constant is not None  # type: ignore[attr-defined]
+
+
+def forget_constant(tracer: Any, tensor: torch.Tensor) -> None:
+    """Let the value of a traced tensor be unknown from now on."""
+    slot = _slot(tracer, tensor)
+    if slot is not None:
+        slot.constant = None
+    if tensor.constant is not None:  # type: ignore[attr-defined]
+        converter = tensor.fake_mode.fake_tensor_converter  # type: ignore[attr-defined]
+        converter.invalidate_constant_aliases(tensor.constant)  # type: ignore[attr-defined]
+        tensor.constant = None  # type: ignore[attr-defined]
+
+
+def _slot(tracer: Any, tensor: torch.Tensor) -> Any:
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    return get_proxy_slot(tensor, tracer, None)
 
 
 def forward_sequence_number() -> int:

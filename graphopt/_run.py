@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.graph_utils import without_autocast
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
@@ -40,7 +41,7 @@ class BoundStep:
 
     def __call__(self, call: Call) -> Any:
         flat = self._values(call)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             user, _, carried = self._runner(*flat)
         return self._apply(call, flat, [*user, *carried])
 
@@ -78,7 +79,12 @@ class BoundStep:
             return flat[recipe.placeholder]
 
         for gradient in signature.gradients:
-            tensors[gradient.owner].tensor.grad = value_of(gradient.recipe)
+            owner = (
+                tensors[gradient.owner].tensor
+                if gradient.owner is not None
+                else call.leaves[gradient.argument]
+            )
+            owner.grad = value_of(gradient.recipe)
         for state in signature.states:
             entries = optimizers[state.optimizer].state[tensors[state.owner].tensor]
             entries[state.key] = value_of(state.recipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -78,6 +79,15 @@ def get_output(graph: fx.Graph) -> fx.Node:
     return node
 
 
+def without_autocast() -> AbstractContextManager[object]:
+    """Autocast off: casts are nodes of a graph, and must not happen once more around them."""
+    stack = ExitStack()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
 def find_nodes(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """Nodes for which `predicate` holds, in graph order."""
     return [node for node in graph.nodes if predicate(node)]
@@ -141,7 +151,7 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     mode = _compat.fake_mode_of(list(tensors_in(values)))
     if mode is None:
         return target(*values[0], **values[1])
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), without_autocast():
         result = target(*values[0], **values[1])
         return _compat.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, result)
 

@@ -92,13 +92,22 @@ def check_supported(call: Call) -> None:
                 " or pass GradScaler(enabled=False)",
             )
     for position in call.tensors:
-        if call.leaves[position].grad_fn is not None:
-            raise CaptureError(
-                f"{call.names[position]} was computed with gradients outside the step",
-                hint="compute it inside the step, or pass tensor.detach()",
-            )
+        _check_tensor(call.names[position], call.leaves[position])
     for position in call.optimizers:
         _check_optimizer(call.names[position], call.leaves[position], call)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if tensor.grad_fn is not None:
+        raise CaptureError(
+            f"{name} was computed with gradients outside the step",
+            hint="compute it inside the step, or pass tensor.detach()",
+        )
+    if not isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+        raise CaptureError(
+            f"argument {name} has a gradient already, to which the step would add",
+            hint="set its .grad to None before each call",
+        )
 
 
 def _check_module(name: str, module: nn.Module) -> None:

@@ -69,7 +69,7 @@ def _note_dead_gradients(
     graph_module: fx.GraphModule, specs: tuple[InputSpec, ...], inputs: Inputs, signature: Signature
 ) -> None:
     """Gradients that nobody reads and the step replaces can be dropped before it runs."""
-    replaced = {result.owner for result in signature.gradients}
+    replaced = {result.owner for result in signature.gradients} - {None}
     unread = {
         node.target
         for node in graph_module.graph.nodes

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.graph_utils import is_operator
 from graphopt.tracing.source import SourceLine
 
 
@@ -21,10 +22,14 @@ class Difference:
 
 
 def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
-    """The first node that differs in operator, arguments, constants or result; None if none does."""
-    number_a = {node: i for i, node in enumerate(a.graph.nodes)}
-    number_b = {node: i for i, node in enumerate(b.graph.nodes)}
-    for x, y in zip(a.graph.nodes, b.graph.nodes, strict=False):
+    """The first node that differs in operator, arguments, constants or result; None if none does.
+
+    Whether autograd takes a gradient over or copies it depends on reference counts; copies that
+    change nothing are therefore passed over.
+    """
+    number_a, nodes_a = _significant(a.graph)
+    number_b, nodes_b = _significant(b.graph)
+    for x, y in zip(nodes_a, nodes_b, strict=False):
         source = x.meta.get("source") or y.meta.get("source")
         if x.op == "get_attr" and y.op == "get_attr":
             if not _same_constant(getattr(a, str(x.target)), getattr(b, str(y.target))):
@@ -34,9 +39,36 @@ def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
             return Difference(f"{x.target} in one, {y.target} in the other", source)
         if _comparable(x, number_a) != _comparable(y, number_b):
             return Difference(f"the arguments of {x.target}", source)
-    if len(number_a) != len(number_b):
-        return Difference(f"{len(number_a)} operations in one, {len(number_b)} in the other", None)
+    if len(nodes_a) != len(nodes_b):
+        return Difference(f"{len(nodes_a)} operations in one, {len(nodes_b)} in the other", None)
     return None
+
+
+def _significant(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[fx.Node]]:
+    """Nodes that compute something, and a number per node: that of the value it holds."""
+    numbers: dict[fx.Node, int] = {}
+    nodes: list[fx.Node] = []
+    for node in graph.nodes:
+        source = _copied(node)
+        if source is not None:
+            numbers[node] = numbers[source]
+            continue
+        numbers[node] = len(nodes)
+        nodes.append(node)
+    return numbers, nodes
+
+
+def _copied(node: fx.Node) -> fx.Node | None:
+    """The node whose value `node` merely holds again."""
+    if is_operator(node.target, "aten::detach", "aten::alias", "aten::new_empty_strided"):
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    if not is_operator(node.target, "aten::copy_"):
+        return None
+    destination, source = node.args[:2]
+    if not isinstance(destination, fx.Node) or not isinstance(source, fx.Node):
+        return None
+    fresh = is_operator(destination.target, "aten::new_empty_strided")
+    return source if fresh and destination.args[0] is source else None
 
 
 def _next_source(node: fx.Node) -> SourceLine | None:

@@ -24,6 +24,7 @@ from graphopt.graph_utils import (
     is_operator,
     is_view,
     is_wait,
+    without_autocast,
 )
 from graphopt.tracing import fused
 from graphopt.tracing.tagging import KEYS, tagged
@@ -66,11 +67,15 @@ def functionalize(raw: RawTrace) -> Functional:
         return results + [finals[i] for i in changed]
 
     inputs = [fake.detach() for fake in raw.fakes]
-    graph_module = _compat.make_fx(run)(*inputs)
+    with without_autocast():
+        graph_module = _compat.make_fx(run)(*inputs)
     graph = graph_module.graph
     _remove_identities(graph)
     _write_back(graph, raw, updated)
     eliminate_dead_code(graph)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta.setdefault("val", None)
     _place_updates(graph)
     _place_launches(graph)
     graph.lint()
@@ -115,7 +120,11 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = fused.functional_name(target)
         if name is None:
-            return super().call_function(target, args, kwargs)
+            result = super().call_function(target, args, kwargs)
+            if is_operator(target, "aten::lift_fresh_copy"):
+                # What was to be a number is one since the first trace.
+                _compat.forget_constant(self._tracer, _compat.from_functional(result))
+            return result
         functional = getattr(getattr(aten, name), target._overloadname)
         results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
         for position in fused.WRITTEN[name]:

@@ -249,6 +249,8 @@ class Guards:
             now = tensor_kind(call.leaves[position])
             if now != kind:
                 return f"argument {call.names[position]}: {_describe(kind, now)}"
+            if kind[-1] and call.leaves[position].grad is not None:
+                return f"argument {call.names[position]} has a gradient"
         if _aliases(call) != self.aliases:
             return "which tensor arguments are the same changed"
         return None

@@ -74,6 +74,7 @@ class Redirect(TorchFunctionMode):
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
+        _forget_stale_constants(self._tracer, args, kwargs)
         if func == _GRADIENT:
             self._before_gradient_read()
             return func(*args, **kwargs)
@@ -114,3 +115,20 @@ class Redirect(TorchFunctionMode):
                 " or register it as a buffer of the model",
             )
         return known
+
+
+def _forget_stale_constants(tracer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Fake tensors made by `torch.tensor(1.0)` know their value, so that `.item()` gives a number.
+
+    Torch keeps that value although an operator mixes it with values it does not know (a symbolic
+    float, other tensors in a list), and would bake in a wrong number.
+    """
+    leaves = _compat.tree_leaves((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    constants = [x for x in tensors if _compat.is_constant(tracer, x)]
+    if not constants:
+        return
+    symbolic = any(isinstance(x, (torch.SymFloat, torch.SymInt)) for x in leaves)
+    if symbolic or len(constants) < len(tensors):
+        for tensor in constants:
+            _compat.forget_constant(tracer, tensor)

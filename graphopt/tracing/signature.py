@@ -59,9 +59,10 @@ Recipe = Computed | Live | View | Constant
 
 @dataclass(frozen=True)
 class GradientResult:
-    """`.grad` of a module tensor after the step."""
+    """`.grad` after the step, of module tensor `owner` or of the tensor argument `argument`."""
 
-    owner: int
+    owner: int | None
+    argument: int | None
     recipe: Recipe
 
 
@@ -185,7 +186,13 @@ class ResultCollector:
                 continue
             if existed and gradient is self.traced.gradients[id(entry)]:
                 continue
-            found.append(GradientResult(index, self.recipe(gradient, lambda: "a gradient")))
+            recipe = self.recipe(gradient, lambda: "a gradient")
+            found.append(GradientResult(index, None, recipe))
+        for position in self.inputs.user:
+            gradient = self.traced.by_id[id(self.call.leaves[position])].grad
+            if gradient is not None:
+                recipe = self.recipe(gradient, lambda: "a gradient")
+                found.append(GradientResult(None, position, recipe))
         return found
 
     def _states(self) -> list[StateResult]:
@@ -224,11 +231,23 @@ class ResultCollector:
                     hint="do that outside the step",
                 )
             for key, value in vars(module).items():
-                if key in former and value is former[key]:
+                if key in former and self._same_attribute(former[key], value):
                     continue
                 recipe = self._attribute_recipe(f"{name}.{key}".strip("."), former.get(key), value)
                 found.append(AttributeResult(vars(module), key, recipe))
         return found
+
+    def _same_attribute(self, before: Any, after: Any) -> bool:
+        """Whether an attribute is as it was, or holds stand-ins of what it held (as an RNN's list
+        of flat weights does)."""
+        if after is before:
+            return True
+        if not isinstance(after, (list, tuple)) or not isinstance(before, (list, tuple)):
+            return False
+        return len(after) == len(before) and all(
+            new is old or self.traced.by_id.get(id(old)) is new
+            for old, new in zip(before, after, strict=True)
+        )
 
     def _attribute_recipe(self, name: str, before: Any, after: Any) -> Recipe:
         if is_number(before) and is_number(after) and before != after:

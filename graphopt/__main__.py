@@ -1,0 +1,5 @@
+"""`python -m graphopt`."""
+
+from graphopt.cli import app
+
+app()
