@@ -6,7 +6,7 @@ Written for torch 2.11 to 2.15. A branch for one version says so.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -120,6 +120,23 @@ def foreach_accepts_fakes() -> Iterator[None]:
 def storage_key(tensor: torch.Tensor) -> int:
     """An integer equal for tensors over one storage, as long as that storage lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Keys of the gradient hooks of a tensor, which change when hooks are added or removed."""
+    return (
+        *(tensor._backward_hooks or ()),
+        *(getattr(tensor, "_post_accumulate_grad_hooks", None) or ()),
+    )
+
+
+def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each second tensor the gradient hooks of the first."""
+    for source, target in pairs:
+        for hook in (source._backward_hooks or {}).values():
+            target.register_hook(hook)
+        for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+            target.register_post_accumulate_grad_hook(hook)
 
 
 # ---------------------------------------------------------------------------- tracing

@@ -15,10 +15,10 @@ from graphopt import _compat
 from graphopt.errors import GraphOptError, SpmdMismatchError
 from graphopt.parallel import DataParallel
 from graphopt.spmd import Channel, check_same, collective_plan, merged_order
-from graphopt.tracing.call import Call, check_supported
-from graphopt.tracing.capture import CapturedStep, communication_for, finish
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import CapturedStep, communication_for, finish, prepare
 from graphopt.tracing.guards import Guards
-from graphopt.tracing.inputs import Inputs, collect
+from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.trace import RawTrace, trace
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class JointCapture:
                 return _as_agreed(call, parallel, agreed)
         joined = all(root in self._joined for _, root in call.named_roots())
         if joined and not sync:
-            inputs = collect(call)
+            inputs = prepare(call)
             return finish(call, inputs, None, trace(call, inputs, None))
         group = _compat.group_or_default(parallel.group)
         channel = Channel(group, self._topic, parallel.timeout)
@@ -77,8 +77,7 @@ class JointCapture:
         alone = communication_for(parallel) if sync else None
 
         def first() -> tuple[Inputs, RawTrace]:
-            check_supported(call)
-            inputs = collect(call)
+            inputs = prepare(call)
             return inputs, trace(call, inputs, alone)
 
         inputs, raw = _or_tell(channel, first)
@@ -108,7 +107,7 @@ class JointCapture:
 
 
 def _as_agreed(call: Call, parallel: DataParallel, agreed: Agreed) -> CapturedStep:
-    inputs = collect(call)
+    inputs = prepare(call)
     communication = communication_for(parallel, agreed.order)
     captured = finish(call, inputs, communication, trace(call, inputs, communication))
     plan = collective_plan(captured.graph_module.graph)

@@ -32,10 +32,7 @@ class BoundStep:
         self.guards = guards
         self._runner = runner
         inputs = captured.live
-        self._module_values = [
-            holder.base() if isinstance(holder, Storage) else holder.tensor
-            for holder in inputs.placeholders
-        ]
+        self._holders = inputs.placeholders
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
         self._gradients = [(g.owner.tensor, id(g.owner) in dead) for g in inputs.gradients]
 
@@ -48,7 +45,11 @@ class BoundStep:
     def _values(self, call: Call) -> list[Any]:
         inputs = self.captured.live
         optimizers = call.optimizer_objects()
-        flat: list[Any] = [*self._module_values, *self.guards.states]
+        flat: list[Any] = [
+            holder.base() if isinstance(holder, Storage) else holder.tensor
+            for holder in self._holders
+        ]
+        flat += self.guards.states
         for parameter, dead in self._gradients:
             flat.append(None if dead else parameter.grad)
             if dead:

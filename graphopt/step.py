@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("graphopt")
 
 PIPELINES = ("default", "none")
+VERIFICATIONS = ("equivalence", "dependencies", "off")
 _SHAPES_BEFORE_ADVICE = 8
 
 
@@ -56,6 +57,10 @@ class TrainStep:
         if pipeline not in PIPELINES:
             raise PipelineSyntaxError(
                 f"unknown pipeline {pipeline!r}: known are {', '.join(map(repr, PIPELINES))}"
+            )
+        if verify not in VERIFICATIONS:
+            raise ValueError(
+                f"unknown verify={verify!r}: known are {', '.join(map(repr, VERIFICATIONS))}"
             )
         if lower is not None:
             raise LoweringError(f"lower={lower!r} is not available in this version; pass None")
@@ -170,10 +175,10 @@ class TrainStep:
             logger.info("capturing %s", name)
             return
         guards = self._entries[0].guards
-        structure = guards.structure_mismatch(call, mode)
-        shape = None if structure else guards.shape_mismatch(call)
-        reason = structure or shape or guards.local_mismatch(call)
-        logger.info("capturing %s again: %s", name, reason)
+        reasons = list(guards.structure_mismatches(call, mode))
+        shape = None if reasons else guards.shape_mismatch(call)
+        reasons += filter(None, [shape, None if reasons else guards.local_mismatch(call)])
+        logger.info("capturing %s again: %s", name, "; ".join(reasons))
         if shape is not None:
             self._shape_captures += 1
             if self._shape_captures == _SHAPES_BEFORE_ADVICE:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -15,6 +17,15 @@ _UNDECLARED_VIEWS = (
     "aten::unsafe_chunk",
 )
 """Operators whose results are views although their schemas do not say so."""
+
+_ONE_TENSOR_TWICE = (
+    "aten::mkldnn_rnn_layer_backward",
+    "aten::_cudnn_rnn_backward",
+    "aten::_thnn_fused_lstm_cell_backward",
+    "aten::_thnn_fused_lstm_cell_backward_impl",
+    "aten::_thnn_fused_gru_cell_backward",
+)
+"""Operators that may return one tensor as several of their results."""
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
@@ -73,6 +84,10 @@ class Storages:
             for source in node.all_input_nodes[:1]:
                 if self._carries_one_storage(source):
                     self._join(source, node)
+        if node.target is operator.getitem:
+            source = node.all_input_nodes[0]
+            if is_operator(source.target, *_ONE_TENSOR_TWICE):
+                self._join(source, node)
         for source in _read_by(node):
             root = self._find(source)
             self._last_read[root] = max(self._last_read.get(root, -1), self.position[node])

@@ -82,15 +82,6 @@ def check_supported(call: Call) -> None:
         )
     for name, module in call.named_submodules():
         _check_module(name or "the model", module)
-    for position in call.constants:
-        leaf = call.leaves[position]
-        if isinstance(leaf, torch.amp.GradScaler) and leaf.is_enabled():
-            raise CaptureError(
-                f"{call.names[position]} is an enabled GradScaler, which decides on the CPU"
-                " whether to skip the optimizer step",
-                hint="train in bfloat16 autocast, which needs no loss scaling,"
-                " or pass GradScaler(enabled=False)",
-            )
     for position in call.tensors:
         _check_tensor(call.names[position], call.leaves[position])
     for position in call.optimizers:
@@ -114,7 +105,8 @@ def _check_module(name: str, module: nn.Module) -> None:
     if isinstance(module, (DistributedDataParallel, TorchDataParallel)):
         raise CaptureError(
             f"{name} is wrapped in {type(module).__name__}",
-            hint="pass the bare model (model.module); graphopt averages the gradients itself",
+            hint="pass the bare model (model.module); with graphopt.DataParallel(), the default"
+            " on several ranks, graphopt averages the gradients itself",
         )
     if _compat.is_fsdp(module):
         raise CaptureError(

@@ -13,7 +13,7 @@ from graphopt.errors import CaptureError
 from graphopt.parallel import Manual, Parallel, resolve
 from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.compare import first_difference
-from graphopt.tracing.failures import definition_of
+from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import Inputs, InputSpec, collect
 from graphopt.tracing.reduction import Group
@@ -44,18 +44,9 @@ def finish(
     """Trace once more to see that nothing outside the arguments decides the graph; rewrite.
 
     Raises:
-        CaptureError: the second trace differs: the step reads something that changes.
+        CaptureError: traces differ: the step reads something that changes.
     """
-    again = trace(call, inputs, communication)
-    difference = first_difference(raw.graph_module, again.graph_module)
-    if difference is not None:
-        raise CaptureError(
-            f"two traces of it differ ({difference.what}): it reads something that changes between"
-            " calls, which would be baked in",
-            location=str(difference.source or definition_of(call)),
-            hint="pass what changes as an argument of the step (a tensor, if it changes every"
-            " step), or keep it in a buffer of the model",
-        )
+    raw = _settled(raw, lambda: trace(call, inputs, communication), call)
     functional = functionalize(raw)
     kinds = list(inputs.kinds_and_names(call))
     names = name_placeholders(functional.graph_module.graph, [fqn for _, fqn in kinds])
@@ -63,6 +54,28 @@ def finish(
     specs = tuple(InputSpec(kind, fqn, name) for (kind, fqn), name in zip(kinds, names, strict=True))
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     return CapturedStep(functional.graph_module, specs, raw.signature, inputs)
+
+
+def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> RawTrace:
+    """A trace that the next one repeats.
+
+    The first one may differ alone: fake tensors see by then that an operator returns one tensor
+    twice, which they do not when they answer from their cache.
+    """
+    second = retrace()
+    if first_difference(raw.graph_module, second.graph_module) is None:
+        return raw
+    third = retrace()
+    difference = first_difference(second.graph_module, third.graph_module)
+    if difference is None:
+        return second
+    raise CaptureError(
+        f"two traces of it differ ({difference.what}): it reads something that changes between"
+        " calls, which would be baked in",
+        location=str(difference.source or definition_of(call)),
+        hint="pass what changes as an argument of the step (a tensor, if it changes every step),"
+        " or keep it in a buffer of the model",
+    )
 
 
 def _note_dead_gradients(
@@ -104,9 +117,19 @@ def capture(
 
 def capture_call(call: Call, communication: Communication | None = None) -> CapturedStep:
     """`capture`, of arguments already taken apart."""
-    check_supported(call)
-    inputs = collect(call)
+    inputs = prepare(call)
     return finish(call, inputs, communication, trace(call, inputs, communication))
+
+
+def prepare(call: Call) -> Inputs:
+    """Check the arguments and find every input. Touches nothing.
+
+    Raises:
+        CaptureError: the arguments hold what cannot be captured exactly.
+    """
+    with explained(call):
+        check_supported(call)
+        return collect(call)
 
 
 def communication_for(

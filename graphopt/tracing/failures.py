@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.tracing.call import Call
-from graphopt.tracing.source import SourceLine, user_line_of
+from graphopt.tracing.source import SourceLine, in_step, user_line_of
 
 _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     (
@@ -22,7 +22,7 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "move the batch to the model's device first: batch.to(device)",
     ),
     (
-        "found two different devices",
+        "Expected all tensors to be on the same device",
         "it mixes tensors of different devices",
         "move the batch to the model's device first: batch.to(device)",
     ),
@@ -74,6 +74,12 @@ def definition_of(call: Call) -> SourceLine | None:
 def _explain(error: Exception, call: Call) -> CaptureError:
     location = _location(error, call)
     text = str(error)
+    if in_step(error, "torch/_dynamo/eval_frame.py", "compile_wrapper"):
+        return CaptureError(
+            "it calls something that torch.compile compiled",
+            location=location,
+            hint="call the original function or module; graphopt captures it with the rest",
+        )
     if isinstance(error, _compat.data_dependent_errors()):
         return CaptureError(
             "Python code depends on the value of a tensor",

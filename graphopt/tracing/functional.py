@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.errors import CaptureError
 from graphopt.graph_utils import (
     call_function_with_meta,
     eliminate_dead_code,
@@ -50,7 +51,7 @@ class Functional:
 
 def functionalize(raw: RawTrace) -> Functional:
     """Rewrite a raw trace functionally, in the output convention of the captured dialect."""
-    raw.graph_module.graph.eliminate_dead_code(is_impure_node=lambda n: not _is_profiling(n))
+    _refuse_grad_mode_operators(raw.graph_module.graph)
     _drop_profiling(raw.graph_module.graph)
     updated: list[int] = []
 
@@ -96,6 +97,17 @@ def _drop_profiling(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if _is_profiling(node):
             graph.erase_node(node)
+
+
+def _refuse_grad_mode_operators(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if is_operator(node.target, "aten::mkldnn_rnn_layer"):
+            raise CaptureError(
+                "the oneDNN kernel of RNNs keeps what its backward needs only while autograd runs",
+                location=str(node.meta.get("source")),
+                hint="put the step, or the RNN's call, under torch.backends.mkldnn.flags("
+                "enabled=False)",
+            )
 
 
 class _Interpreter(fx.Interpreter):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from graphopt import _compat
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, is_number
 from graphopt.tracing.numbers import SCHEDULED, holds
@@ -64,12 +65,15 @@ class ModuleGuard:
         self.hooks = tuple(tuple(self.attributes[table]) for table in _HOOKS)
         self.children = [(key, vars(m)) for key, m in module._modules.items() if m is not None]
         self.tensors = [
-            (table, list(table.items()))
+            (table, [(key, t, None if t is None else tensor_kind(t)) for key, t in table.items()])
             for table in (module._parameters, module._buffers)
-            if table
         ]
-        self.sizes = (len(module._parameters), len(module._buffers), len(module._modules))
-        self.gradients = [p.requires_grad for p in module._parameters.values() if p is not None]
+        self.submodules = list(module._modules)
+        self.gradients = [
+            (p.requires_grad, _compat.hooks_of(p))
+            for p in module._parameters.values()
+            if p is not None
+        ]
         self.plain = [
             (key, value)
             for key, value in self.attributes.items()
@@ -82,21 +86,26 @@ class ModuleGuard:
         if attributes["training"] is not self.training:
             return f"{self.name}.training became {attributes['training']}"
         modules = attributes["_modules"]
-        sizes = (len(attributes["_parameters"]), len(attributes["_buffers"]), len(modules))
-        if sizes != self.sizes:
-            return f"what {self.name} registers changed"
+        if len(modules) != len(self.submodules):
+            return self._registered(modules.keys() ^ set(self.submodules))
         for key, child in self.children:
             if key not in modules or vars(modules[key]) is not child:
                 return f"submodule {self.name}.{key} was replaced"
         for table, entries in self.tensors:
-            for key, tensor in entries:
-                if table.get(key) is not tensor:
-                    return f"{self.name}.{key} was replaced"
-        for flag, parameter in zip(
-            self.gradients, (p for p in attributes["_parameters"].values() if p is not None)
-        ):
+            if len(table) != len(entries):
+                return self._registered(table.keys() ^ {key for key, _, _ in entries})
+            for key, tensor, kind in entries:
+                now = table.get(key)
+                if now is not tensor:
+                    return f"{self.name}.{key} was replaced{_change(kind, now)}"
+                if tensor is not None and tensor_kind(tensor) != kind:
+                    return f"{self.name}.{key}: {_describe(kind, tensor_kind(tensor))}"
+        parameters = (p for p in attributes["_parameters"].values() if p is not None)
+        for (flag, hooks), parameter in zip(self.gradients, parameters, strict=True):
             if parameter.requires_grad is not flag:
                 return f"requires_grad changed in {self.name}"
+            if _compat.hooks_of(parameter) != hooks:
+                return f"gradient hooks of {self.name} changed"
         for key, value in self.plain:
             now = attributes.get(key, _MISSING)
             if now is not value and (isinstance(value, torch.Tensor) or now != value):
@@ -106,6 +115,17 @@ class ModuleGuard:
         if tuple(tuple(attributes[table]) for table in _HOOKS) != self.hooks:
             return f"hooks of {self.name} changed"
         return None
+
+
+    def _registered(self, names: set[str]) -> str:
+        listed = ", ".join(f"{self.name}.{name}" for name in sorted(names))
+        return f"{listed} was registered or dropped"
+
+
+def _change(kind: tuple[Any, ...] | None, now: Any) -> str:
+    if kind is None or not isinstance(now, torch.Tensor) or tensor_kind(now) == kind:
+        return ""
+    return f" ({_describe(kind, tensor_kind(now))})"
 
 
 _MISSING = object()
@@ -185,30 +205,34 @@ class Guards:
 
     def structure_mismatch(self, call: Call, mode: tuple[Any, ...]) -> str | None:
         """The first thing that all ranks see alike and that is no longer as captured."""
+        return next(self.structure_mismatches(call, mode), None)
+
+    def structure_mismatches(self, call: Call, mode: tuple[Any, ...]) -> Iterator[str]:
+        """All such things, where they can be told apart."""
         if mode != self.mode:
-            return f"{mode} in place of {self.mode}"
-        if call.treespec != self.treespec or (
-            (call.modules, call.optimizers, call.tensors, call.constants) != self.positions
-        ):
-            return "the structure of the arguments changed"
+            yield f"{mode} in place of {self.mode}"
+        positions = (call.modules, call.optimizers, call.tensors, call.constants)
+        if call.treespec != self.treespec or positions != self.positions:
+            yield "the structure of the arguments changed"
+            return
         if _environment() != self.environment:
-            return "grad mode, autocast or another mode of torch changed"
+            yield "grad mode, autocast or another mode of torch changed"
         for attributes, position in zip(self.roots, call.modules, strict=True):
             if vars(call.leaves[position]) is not attributes:
-                return f"{call.names[position]} is another module"
+                yield f"{call.names[position]} is another module"
+                return
         for guard in self.modules:
             reason = guard.mismatch()
             if reason is not None:
-                return reason
+                yield reason
         for settings, position in zip(self.optimizers, call.optimizers, strict=True):
             reason = settings.mismatch(call.leaves[position])
             if reason is not None:
-                return reason
+                yield reason
         for value, position in zip(self.constants, call.constants, strict=True):
             now = call.leaves[position]
             if not is_number(value) and not _same_constant(now, value):
-                return f"argument {call.names[position]} became {now!r}"
-        return None
+                yield f"argument {call.names[position]} became {now!r}"
 
     def local_mismatch(self, call: Call) -> str | None:
         """The first thing that may differ on this rank alone and is no longer as captured."""
@@ -217,8 +241,9 @@ class Guards:
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
         if _state_counts(call) != self.state_counts:
             return "optimizer state was created or dropped"
-        if [e.tensor.grad is not None for e in self.inputs.parameters] != self.gradients:
-            return "gradients exist that did not, or the reverse"
+        for entry, existed in zip(self.inputs.parameters, self.gradients, strict=True):
+            if (entry.tensor.grad is not None) is not existed:
+                return f"{entry.fqn}.grad {'is gone' if existed else 'exists now'}"
         optimizers = call.optimizer_objects()
         for number in self.inputs.hyperparameters:
             value = number.read(optimizers[number.optimizer].param_groups)

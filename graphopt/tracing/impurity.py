@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import random
+import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,13 +11,19 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import SourceLine, current_user_line, is_library_file
+from graphopt.tracing.source import (
+    SourceLine,
+    current_user_line,
+    inside_step,
+    is_library_file,
+)
 
 _WRITING = frozenset("wax+")
 
@@ -39,7 +45,8 @@ def no_output() -> Iterator[None]:
         )
 
     def checked_print(*args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == thread:
+        caller = sys._getframe(1).f_code.co_filename
+        if threading.get_ident() == thread and not is_library_file(caller):
             refuse("prints")
         real_print(*args, **kwargs)
 
@@ -48,7 +55,11 @@ def no_output() -> Iterator[None]:
             refuse("writes to a file")
         return real_open(file, mode, *args, **kwargs)
 
-    with replaced((builtins, "print", checked_print), (builtins, "open", checked_open)):
+    with replaced(
+        (builtins, "print", checked_print),
+        (builtins, "open", checked_open),
+        (io, "open", checked_open),
+    ):
         yield
 
 
@@ -91,37 +102,51 @@ def _subclasses(parent: type) -> set[type]:
     return {parent}.union(*(_subclasses(child) for child in parent.__subclasses__()))
 
 
-def line_that_draws(module: str, run: Callable[[], object]) -> SourceLine | None:
-    """The user's line at which `run` draws from Python's or numpy's global generator.
+@contextmanager
+def no_gradient_scaling() -> Iterator[None]:
+    """While active, an enabled GradScaler is refused at its first use; a disabled one works."""
 
-    Only called when it is known that it does: profiling every call is slow.
+    def guarded(name: str) -> Callable[..., Any]:
+        original = getattr(GradScaler, name)
+
+        def method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            if self.is_enabled():
+                raise CaptureError(
+                    "it uses an enabled GradScaler, which decides on the CPU whether to skip the"
+                    " optimizer step",
+                    location=str(current_user_line()),
+                    hint="train in bfloat16 autocast, which needs no loss scaling,"
+                    " or use GradScaler(enabled=False)",
+                )
+            return original(self, *args, **kwargs)
+
+        return method
+
+    with replaced(*((GradScaler, n, guarded(n)) for n in ("scale", "unscale_", "step", "update"))):
+        yield
+
+
+def line_where(changed: Callable[[], bool], run: Callable[[], object]) -> SourceLine | None:
+    """The user's line after which `changed()` holds first, found by running the step once more.
+
+    Only called when it is known that there is one: following every line is slow.
     """
-    owners = _generators(module)
     found: list[SourceLine] = []
+    last: SourceLine | None = None
 
-    def watch(frame: FrameType, event: str, argument: Any) -> None:
-        if event != "c_call" or found:
-            return
-        if not any(getattr(argument, "__self__", None) is owner for owner in owners):
-            return
-        current: FrameType | None = frame
-        while current is not None:
-            if not is_library_file(current.f_code.co_filename):
-                code = current.f_code
-                found.append(SourceLine(code.co_filename, current.f_lineno, code.co_name))
-                return
-            current = current.f_back
+    def follow(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal last
+        if found or is_library_file(frame.f_code.co_filename) or inside_step(frame) is None:
+            return None
+        if last is not None and changed():
+            found.append(last)
+        last = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        return follow
 
-    previous = sys.getprofile()
-    sys.setprofile(watch)
+    previous = sys.gettrace()
+    sys.settrace(follow)
     try:
         run()
     finally:
-        sys.setprofile(previous)
-    return found[0] if found else None
-
-
-def _generators(module: str) -> list[object]:
-    if module == "random":
-        return [getattr(random.random, "__self__", None)]
-    return [getattr(sys.modules["numpy"].random.rand, "__self__", None)]
+        sys.settrace(previous)
+    return found[0] if found else last

@@ -11,6 +11,7 @@ It sees every torch function the step calls, before autograd does, and
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing import fused, numbers
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import SourceLine, current_user_line
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
 
@@ -49,6 +50,28 @@ _READABLE = frozenset(
 )
 
 
+class Made:
+    """Weak references to the tensors a traced step got from torch functions, and where."""
+
+    def __init__(self) -> None:
+        self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
+
+    def add(self, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self._references.append((weakref.ref(result), current_user_line()))
+        elif isinstance(result, (list, tuple)):
+            for item in result:
+                self.add(item)
+
+    def alive(self, known: set[int]) -> list[tuple[list[int], SourceLine | None]]:
+        """Shape and line of each such tensor that still lives, other than `known` (by id)."""
+        return [
+            (list(tensor.shape), line)
+            for reference, line in self._references
+            if (tensor := reference()) is not None and id(tensor) not in known
+        ]
+
+
 class Redirect(TorchFunctionMode):
     """See the module's docstring.
 
@@ -56,15 +79,21 @@ class Redirect(TorchFunctionMode):
         traced: stand-ins of the real tensors.
         tagger: told about backward phases.
         before_gradient_read: called before the step reads any `.grad`.
+        made: takes note of every result.
     """
 
     def __init__(
-        self, traced: Traced, tagger: Tagger, before_gradient_read: Callable[[], None]
+        self,
+        traced: Traced,
+        tagger: Tagger,
+        before_gradient_read: Callable[[], None],
+        made: Made,
     ) -> None:
         super().__init__()
         self._traced = traced
         self._tagger = tagger
         self._before_gradient_read = before_gradient_read
+        self._made = made
         self._tracer = _compat.current_tracer()
 
     def __torch_function__(
@@ -75,22 +104,26 @@ class Redirect(TorchFunctionMode):
             return func(*args, **kwargs)
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
         _forget_stale_constants(self._tracer, args, kwargs)
+        result = self._call(func, args, kwargs)
+        self._made.add(result)
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func == _GRADIENT:
             self._before_gradient_read()
-            return func(*args, **kwargs)
-        if func in _BACKWARDS:
+        elif func in _BACKWARDS:
             with self._tagger.during("backward"):
                 return func(*args, **kwargs)
-        if func is torch.Tensor.item:
+        elif func is torch.Tensor.item:
             return numbers.as_read(func(*args, **kwargs))
-        if func in _TEXT:
+        elif func in fused.FUNCTIONS:
+            return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
+        elif func in _TEXT:
             raise CaptureError(
                 "the value of a tensor is turned into text",
                 location=str(current_user_line()),
                 hint="return the tensor from the step and print it outside",
             )
-        if func in fused.FUNCTIONS:
-            return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
         return func(*args, **kwargs)
 
     def _stand_ins(self, value: Any) -> Any:

@@ -60,12 +60,7 @@ def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 def current_user_line() -> SourceLine | None:
     """The innermost frame of the running step that belongs to the user."""
-    for frame in _frames(sys._getframe(1)):
-        if frame.f_code.co_filename == _TRACE:
-            return None
-        if not is_library_file(frame.f_code.co_filename):
-            return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-    return None
+    return inside_step(sys._getframe(1))
 
 
 def current_modules() -> list[torch.nn.Module]:
@@ -78,11 +73,33 @@ def current_modules() -> list[torch.nn.Module]:
     return found[::-1]
 
 
+def inside_step(frame: types.FrameType | None) -> SourceLine | None:
+    """The innermost user frame from `frame` outwards that the traced step is running."""
+    for current in _frames(frame):
+        if current.f_code.co_filename == _TRACE:
+            return None
+        if not is_library_file(current.f_code.co_filename):
+            return SourceLine(current.f_code.co_filename, current.f_lineno, current.f_code.co_name)
+    return None
+
+
 def user_line_of(error: BaseException) -> SourceLine | None:
-    """The user's line that raised `error`: the last frame of its traceback outside libraries."""
+    """The user's line that raised `error` while the step was traced; None if it was not the step."""
     user = [
         SourceLine(frame.filename, frame.lineno or 0, frame.name)
-        for frame in traceback.extract_tb(error.__traceback__)
+        for frame in _step_frames(error)
         if not is_library_file(frame.filename)
     ]
     return user[-1] if user else None
+
+
+def in_step(error: BaseException, file: str, function: str) -> bool:
+    """Whether the traced step was in a function of a file (by its last parts) at the error."""
+    return any(f.filename.endswith(file) and f.name == function for f in _step_frames(error))
+
+
+def _step_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Frames of the step within the traceback of an error: those that the trace called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    traced = [index for index, frame in enumerate(frames) if frame.filename == _TRACE]
+    return list(frames[traced[-1] + 1 :]) if traced else []

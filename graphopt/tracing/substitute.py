@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.source import current_user_line
 
 
 @dataclass
@@ -51,9 +53,6 @@ def preserved(call: Call) -> Iterator[None]:
         (vars(optimizer), dict(vars(optimizer)), [(g, dict(g)) for g in optimizer.param_groups])
         for optimizer in call.optimizer_objects()
     ]
-    params = [
-        (g["params"], list(g["params"])) for o in call.optimizer_objects() for g in o.param_groups
-    ]
     opaque = [
         (vars(call.leaves[position]), dict(vars(call.leaves[position])))
         for position in call.constants
@@ -73,8 +72,6 @@ def preserved(call: Call) -> Iterator[None]:
             for group, entries in groups:
                 group.clear()
                 group.update(entries)
-        for live, entries_before in params:
-            live[:] = entries_before
         generators.restore()
 
 
@@ -104,13 +101,16 @@ class GeneratorStates:
     def advanced(self) -> str | None:
         """The name of a generator whose state is no longer this one."""
         now = GeneratorStates.read()
+        if self.python_advanced(now):
+            return "random" if now.python != self.python else "numpy.random"
+        return None if torch.equal(now.torch_cpu, self.torch_cpu) else "torch"
+
+    def python_advanced(self, now: GeneratorStates | None = None) -> bool:
+        """Whether Python's or numpy's generator has been drawn from since."""
+        now = now or GeneratorStates.read()
         if now.python != self.python:
-            return "random"
-        if self.numpy is not None and _comparable(now.numpy) != _comparable(self.numpy):
-            return "numpy.random"
-        if not torch.equal(now.torch_cpu, self.torch_cpu):
-            return "torch"
-        return None
+            return True
+        return self.numpy is not None and _comparable(now.numpy) != _comparable(self.numpy)
 
 
 def _comparable(numpy_state: Any) -> tuple[Any, ...]:
@@ -130,6 +130,7 @@ def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
 def _insert_into_optimizer(
     optimizer: Optimizer, index: int, inputs: Inputs, traced: Traced
 ) -> None:
+    optimizer.param_groups = [_Settings(group) for group in optimizer.param_groups]
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -138,7 +139,8 @@ def _insert_into_optimizer(
                 state[traced.by_id[id(parameter)]] = {
                     key: traced.by_id.get(id(value), value) for key, value in entries.items()
                 }
-        group["params"][:] = [traced.by_id[id(parameter)] for parameter in group["params"]]
+        stand_ins = [traced.by_id[id(parameter)] for parameter in group["params"]]
+        dict.__setitem__(group, "params", stand_ins)
     optimizer.state = state
     traced.states.append({id(key): dict(entries) for key, entries in state.items()})
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
@@ -146,8 +148,19 @@ def _insert_into_optimizer(
             continue
         group = optimizer.param_groups[number.group]
         if number.element is None:
-            group[number.key] = symbolic
+            dict.__setitem__(group, number.key, symbolic)
         else:
             parts = list(group[number.key])
             parts[number.element] = symbolic
-            group[number.key] = tuple(parts)
+            dict.__setitem__(group, number.key, tuple(parts))
+
+
+class _Settings(dict[str, Any]):
+    """A parameter group that the step may read only."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise CaptureError(
+            f"it changes {key!r} of an optimizer's parameter group",
+            location=str(current_user_line()),
+            hint="change it outside the step, between two calls",
+        )

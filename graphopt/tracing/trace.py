@@ -7,6 +7,7 @@ autograd is recorded.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
@@ -22,13 +24,14 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.numbers import ScheduledFloat
-from graphopt.tracing.redirect import Redirect
+from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.signature import (
     ResultCollector,
     Signature,
     finish_buffers,
     module_attributes,
 )
+from graphopt.tracing.source import user_line_of
 from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
 from graphopt.tracing.tagging import Tagger, tagged
 
@@ -72,9 +75,10 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
     raw, drawn = _attempt(call, inputs, communication)
     if drawn is None:
         return raw
-    line = None
-    if drawn != "torch":
-        line = impurity.line_that_draws(drawn, lambda: _attempt(call, inputs, communication))
+    before = GeneratorStates.read()
+    line = impurity.line_where(
+        before.python_advanced, lambda: _attempt(call, inputs, communication)
+    )
     raise CaptureError(
         f"it draws from the {drawn} generator, which would happen at capture only",
         location=str(line or definition_of(call)),
@@ -95,7 +99,25 @@ def _attempt(
         graph_module = _compat.make_fx(run)(*fakes)
         drawn = generators.advanced()
     assert run.signature is not None
+    _refuse_kept(run.made, fakes, call)
     return RawTrace(graph_module, run.signature, fakes, run.used), drawn
+
+
+def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
+    """Refuse a step that keeps a traced tensor somewhere (in a list it closes over, say)."""
+    known = {id(fake) for fake in fakes}
+    if not made.alive(known):
+        return
+    gc.collect()
+    kept = made.alive(known)
+    if kept:
+        shape, line = kept[0]
+        raise CaptureError(
+            f"it keeps a tensor of shape {shape} outside the model and its return value, which"
+            " would happen at capture only",
+            location=str(line or definition_of(call)),
+            hint="return the tensor from the step and keep it outside",
+        )
 
 
 class _StepRun:
@@ -105,6 +127,7 @@ class _StepRun:
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
+        self.made = Made()
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
 
@@ -116,6 +139,9 @@ class _StepRun:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             with self.tagger.during("optimizer"):
                 traced = self._stand_ins(flat)
+            _compat.copy_hooks(
+                (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self.inputs.parameters
+            )
             insert(self.call, self.inputs, traced)
             before = module_attributes(self.call)
             settings = [dict(group) for group in self._groups()]
@@ -155,13 +181,14 @@ class _StepRun:
         with ExitStack() as stack:
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
+            stack.enter_context(impurity.no_gradient_scaling())
             stack.enter_context(impurity.no_other_optimizers(known))
             stack.enter_context(rng.traced_generators())
             self._notice_steps(stepped)
             if averager is not None:
                 stack.enter_context(averager.watching())
                 stack.enter_context(self._buffers_broadcast())
-            stack.enter_context(Redirect(traced, self.tagger, reduce))
+            stack.enter_context(Redirect(traced, self.tagger, reduce, self.made))
             returned = self.call.fn(*args, **kwargs)
         reduce()
         return returned, stepped
@@ -214,13 +241,14 @@ class _StepRun:
     def _notice_steps(self, stepped: list[int]) -> None:
         """Note optimizer steps and give their nodes the optimizer's phase."""
         for index, optimizer in enumerate(self.call.optimizer_objects()):
-            step = self._noticed_step(index, optimizer.step, stepped)
-            vars(optimizer)["step"] = step
+            vars(optimizer)["step"] = self._noticed_step(index, optimizer, stepped)
 
-    def _noticed_step(self, index: int, step: Any, stepped: list[int]) -> Any:
+    def _noticed_step(self, index: int, optimizer: Optimizer, stepped: list[int]) -> Any:
+        step = optimizer.step
+
         def noticed(*args: Any, **kwargs: Any) -> Any:
             stepped.append(index)
-            with self.tagger.during("optimizer"):
+            with self.tagger.during("optimizer"), _branches_explained(optimizer):
                 return step(*args, **kwargs)
 
         return noticed
@@ -255,6 +283,21 @@ def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     if isinstance(real, torch.nn.Parameter):
         view._is_param = True  # type: ignore[attr-defined]
     return view.requires_grad_(real.requires_grad)
+
+
+@contextmanager
+def _branches_explained(optimizer: Optimizer) -> Iterator[None]:
+    """While active, an optimizer whose own code branches on tensor values is refused by name."""
+    try:
+        yield
+    except _compat.data_dependent_errors() as error:
+        line = user_line_of(error)
+        raise CaptureError(
+            f"{type(optimizer).__name__}.step() takes decisions by the values of tensors",
+            location=None if line is None else str(line),
+            hint="use an optimizer whose step is the same computation every time, such as AdamW,"
+            " Adam, SGD, Adagrad, RMSprop, NAdam, Adamax, Adadelta or Rprop",
+        ) from error
 
 
 @contextmanager
