@@ -253,6 +253,11 @@ def from_functional(value: Any) -> Any:
     return torch._from_functional_tensor(value.elem)
 
 
+def replace_functional_value(wrapper: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a functional tensor hold another tensor with the same elements (other strides, say)."""
+    torch._functionalize_replace(wrapper.elem, value)  # type: ignore[attr-defined]
+
+
 _fused_meta: torch.library.Library | None = None
 
 
@@ -296,8 +301,8 @@ def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
 
     try:
         store.wait(keys, timedelta(seconds=seconds))
-    except dist.DistStoreError:
-        return False
+    except RuntimeError:  # DistStoreError for TCPStore, a bare RuntimeError for FileStore
+        return store.check(keys)
     return True
 
 

@@ -12,13 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import _compat
-from graphopt.errors import GraphOptError, SpmdMismatchError
+from graphopt.errors import GraphOptError
 from graphopt.parallel import DataParallel
 from graphopt.spmd import Channel, check_same, collective_plan, merged_order
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep, communication_for, finish, prepare
+from graphopt.tracing.capture import (
+    CapturedStep,
+    capture_call,
+    communication_for,
+    finish,
+    prepare,
+)
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.trace import RawTrace, trace
 
 T = TypeVar("T")
@@ -32,19 +39,22 @@ class Agreed:
         guards: recognise the structure again.
         order: parameters whose gradients are averaged, in launch order.
         plan: every collective, one line each.
+        current: False once the ranks have agreed on more; graphs made for it must not run then.
     """
 
     guards: Guards
     order: tuple[str, ...]
     plan: list[str]
+    current: bool = True
 
 
 class JointCapture:
     """Captures one step function on the ranks of one group.
 
-    The first capture of a structure (modules, modes, flags) is agreed on by all ranks. A later one
-    that differs only in shapes or numbers may happen on one rank alone (an uneven last batch), and
-    has to give the plan agreed before.
+    The first capture of a structure (modules, modes, optimizer settings) is agreed on by all ranks.
+    A later one that differs only in arguments may happen on one rank alone (an uneven last batch,
+    a branch taken here only): it averages what was agreed, zeros for what it does not use. A
+    parameter that no rank has used before needs a new agreement, in which all ranks have to join.
     """
 
     def __init__(self, topic: str) -> None:
@@ -54,25 +64,37 @@ class JointCapture:
 
     def capture(
         self, call: Call, parallel: DataParallel, sync: bool, mode: tuple[Any, ...]
-    ) -> CapturedStep:
-        for agreed in self._agreed:
-            if agreed.guards.structure_mismatch(call, mode) is None:
-                return _as_agreed(call, parallel, agreed)
+    ) -> tuple[CapturedStep, Agreed | None]:
+        """Capture `call`; the agreement it stands on is None under `no_sync`."""
         joined = all(root in self._joined for _, root in call.named_roots())
         if joined and not sync:
-            inputs = prepare(call)
-            return finish(call, inputs, None, trace(call, inputs, None))
+            return capture_call(call), None
+        earlier = self._earlier(call, mode)
+        if earlier is not None:
+            captured = _as_agreed(call, parallel, earlier)
+            if captured is not None:
+                return captured, earlier
         group = _compat.group_or_default(parallel.group)
         channel = Channel(group, self._topic, parallel.timeout)
-        captured, agreed = self._agree(channel, call, parallel, sync, mode)
-        if sync:
-            self._agreed.append(agreed)
+        captured, agreed = self._agree(channel, call, parallel, sync, mode, earlier)
         if not joined:
             self._join(call, parallel, group)
-        return captured
+        return captured, agreed if sync else None
+
+    def _earlier(self, call: Call, mode: tuple[Any, ...]) -> Agreed | None:
+        for agreed in self._agreed:
+            if agreed.guards.structure_mismatch(call, mode) is None:
+                return agreed
+        return None
 
     def _agree(
-        self, channel: Channel, call: Call, parallel: DataParallel, sync: bool, mode: tuple[Any, ...]
+        self,
+        channel: Channel,
+        call: Call,
+        parallel: DataParallel,
+        sync: bool,
+        mode: tuple[Any, ...],
+        earlier: Agreed | None,
     ) -> tuple[CapturedStep, Agreed]:
         alone = communication_for(parallel) if sync else None
 
@@ -85,7 +107,8 @@ class JointCapture:
         everyone = channel.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
-        order = merged_order([theirs["used"] for theirs in everyone])
+        before = () if earlier is None else earlier.order
+        order = merged_order([before, *(theirs["used"] for theirs in everyone)])
         communication = communication_for(parallel, order) if sync else None
 
         def second() -> CapturedStep:
@@ -94,9 +117,14 @@ class JointCapture:
 
         captured = _or_tell(channel, second)
         plan = collective_plan(captured.graph_module.graph)
-        plans = [theirs["plan"] for theirs in channel.exchange({"plan": plan})]
-        check_same("collectives", plans)
-        return captured, Agreed(Guards(call, inputs, mode), order, plan)
+        check_same("collectives", [theirs["plan"] for theirs in channel.exchange({"plan": plan})])
+        agreed = Agreed(Guards(call, inputs, mode), order, plan)
+        if earlier is not None:
+            earlier.current = False
+            self._agreed.remove(earlier)
+        if sync:
+            self._agreed.append(agreed)
+        return captured, agreed
 
     def _join(self, call: Call, parallel: DataParallel, group: dist.ProcessGroup) -> None:
         """What DDP does when it is constructed: everybody starts from rank 0's values."""
@@ -106,21 +134,16 @@ class JointCapture:
             self._joined.add(root)
 
 
-def _as_agreed(call: Call, parallel: DataParallel, agreed: Agreed) -> CapturedStep:
+def _as_agreed(call: Call, parallel: DataParallel, agreed: Agreed) -> CapturedStep | None:
+    """Capture with the collectives agreed before; None if the step needs others."""
     inputs = prepare(call)
     communication = communication_for(parallel, agreed.order)
-    captured = finish(call, inputs, communication, trace(call, inputs, communication))
-    plan = collective_plan(captured.graph_module.graph)
-    if plan != agreed.plan:
-        pairs = zip([*plan, "nothing"], [*agreed.plan, "nothing"], strict=False)
-        new, old = next((a, b) for a, b in pairs if a != b)
-        raise SpmdMismatchError(
-            "captured again on this rank, the step plans other collectives than all ranks agreed"
-            f" on at the first capture:\n  agreed:  {old}\n  now:     {new}\n"
-            "  hint:  let what decides it be a bool or str argument, or a mode of the model, that"
-            " changes on all ranks alike"
-        )
-    return captured
+    try:
+        raw = trace(call, inputs, communication)
+    except UnagreedParameterError:
+        return None
+    captured = finish(call, inputs, communication, raw)
+    return captured if collective_plan(captured.graph_module.graph) == agreed.plan else None
 
 
 def _or_tell(channel: Channel, work: Callable[[], T]) -> T:
@@ -135,6 +158,7 @@ def _or_tell(channel: Channel, work: Callable[[], T]) -> T:
 def _describe(inputs: Inputs) -> list[str]:
     return [
         f"{entry.kind} {entry.fqn} {entry.tensor.dtype} {list(entry.tensor.shape)}"
+        f"{'' if entry.tensor.requires_grad else ' without gradient'}"
         for entry in inputs.module_tensors
     ]
 

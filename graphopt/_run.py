@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt._joint import Agreed
 from graphopt.graph_utils import without_autocast
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
@@ -25,11 +26,15 @@ class BoundStep:
         captured: what was captured.
         guards: when it may be used.
         runner: the executable graph, called with one value per placeholder.
+        agreed: what the ranks agreed on for it; None where it does not communicate.
     """
 
-    def __init__(self, captured: CapturedStep, guards: Guards, runner: Runner) -> None:
+    def __init__(
+        self, captured: CapturedStep, guards: Guards, runner: Runner, agreed: Agreed | None
+    ) -> None:
         self.captured = captured
         self.guards = guards
+        self.agreed = agreed
         self._runner = runner
         inputs = captured.live
         self._holders = inputs.placeholders

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import call_function_with_meta, get_output, is_operator
+from graphopt.graph_utils import call_function_with_meta, get_output, is_dense, is_operator
 from graphopt.storage import Storages
 from graphopt.tracing import fused
 
@@ -248,16 +248,3 @@ def same_kind(a: fx.Node, b: fx.Node) -> bool:
         and x.dtype == y.dtype
         and x.device == y.device
     )
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie side by side in memory, each once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-

@@ -161,3 +161,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     for leaf in _compat.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie side by side in memory, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+

@@ -151,12 +151,13 @@ class TrainStep:
         self._log_capture(call, mode)
         parallel = resolve(self._parallel)
         if isinstance(parallel, DataParallel):
-            captured = self._joint().capture(call, parallel, self._sync, mode)
+            captured, agreed = self._joint().capture(call, parallel, self._sync, mode)
         else:
-            captured = capture_call(call)
+            captured, agreed = capture_call(call), None
         check_captured(captured).raise_for_failure()
         guards = Guards(call, captured.live, mode)
-        entry = BoundStep(captured, guards, finalize(captured.graph_module).forward)
+        entry = BoundStep(captured, guards, finalize(captured.graph_module).forward, agreed)
+        self._entries = [e for e in self._entries if e.agreed is None or e.agreed.current]
         self._entries.insert(0, entry)
         self._captures.append(captured)
         return entry

@@ -22,6 +22,7 @@ from graphopt.graph_utils import (
     eliminate_dead_code,
     get_output,
     is_collective,
+    is_dense,
     is_operator,
     is_view,
     is_wait,
@@ -136,6 +137,8 @@ class _Interpreter(fx.Interpreter):
             if is_operator(target, "aten::lift_fresh_copy"):
                 # What was to be a number is one since the first trace.
                 _compat.forget_constant(self._tracer, _compat.from_functional(result))
+            elif _is_pointwise_update(target) and not is_dense(args[0]):
+                _keep_strides(args[0])
             return result
         functional = getattr(getattr(aten, name), target._overloadname)
         results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
@@ -145,6 +148,23 @@ class _Interpreter(fx.Interpreter):
             for old, new in zip(args[position], results[position], strict=True):
                 old.copy_(new)
         return None
+
+
+def _is_pointwise_update(target: Any) -> bool:
+    if not isinstance(target, _compat.OpOverload) or not target._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in target.tags
+
+
+def _keep_strides(updated: torch.Tensor) -> None:
+    """Let the new value of a tensor with gaps have gaps, too.
+
+    Functionalization makes it dense, and a kernel that runs over dense elements in one go may
+    round differently (vectorized `sigmoid`, `exp`, …) than row by row, as eager does it.
+    """
+    value = _compat.from_functional(updated)
+    strided = aten.new_empty_strided.default(value, list(updated.shape), list(updated.stride()))
+    _compat.replace_functional_value(updated, aten.copy.default(strided, value))
 
 
 def _remove_identities(graph: fx.Graph) -> None:

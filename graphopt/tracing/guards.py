@@ -229,15 +229,11 @@ class Guards:
             reason = settings.mismatch(call.leaves[position])
             if reason is not None:
                 yield reason
-        for value, position in zip(self.constants, call.constants, strict=True):
-            now = call.leaves[position]
-            if not is_number(value) and not _same_constant(now, value):
-                yield f"argument {call.names[position]} became {now!r}"
 
     def local_mismatch(self, call: Call) -> str | None:
         """The first thing that may differ on this rank alone and is no longer as captured."""
         for value, position in zip(self.constants, call.constants, strict=True):
-            if is_number(value) and not _same_constant(call.leaves[position], value):
+            if not _same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
         if _state_counts(call) != self.state_counts:
             return "optimizer state was created or dropped"

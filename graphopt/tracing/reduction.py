@@ -15,8 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from graphopt.errors import SpmdMismatchError
+from graphopt.errors import GraphOptError
 from graphopt.tracing.tagging import Tagger
+
+
+class UnagreedParameterError(GraphOptError):
+    """A parameter gets a gradient that the ranks have not agreed to average."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,7 @@ class GradientAverager:
         names = list(self.ready) if self.agreed is None else list(self.agreed)
         foreign = [name for name in self.ready if name not in names]
         if foreign:
-            raise SpmdMismatchError(
-                f"parameter {foreign[0]} gets a gradient in this step, but the ranks agreed at the"
-                " first capture on a set without it.\n  hint:  let all ranks take the same branch"
-                " (pass what decides it as a bool or str argument), or call .reset() on all ranks"
-            )
+            raise UnagreedParameterError(foreign[0])
         first_time = not self.backward_ran
         pending, self.ready, self.backward_ran = self.ready, {}, True
         with torch.no_grad(), self.tagger.during("communication"):

@@ -21,6 +21,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing import impurity, reduction, rng
 from graphopt.tracing.call import Call
+from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.numbers import ScheduledFloat
@@ -72,9 +73,10 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
         CaptureError: the step does what no graph can repeat. Nothing has changed then.
     """
     _compat.register_fused_meta_kernels()
-    raw, drawn = _attempt(call, inputs, communication)
-    if drawn is None:
-        return raw
+    for _ in range(2):  # the first time, modules imported on the way may draw, too
+        raw, drawn = _attempt(call, inputs, communication)
+        if drawn is None:
+            return raw
     before = GeneratorStates.read()
     line = impurity.line_where(
         before.python_advanced, lambda: _attempt(call, inputs, communication)
@@ -184,6 +186,8 @@ class _StepRun:
             stack.enter_context(impurity.no_gradient_scaling())
             stack.enter_context(impurity.no_other_optimizers(known))
             stack.enter_context(rng.traced_generators())
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                stack.enter_context(functional_collectives())
             self._notice_steps(stepped)
             if averager is not None:
                 stack.enter_context(averager.watching())

@@ -1,0 +1,142 @@
+"""Collectives that a step calls itself (`graphopt.Manual`), as functional collectives.
+
+`torch.distributed.all_reduce(t)` changes `t` behind the back of a tracer. While a step is traced it
+launches the functional collective instead, and writes what that gives into `t`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.replace import replaced
+from graphopt.tracing.source import current_user_line
+
+_UNSUPPORTED = (
+    "all_gather",
+    "all_gather_object",
+    "all_to_all",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast_object_list",
+    "gather",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+)
+
+
+class TracedWork:
+    """What an asynchronous collective returns: `wait()` writes the result."""
+
+    def __init__(self, destination: torch.Tensor, launched: torch.Tensor) -> None:
+        self._destination, self._launched = destination, launched
+
+    def wait(self, timeout: Any = None) -> bool:
+        result = torch.ops._c10d_functional.wait_tensor(self._launched)
+        with torch.no_grad():
+            self._destination.copy_(result.view(self._destination.shape))
+        return True
+
+
+def functional_collectives() -> AbstractContextManager[None]:
+    """While active, in-place collectives of `torch.distributed` are functional ones; those without
+    a functional form are refused."""
+    functional = torch.ops._c10d_functional
+
+    def finish(destination: torch.Tensor, launched: torch.Tensor, async_op: bool) -> Any:
+        work = TracedWork(destination, launched)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def all_reduce(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        named = _compat.group_or_default(group).group_name
+        return finish(tensor, functional.all_reduce(tensor, _name(op), named), async_op)
+
+    def broadcast(
+        tensor: torch.Tensor,
+        src: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+    ) -> Any:
+        process_group = _compat.group_or_default(group)
+        root = dist.get_group_rank(process_group, src or 0) if group_src is None else group_src
+        launched = functional.broadcast(tensor, root, process_group.group_name)
+        return finish(tensor, launched, async_op)
+
+    def all_gather_into_tensor(
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        process_group = _compat.group_or_default(group)
+        launched = functional.all_gather_into_tensor(
+            input_tensor, process_group.size(), process_group.group_name
+        )
+        return finish(output_tensor, launched, async_op)
+
+    def reduce_scatter_tensor(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        process_group = _compat.group_or_default(group)
+        launched = functional.reduce_scatter_tensor(
+            input, _name(op), process_group.size(), process_group.group_name
+        )
+        return finish(output, launched, async_op)
+
+    supported = (all_reduce, broadcast, all_gather_into_tensor, reduce_scatter_tensor)
+    return replaced(
+        *((dist, function.__name__, function) for function in supported),
+        *((dist, name, _refusal(name)) for name in _UNSUPPORTED),
+    )
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            f"it calls torch.distributed.{name}, which has no functional form",
+            location=str(current_user_line()),
+            hint="call it outside the step, or use all_reduce, broadcast, all_gather_into_tensor"
+            " or reduce_scatter_tensor",
+        )
+
+    return refuse
+
+
+def _name(op: Any) -> str:
+    """The name that functional collectives have for a `ReduceOp`."""
+    names = {
+        dist.ReduceOp.SUM: "sum",
+        dist.ReduceOp.AVG: "avg",
+        dist.ReduceOp.PRODUCT: "product",
+        dist.ReduceOp.MIN: "min",
+        dist.ReduceOp.MAX: "max",
+    }
+    for known, name in names.items():
+        if op == known:
+            return name
+    raise CaptureError(
+        f"it reduces with {op}, which has no functional form",
+        location=str(current_user_line()),
+        hint="use SUM, AVG, PRODUCT, MIN or MAX",
+    )
