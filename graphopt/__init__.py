@@ -19,8 +19,8 @@ from graphopt.parallel import DataParallel, Manual
 from graphopt.step import TrainStep, compile
 
 if TYPE_CHECKING:
-    from graphopt.tracing import CapturedStep as CapturedStep
-    from graphopt.tracing import capture as capture
+    from graphopt.tracing import CapturedStep
+    from graphopt.tracing.capture import capture
 
 __version__ = "0.1.0"
 

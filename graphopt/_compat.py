@@ -30,12 +30,15 @@ def leaf_names(fn: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> list
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     paths, _ = _pytree.tree_flatten_with_path(tree_unflatten(leaves, spec))
     names = []
     for path, _ in paths:
-        top, first, *tail = path
+        entries: tuple[Any, ...] = path
+        top, first, *tail = entries
         if top.idx == 1:
             head = first.key
         elif first.idx < len(positional):
@@ -146,7 +149,7 @@ def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
     """`make_fx` on fake tensors, without decompositions."""
     from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
 
-    return torch_make_fx(fn, tracing_mode="fake")  # type: ignore[no-any-return]
+    return torch_make_fx(fn, tracing_mode="fake")
 
 
 def current_tracer() -> Any:
@@ -304,7 +307,6 @@ def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
     except RuntimeError:  # DistStoreError for TCPStore, a bare RuntimeError for FileStore
         return store.check(keys)
     return True
-
 
 
 # ---------------------------------------------------------------------------- optimizers

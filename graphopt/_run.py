@@ -85,12 +85,10 @@ class BoundStep:
             return flat[recipe.placeholder]
 
         for gradient in signature.gradients:
-            owner = (
-                tensors[gradient.owner].tensor
-                if gradient.owner is not None
-                else call.leaves[gradient.argument]
-            )
-            owner.grad = value_of(gradient.recipe)
+            if gradient.owner is not None:
+                tensors[gradient.owner].tensor.grad = value_of(gradient.recipe)
+            elif gradient.argument is not None:
+                call.leaves[gradient.argument].grad = value_of(gradient.recipe)
         for state in signature.states:
             entries = optimizers[state.optimizer].state[tensors[state.owner].tensor]
             entries[state.key] = value_of(state.recipe)

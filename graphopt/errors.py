@@ -16,7 +16,9 @@ class CaptureError(GraphOptError, RuntimeError):
         hint: what to write instead, or None.
     """
 
-    def __init__(self, reason: str, *, location: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, reason: str, *, location: str | None = None, hint: str | None = None
+    ) -> None:
         self.reason = reason
         self.location = location
         self.hint = hint

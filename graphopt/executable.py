@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import call_function_with_meta, get_output, is_dense, is_operator
+from graphopt.graph_utils import (
+    call_function_with_meta,
+    get_outputs,
+    is_dense,
+    is_operator,
+    same_kind,
+    set_outputs,
+)
 from graphopt.storage import Storages
 from graphopt.tracing import fused
 
@@ -63,8 +70,8 @@ class _Reuse:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._storages = Storages(graph)
-        self._updates: list[fx.Node] = list(get_output(graph).args[0][1])  # type: ignore[index,misc]
-        self._finals = {copy.args[1]: copy.args[0] for copy in self._updates}
+        self._outputs = get_outputs(graph)
+        self._finals = {copy.args[1]: copy.args[0] for copy in self._outputs.updates}
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
@@ -144,7 +151,7 @@ class _Reuse:
         for getitem in list(node.users):
             for leaf in list(getitem.users):
                 assert isinstance(getitem.args[1], int) and isinstance(leaf.args[1], int)
-                source = args[getitem.args[1]][leaf.args[1]]  # type: ignore[index]
+                source = cast(Any, args[getitem.args[1]])[leaf.args[1]]
                 self._take_over(node, source, [leaf])
             self._graph.erase_node(getitem)
 
@@ -172,7 +179,7 @@ class _Reuse:
     def _drop_copies(self) -> None:
         """Drop each `copy_` whose value stands in its destination already."""
         remaining: list[fx.Node] = []
-        for copy in self._updates:
+        for copy in self._outputs.updates:
             destination, value = copy.args
             assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
             if self._storages.same(destination, value) and same_kind(destination, value):
@@ -180,9 +187,8 @@ class _Reuse:
                 self._graph.erase_node(copy)
             else:
                 remaining.append(copy)
-        output = get_output(self._graph)
-        results, _, carried = output.args[0]  # type: ignore[misc]
-        output.args = ((results, remaining, carried),)
+        outputs = get_outputs(self._graph)
+        set_outputs(self._graph, outputs._replace(updates=remaining))
 
 
 def _overwritten(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
@@ -201,9 +207,7 @@ def _overwritten(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
                 yield source, items.get(index, [])
 
 
-def _items(
-    node: fx.Node, sources: Any, position: int
-) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+def _items(node: fx.Node, sources: Any, position: int) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Each tensor of list number `position` of a fused optimizer, with its result nodes."""
     results: dict[Any, list[fx.Node]] = {}
     for getitem in node.users:
@@ -214,7 +218,7 @@ def _items(
         yield source, results.get(index, [])
 
 
-@lru_cache(maxsize=None)
+@cache
 def inplace_form(target: Any) -> Any | None:
     """The operator that writes into its first argument what `target` returns, if there is one."""
     if not isinstance(target, _compat.OpOverload):
@@ -235,16 +239,3 @@ def inplace_form(target: Any) -> Any | None:
         if writes and [str(argument.type) for argument in arguments] == wanted:
             return candidate
     return None
-
-
-def same_kind(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes hold tensors of one shape, stride, dtype and device."""
-    x, y = a.meta.get("val"), b.meta.get("val")
-    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return False
-    return (
-        x.shape == y.shape
-        and x.stride() == y.stride()
-        and x.dtype == y.dtype
-        and x.device == y.device
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -74,9 +74,28 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
 
 def get_output(graph: fx.Graph) -> fx.Node:
     """The output node of a graph."""
-    node = next(iter(reversed(graph.nodes)))
+    node: fx.Node = next(iter(reversed(graph.nodes)))
     assert node.op == "output"
     return node
+
+
+class Outputs(NamedTuple):
+    """The three parts of a captured graph's output, as lists of nodes and constants."""
+
+    results: list[Any]
+    updates: list[fx.Node]
+    carried: list[Any]
+
+
+def get_outputs(graph: fx.Graph) -> Outputs:
+    """What a graph in the captured or executable dialect returns (docs/ir.md)."""
+    results, updates, carried = cast(Any, get_output(graph).args[0])
+    return Outputs(list(results), list(updates), list(carried))
+
+
+def set_outputs(graph: fx.Graph, outputs: Outputs) -> None:
+    """Let a graph return `outputs`."""
+    get_output(graph).args = (tuple(outputs),)
 
 
 def without_autocast() -> AbstractContextManager[object]:
@@ -174,3 +193,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
         expected *= size
     return True
 
+
+def same_kind(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes hold tensors of one shape, stride, dtype and device."""
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    return (
+        x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.dtype == y.dtype
+        and x.device == y.device
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_output, is_operator, is_view, is_wait, tensors_in
+from graphopt.graph_utils import Outputs, get_outputs, is_operator, is_view, is_wait, tensors_in
 
 _UNDECLARED_VIEWS = (
     "aten::_unsafe_view",
@@ -52,7 +52,7 @@ class Storages:
         self._inputs: dict[object, fx.Node] = {}
         for node in graph.nodes:
             self._add(node)
-        self._add_output(get_output(graph))
+        self._add_outputs(get_outputs(graph))
 
     def _find(self, item: object) -> object:
         parent = self._parent.setdefault(item, item)
@@ -102,9 +102,8 @@ class Storages:
         """Whether a view of `source` shares its storage: items of several results need not."""
         return isinstance(source.meta.get("val"), torch.Tensor) or is_view(source)
 
-    def _add_output(self, output: fx.Node) -> None:
-        results, _, carried = output.args[0]  # type: ignore[misc]
-        for value in (*results, *carried):
+    def _add_outputs(self, outputs: Outputs) -> None:
+        for value in (*outputs.results, *outputs.carried):
             if isinstance(value, fx.Node):
                 self._fixed.add(self._find(value))
 

@@ -51,7 +51,9 @@ def finish(
     kinds = list(inputs.kinds_and_names(call))
     names = name_placeholders(functional.graph_module.graph, [fqn for _, fqn in kinds])
     functional.graph_module.recompile()
-    specs = tuple(InputSpec(kind, fqn, name) for (kind, fqn), name in zip(kinds, names, strict=True))
+    specs = tuple(
+        InputSpec(kind, fqn, name) for (kind, fqn), name in zip(kinds, names, strict=True)
+    )
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     return CapturedStep(functional.graph_module, specs, raw.signature, inputs)
 

@@ -1,7 +1,8 @@
 """From the raw trace to the captured dialect: no mutation but `copy_` into placeholders.
 
-The raw graph runs once more, under torch's functionalization, which rewrites every in-place operator
-and every write through a view as new values; what an input holds in the end is then copied into it.
+The raw graph runs once more, under torch's functionalization, which rewrites every in-place
+operator and every write through a view as new values; what an input holds in the end is then copied
+into it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import keyword
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -18,14 +19,18 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import (
+    Outputs,
     call_function_with_meta,
     eliminate_dead_code,
     get_output,
+    get_outputs,
     is_collective,
     is_dense,
     is_operator,
     is_view,
     is_wait,
+    same_kind,
+    set_outputs,
     without_autocast,
 )
 from graphopt.tracing import fused
@@ -153,7 +158,7 @@ class _Interpreter(fx.Interpreter):
 def _is_pointwise_update(target: Any) -> bool:
     if not isinstance(target, _compat.OpOverload) or not target._schema.is_mutable:
         return False
-    return torch.Tag.pointwise in target.tags
+    return bool(torch.Tag.pointwise in target.tags)
 
 
 def _keep_strides(updated: torch.Tensor) -> None:
@@ -175,26 +180,16 @@ def _remove_identities(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if is_operator(node.target, "aten::detach", "aten::alias"):
             node.replace_all_uses_with(node.args[0])
-        elif is_operator(node.target, "aten::copy") and _same_kind(*node.args[:2]):
+        elif is_operator(node.target, "aten::copy") and same_kind(*node.args[:2]):
             node.replace_all_uses_with(node.args[1])
     eliminate_dead_code(graph)
-
-
-def _same_kind(a: fx.Node, b: fx.Node) -> bool:
-    first, second = a.meta["val"], b.meta["val"]
-    return (
-        first.shape == second.shape
-        and first.dtype == second.dtype
-        and first.device == second.device
-        and first.stride() == second.stride()
-    )
 
 
 def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
     """Append `copy_` into each updated input and set `output((results, updates, carried))`."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     output = get_output(graph)
-    values = list(output.args[0])
+    values = list(cast(Any, output.args[0]))
     split = len(values) - len(updated)
     results, finals = values[:split], values[split:]
     updates = []
@@ -206,16 +201,16 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
             copy = call_function_with_meta(graph, aten.copy_.default, arguments, like=final)
         updates.append(copy)
     user = raw.signature.user_results
-    output.args = ((results[:user], updates, results[user:]),)
+    set_outputs(graph, Outputs(results[:user], updates, results[user:]))
     output.meta.clear()
 
 
 def _place_updates(graph: fx.Graph) -> None:
     """Move each `copy_` up to the last read of what it overwrites, or the value it writes."""
     position = {node: index for index, node in enumerate(graph.nodes)}
-    updates = get_output(graph).args[0][1]
+    updates = get_outputs(graph).updates
     for copy in updates:
-        placeholder, final = copy.args
+        placeholder, final = cast(tuple[fx.Node, fx.Node], copy.args)
         before = {*_readers_through_views(placeholder), final} - {copy}
         if not before.isdisjoint(updates):
             continue

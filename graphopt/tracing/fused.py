@@ -46,6 +46,7 @@ def call_with_symbols(tracer: Any, op: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _last_fused_node(graph: fx.Graph) -> fx.Node:
+    node: fx.Node
     for node in reversed(graph.nodes):
         if node.op == "call_function" and functional_name(node.target) is not None:
             return node

@@ -99,7 +99,7 @@ class ModuleGuard:
                 if now is not tensor:
                     return f"{self.name}.{key} was replaced{_change(kind, now)}"
                 if tensor is not None and tensor_kind(tensor) != kind:
-                    return f"{self.name}.{key}: {_describe(kind, tensor_kind(tensor))}"
+                    return f"{self.name}.{key}{_change(kind, tensor)}"
         parameters = (p for p in attributes["_parameters"].values() if p is not None)
         for (flag, hooks), parameter in zip(self.gradients, parameters, strict=True):
             if parameter.requires_grad is not flag:
@@ -115,7 +115,6 @@ class ModuleGuard:
         if tuple(tuple(attributes[table]) for table in _HOOKS) != self.hooks:
             return f"hooks of {self.name} changed"
         return None
-
 
     def _registered(self, names: set[str]) -> str:
         listed = ", ".join(f"{self.name}.{name}" for name in sorted(names))

@@ -99,7 +99,8 @@ def no_other_optimizers(known: list[Optimizer]) -> Iterator[None]:
 
 
 def _subclasses(parent: type) -> set[type]:
-    return {parent}.union(*(_subclasses(child) for child in parent.__subclasses__()))
+    children: list[type] = parent.__subclasses__()
+    return {parent}.union(*map(_subclasses, children))
 
 
 @contextmanager

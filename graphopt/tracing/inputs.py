@@ -63,7 +63,7 @@ class Storage:
         first = self.members[0].tensor.detach()
         storage = first.untyped_storage()
         length = storage.nbytes() // first.element_size()
-        return first.new_empty(0).set_(storage, 0, (length,), (1,))  # type: ignore[call-overload]
+        return first.new_empty(0).set_(storage, 0, (length,), (1,))
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class ScheduledFloat(torch.SymFloat):
     def __init__(
         self, symbolic: torch.SymFloat, tensor: torch.Tensor, value: float, asked: Comparisons
     ) -> None:
-        super().__init__(symbolic.node)
+        super().__init__(symbolic.node)  # type: ignore[no-untyped-call]
         self.tensor = tensor
         self.value = value
         self.asked = asked
@@ -115,7 +115,7 @@ class ReadInt(torch.SymInt):
 def as_read(value: Any) -> Any:
     """The result of `Tensor.item()` with misuse as text refused."""
     if type(value) is torch.SymFloat:
-        return ReadFloat(value.node)
+        return ReadFloat(value.node)  # type: ignore[no-untyped-call]
     if type(value) is torch.SymInt:
-        return ReadInt(value.node)
+        return ReadInt(value.node)  # type: ignore[no-untyped-call]
     return value

@@ -25,7 +25,7 @@ from graphopt.tracing.source import SourceLine, current_user_line
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
 
-_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the value it gives
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _TEXT = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__})
 _METADATA = frozenset(

@@ -40,15 +40,16 @@ _library.impl("get_rng_state", _get, "CompositeExplicitAutograd")
 _library.impl("set_rng_state", _set, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("graphopt::get_rng_state", lib=_library)
 def _get_fake(device: torch.device) -> torch.Tensor:
     return torch.empty(_get(device).numel(), dtype=torch.uint8, device="cpu")
 
 
-@torch.library.register_fake("graphopt::set_rng_state", lib=_library)
 def _set_fake(state: torch.Tensor, device: torch.device) -> None:
     return None
 
+
+torch.library.register_fake("graphopt::get_rng_state", _get_fake, lib=_library)
+torch.library.register_fake("graphopt::set_rng_state", _set_fake, lib=_library)
 
 has_side_effect(torch.ops.graphopt.set_rng_state.default)
 

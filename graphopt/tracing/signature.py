@@ -156,7 +156,9 @@ class ResultCollector:
         self.results.append(tensor)
         return Computed(len(self.results) - 1)
 
-    def collect(self, returned: Any, stepped: list[int], before: dict[int, dict[str, Any]]) -> Signature:
+    def collect(
+        self, returned: Any, stepped: list[int], before: dict[int, dict[str, Any]]
+    ) -> Signature:
         """Build the signature. `before`: `vars(module)` by module id, as the step found them."""
         leaves, spec = _compat.tree_flatten(returned)
         outputs = [self.recipe(leaf, lambda: "what the step returns") for leaf in leaves]
@@ -209,7 +211,7 @@ class ResultCollector:
                     if key in before and value is before[key]:
                         continue
                     self._refuse_counter(entry, key, before.get(key), value)
-                    recipe = self.recipe(value, lambda: f"optimizer state {key!r}")
+                    recipe = self.recipe(value, lambda: "optimizer state")
                     found.append(StateResult(number, index, key, recipe))
         return found
 
@@ -280,7 +282,7 @@ def finish_buffers(inputs: Inputs, traced: Traced) -> None:
                 and value.dtype == stand_in.dtype
                 and value.device == stand_in.device
             )
-            if entry.kind == "parameter" or not same:
+            if entry.kind == "parameter" or not same or value is None:
                 raise CaptureError(
                     f"it replaces {entry.fqn} by another object",
                     hint="update it in place (copy_), with the same shape and dtype",
@@ -301,4 +303,3 @@ def module_attributes(call: Call) -> dict[int, dict[str, Any]]:
 def table_names(module: nn.Module) -> tuple[list[str], ...]:
     """Names of the registered parameters, buffers and submodules."""
     return (list(module._parameters), list(module._buffers), list(module._modules))
-

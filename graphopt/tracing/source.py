@@ -84,7 +84,7 @@ def inside_step(frame: types.FrameType | None) -> SourceLine | None:
 
 
 def user_line_of(error: BaseException) -> SourceLine | None:
-    """The user's line that raised `error` while the step was traced; None if it was not the step."""
+    """The user's line that raised `error` while the step was traced; None if it was elsewhere."""
     user = [
         SourceLine(frame.filename, frame.lineno or 0, frame.name)
         for frame in _step_frames(error)

@@ -123,7 +123,7 @@ def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
 
 
 class _StepRun:
-    """The function that is traced: sets the scene, runs the user's step, collects what it leaves."""
+    """The function that is traced: sets the scene, runs the step, collects what it leaves."""
 
     def __init__(self, call: Call, inputs: Inputs, communication: Communication | None) -> None:
         self.call, self.inputs, self.communication = call, inputs, communication
@@ -179,7 +179,11 @@ class _StepRun:
         args, kwargs = self.call.rebuild(leaves)
         stepped: list[int] = []
         known = self.call.optimizer_objects()
-        reduce = (lambda: None) if averager is None else averager.reduce_ready
+
+        def reduce() -> None:
+            if averager is not None:
+                averager.reduce_ready()
+
         with ExitStack() as stack:
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
@@ -285,7 +289,7 @@ def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """The stand-in of one of several tensors over the storage `base`."""
     view = torch.as_strided(base, real.shape, real.stride(), int(real.storage_offset())).detach()
     if isinstance(real, torch.nn.Parameter):
-        view._is_param = True  # type: ignore[attr-defined]
+        view._is_param = True
     return view.requires_grad_(real.requires_grad)
 
 
@@ -313,5 +317,3 @@ def _autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
-
-

@@ -12,6 +12,7 @@ from graphopt import _compat
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import (
     get_output,
+    get_outputs,
     is_collective,
     is_operator,
     is_view,
@@ -101,7 +102,7 @@ def _output_convention(graph: fx.Graph) -> Iterator[str]:
         yield "the output is not (user results, state updates, carried values)"
         return
     seen: dict[fx.Node, fx.Node] = {}
-    for update in result[1]:  # type: ignore[union-attr]
+    for update in get_outputs(graph).updates:
         if not isinstance(update, fx.Node) or not is_operator(update.target, "aten::copy_"):
             yield f"state update {update} is not a copy_"
             continue
@@ -125,7 +126,7 @@ def _nodes(graph: fx.Graph) -> Iterator[str]:
 
 
 def _mutation(graph: fx.Graph) -> Iterator[str]:
-    updates = set(get_output(graph).args[0][1])  # type: ignore[index,arg-type]
+    updates = set(get_outputs(graph).updates)
     overwritten: dict[fx.Node, fx.Node] = {}
     origin: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -1,0 +1,64 @@
+# Each target makes the virtual environment it needs. PYTHON names the interpreter to make it with;
+# PIP_CONSTRAINT, where set, is honoured: `PIP_CONSTRAINT=$PWD/constraints.txt make test` is what CI runs.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+LOCATION := $(VENV)/location
+DEMO_READY := $(VENV)/installed-demo
+TEST_READY := $(VENV)/installed-test
+SOURCES := graphopt passes lowering
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test check lint clean
+
+help:
+	@echo 'make demo    train a small GPT on two local ranks, eager DDP and graphopt side by side'
+	@echo '             (options: make demo ARGS="--ranks 2 --steps 60")'
+	@echo 'make test    lint, then every test'
+	@echo 'make check   lint, then the quick tests'
+	@echo 'make lint    ruff and mypy'
+	@echo 'make clean   remove what the others made'
+
+demo: $(DEMO_READY)
+	$(RUN) -m graphopt demo $(ARGS)
+
+test: lint
+	$(RUN) -m pytest
+
+check: lint
+	$(RUN) -m pytest -m "not slow"
+
+lint: $(TEST_READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy --strict $(SOURCES)
+
+clean:
+	rm -rf $(VENV) build dist graphopt.egg-info graphopt-repro .hypothesis
+	find . -type d \( -name __pycache__ -o -name .pytest_cache -o -name .mypy_cache \
+		-o -name .ruff_cache \) -prune -exec rm -rf {} +
+
+$(DEMO_READY): $(LOCATION) setup.cfg pyproject.toml constraints.txt
+	$(RUN) -m pip install --disable-pip-version-check -e .
+	@touch $@
+
+$(TEST_READY): $(LOCATION) setup.cfg pyproject.toml constraints.txt
+	$(RUN) -m pip install --disable-pip-version-check -e '.[test,bench]'
+	@touch $@
+
+# An environment that was moved with its checkout still points to the old place, and one whose
+# interpreter is gone does not start: both are seen here and repaired by the rule below.
+ifneq ($(CURDIR),$(shell $(RUN) -c '' 2>/dev/null && cat $(LOCATION) 2>/dev/null))
+.PHONY: $(LOCATION)
+endif
+
+$(LOCATION):
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo 'error: no $(PYTHON) here; name an interpreter: make PYTHON=/path/to/python3' >&2; \
+		exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo 'error: $(PYTHON) does not start or is older than Python 3.10;' \
+			'name another: make PYTHON=/path/to/python3' >&2; \
+		exit 1; }
+	@$(RUN) -c '' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
+	@echo '$(CURDIR)' > $@

@@ -1,0 +1,72 @@
+"""What the benchmarks train: models, optimizers, batches of random data, and one step for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from graphopt.demo.model import CharGPT, GPTSize
+
+GPT_ALPHABET = 100
+
+
+def train_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Plain PyTorch for every model: logits against classes."""
+    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def mlp() -> nn.Module:
+    """8 layers of width 512, 2.1 million parameters."""
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)]
+    return nn.Sequential(*layers, nn.Linear(512, 10))
+
+
+def gpt(layers: int = 4) -> nn.Module:
+    """The demo's GPT: tied embeddings, dropout."""
+    return CharGPT(GPTSize(GPT_ALPHABET, layers=layers))
+
+
+def convnet() -> nn.Module:
+    """Four convolutions with BatchNorm and in-place ReLU."""
+    widths = [3, 32, 64, 128, 256]
+    stages = [
+        nn.Sequential(
+            nn.Conv2d(before, after, 3, stride=1 + (before > 3), padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(inplace=True),
+        )
+        for before, after in pairwise(widths)
+    ]
+    return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "gpt": gpt, "convnet": convnet}
+
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+    "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}),
+    "adamw-loop": (torch.optim.AdamW, {"lr": 1e-3, "foreach": False, "fused": False}),
+    "adam": (torch.optim.Adam, {"lr": 1e-3, "fused": True}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}),
+    "sgd-foreach": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "foreach": True}),
+}
+
+
+def batch(model: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random inputs and classes for one step."""
+    if model == "gpt":
+        numbers = torch.randint(GPT_ALPHABET, (8, GPTSize.length + 1), generator=generator)
+        return numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
+    shape = (256, 512) if model == "mlp" else (32, 3, 32, 32)
+    inputs = torch.randn(shape, generator=generator)
+    return inputs, torch.randint(10, shape[:1], generator=generator)

@@ -1,0 +1,100 @@
+"""What comes before the first step: importing graphopt and capturing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from rich.console import Console
+from spread import Figures, Row, show_spread, spread
+from step_models import GPT_ALPHABET, gpt, train_step
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import graphopt
+from graphopt.demo.model import GPTSize
+
+IMPORT_RUNS = 7
+
+
+def measure_captures(layers: int, console: Console) -> tuple[Figures, list[Row]]:
+    """Capture time and graph size of a character GPT and of GPT-2 small."""
+    figures: Figures = {}
+    with console.status(f"capturing a GPT of {layers} layers"):
+        numbers = torch.randint(GPT_ALPHABET, (8, GPTSize.length))
+        figures[f"GPT, {layers} layers"] = capture_figures(
+            train_step, gpt(layers), (numbers, numbers)
+        )
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except ImportError:
+        console.print("GPT-2 small left out: pip install transformers")
+    else:
+        with console.status("capturing GPT-2 small"):
+            model = GPT2LMHeadModel(GPT2Config()).train()
+            numbers = torch.randint(50257, (1, 64))
+            figures["GPT-2 small"] = capture_figures(language_step, model, (numbers,))
+    rows = [
+        (f"{name}, {kind}", f"{found['seconds']:.2f} s, {found['nodes']} nodes")
+        for name, kinds in figures.items()
+        for kind, found in kinds.items()
+    ]
+    return figures, rows
+
+
+def language_step(model: nn.Module, optimizer: Optimizer, numbers: Tensor) -> Tensor:
+    """A step of a Hugging Face language model."""
+    loss: Tensor = model(input_ids=numbers, labels=numbers).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def capture_figures(
+    step: Callable[..., Tensor], model: nn.Module, inputs: tuple[Tensor, ...]
+) -> Figures:
+    """The first step, which makes the optimizer's state, and the steady one after it."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    figures = {"first step": one_capture(step, model, optimizer, inputs)}
+    step(model, optimizer, *inputs)
+    figures["steady step"] = one_capture(step, model, optimizer, inputs)
+    return figures
+
+
+def one_capture(
+    step: Callable[..., Tensor], model: nn.Module, optimizer: Optimizer, inputs: tuple[Tensor, ...]
+) -> Figures:
+    """Seconds and nodes of one call of `graphopt.capture`."""
+    start = time.perf_counter()
+    captured = graphopt.capture(step, model, optimizer, *inputs)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "nodes": len(captured.graph_module.graph.nodes)}
+
+
+def measure_imports(console: Console) -> tuple[Figures, list[Row]]:
+    """Seconds that `import graphopt` adds to `import torch`, each in fresh interpreters."""
+    seconds: dict[str, list[float]] = {"torch": [], "graphopt": []}
+    for number in range(-1, IMPORT_RUNS):  # the first pair only fills the file cache
+        for name in ("torch", "graphopt")[:: 1 if number % 2 == 0 else -1]:
+            with console.status(f"import {name}"):
+                found = import_seconds(name)
+            if number >= 0:
+                seconds[name].append(found)
+    added = [g - t for t, g in zip(seconds["torch"], seconds["graphopt"], strict=True)]
+    figures = {"seconds": seconds, "added": spread(added)}
+    return figures, [
+        ("import torch (median)", f"{median(seconds['torch']):.3f} s"),
+        ("import graphopt, torch included", f"{median(seconds['graphopt']):.3f} s"),
+        ("added by graphopt, paired", show_spread(figures["added"], IMPORT_RUNS, " s")),
+    ]
+
+
+def import_seconds(name: str) -> float:
+    """Of one import in a fresh interpreter, without the interpreter's own start."""
+    code = f"import time; s = time.perf_counter(); import {name}; print(time.perf_counter() - s)"
+    return float(subprocess.check_output([sys.executable, "-c", code], text=True))

@@ -1,0 +1,15 @@
+"""`graphopt demo`: one training step, run by eager DDP and as a captured graph, side by side."""
+
+from __future__ import annotations
+
+
+class DemoError(Exception):
+    """Ends a run with one readable message.
+
+    Attributes:
+        exit_code: 2 where the request itself cannot be met, 1 where the run failed.
+    """
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,214 @@
+"""Local ranks: start them, follow what they report, and end all of them whatever happens.
+
+The processes are those of `torch.distributed.elastic.multiprocessing`, which torchrun uses too.
+A rank writes its events as lines of JSON; what it prints goes to a log that is shown when it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    ProcessFailure,
+    RunProcsResult,
+    Std,
+    start_processes,
+)
+
+from graphopt.demo import DemoError
+
+Event = dict[str, Any]
+
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 3
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class RankFailedError(DemoError):
+    """A rank ended with an exception, an exit code or a signal."""
+
+
+def run_ranks(
+    arguments: Sequence[str],
+    ranks: int,
+    folder: Path,
+    on_event: Callable[[int, Event], None],
+    *,
+    prefixes: Sequence[Sequence[str]] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run `python *arguments folder` on every rank until all have ended.
+
+    Args:
+        folder: an existing, empty folder for logs, events and the rendezvous.
+        on_event: called in this process with each rank's events, in the rank's order.
+        prefixes: per rank, a command that is to run the rank's own; all of one program.
+        environment: added to this process's environment.
+
+    Raises:
+        RankFailedError: a rank failed; the others have been ended.
+    """
+    commands = [
+        [*(prefixes[rank] if prefixes else ()), sys.executable, *arguments, str(folder)]
+        for rank in range(ranks)
+    ]
+    with ExitStack() as stack:
+        events = [
+            stack.enter_context(_EventReader(_event_file(folder, rank))) for rank in range(ranks)
+        ]
+        stack.enter_context(_own_signal_handlers())
+        stack.enter_context(_quiet(logging.getLogger("torch.distributed.elastic")))
+        context = start_processes(
+            "graphopt",
+            commands[0][0],
+            {rank: tuple(command[1:]) for rank, command in enumerate(commands)},
+            {rank: _environment(rank, ranks, environment or {}) for rank in range(ranks)},
+            DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+        )
+        try:
+            result = None
+            while result is None:
+                time.sleep(_POLL_SECONDS)
+                result = context.wait(timeout=0)
+                for rank, reader in enumerate(events):
+                    for event in reader.read():
+                        on_event(rank, event)
+        finally:
+            _ignore_signals()
+            context.close(signal.SIGTERM, timeout=_GRACE_SECONDS)
+    if result.is_failed():
+        raise RankFailedError(_describe(result))
+
+
+class Reporter:
+    """A rank's end of `run_ranks`: sends events, and ends the rank when its launcher is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.ranks = int(os.environ["WORLD_SIZE"])
+        self._file = _event_file(folder, self.rank).open("a", buffering=1)
+        launcher = int(os.environ["GRAPHOPT_LAUNCHER"])
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Send one event; its values must be JSON."""
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+
+def threads_per_rank(ranks: int) -> int:
+    """What OMP_NUM_THREADS says, otherwise the cores this process may use, divided evenly."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    return max(1, torch.get_num_threads() // ranks)
+
+
+class _EventReader:
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        self._file = path.open()
+        self._rest = ""
+
+    def __enter__(self) -> _EventReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def read(self) -> Iterator[Event]:
+        *lines, self._rest = (self._rest + self._file.read()).split("\n")
+        yield from map(json.loads, lines)
+
+
+def _event_file(folder: Path, rank: int) -> Path:
+    return folder / f"events-{rank}.jsonl"
+
+
+def _end_with(launcher: int) -> None:
+    # A launcher that was killed outright can end nobody, so every rank looks for itself.
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _environment(rank: int, ranks: int, added: Mapping[str, str]) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(threads_per_rank(ranks)),
+        **added,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "GRAPHOPT_LAUNCHER": str(os.getpid()),
+    }
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    # start_processes installs handlers that raise SignalException, and leaves them in place.
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    # A second Ctrl-C must not interrupt the ending of the ranks.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    # It logs every failure in its own words; `_describe` has the one message.
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _describe(result: RunProcsResult) -> str:
+    failure = _root_cause(list(result.failures.values()))
+    rank = failure.local_rank
+    if failure.exitcode < 0:
+        return f"rank {rank} was killed by {failure.signal_name()} (process {failure.pid})"
+    recorded = failure.error_file_data["message"]
+    if isinstance(recorded, dict):
+        trace = recorded["extraInfo"]["py_callstack"].rstrip().splitlines()
+        return "\n".join([f"rank {rank} failed: {recorded['message']}", *_last_frames(trace)])
+    printed = Path(result.stderrs[rank]).read_text(errors="replace").rstrip().splitlines()
+    last = "\n".join(f"  {line}" for line in printed[-5:])
+    return f"rank {rank} ended with exit code {failure.exitcode}\n{last}"
+
+
+def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:
+    """The failure that caused the others.
+
+    The peers of a lost rank fail on their connection to it, and SIGTERM is how the rest are ended.
+    """
+    killed = [f for f in failures if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    if killed:
+        return killed[0]
+    raised = [f for f in failures if f.exitcode > 0]
+    return min(raised, key=lambda failure: failure.timestamp) if raised else failures[0]
+
+
+def _last_frames(trace: list[str]) -> Iterator[str]:
+    """The last two frames of a traceback's lines, without the exception's own text."""
+    starts = [index for index, line in enumerate(trace) if line.startswith('  File "')]
+    return takewhile(lambda line: line.startswith("  "), trace[starts[-2:][0] :])

@@ -1,0 +1,49 @@
+"""Peak memory of a piece of work."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def peak_memory(work: Callable[[], object], device: torch.device) -> int:
+    """Do the work; the bytes it needed at one time beyond what was in use before.
+
+    On a CUDA device those of tensors, from torch's allocator. On the CPU resident memory of the
+    whole process, from the kernel; where the kernel cannot restart its mark, beyond the mark.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    before = _restart()
+    work()
+    return _peak() - before
+
+
+def _restart() -> int:
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return _peak()
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    if _STATUS.exists():
+        return _status("VmHWM")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _status(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,96 @@
+"""A GPT over characters: tied embeddings, dropout, no buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class GPTSize:
+    """3.2 million parameters by default, over an alphabet of about a hundred characters."""
+
+    alphabet: int
+    length: int = 64
+    width: int = 256
+    heads: int = 4
+    layers: int = 4
+    dropout: float = 0.1
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each normalised first and added to its input."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(size.width)
+        self.query_key_value = nn.Linear(size.width, 3 * size.width)
+        self.attention_out = nn.Linear(size.width, size.width)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(size.width),
+            nn.Linear(size.width, 4 * size.width),
+            nn.GELU(),
+            nn.Linear(4 * size.width, size.width),
+            nn.Dropout(size.dropout),
+        )
+        self.dropout = nn.Dropout(size.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        out: Tensor = x + self.feed_forward(x)
+        return out
+
+    def attention(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class CharGPT(nn.Module):
+    """Numbers (batch, length), int64, to logits (batch, length, alphabet)."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.size = size
+        self.tokens = nn.Embedding(size.alphabet, size.width)
+        self.positions = nn.Embedding(size.length, size.width)
+        self.dropout = nn.Dropout(size.dropout)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.alphabet, bias=False)
+        self.head.weight = self.tokens.weight
+        self.apply(_initialise)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.tokens(numbers) + self.positions.weight[: numbers.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(self.dropout(x))))
+        return logits
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+@torch.no_grad()
+def write(model: CharGPT, start: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """`start` (one-dimensional) continued by `count` sampled characters, on the CPU."""
+    numbers = start
+    device = model.head.weight.device
+    was_training = model.training
+    model.eval()
+    for _ in range(count):
+        logits = model(numbers[-model.size.length :].unsqueeze(0).to(device))[0, -1]
+        chances = (logits.float() / 0.8).softmax(-1).cpu()
+        numbers = torch.cat([numbers, torch.multinomial(chances, 1, generator=generator)])
+    model.train(was_training)
+    return numbers

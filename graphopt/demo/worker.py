@@ -1,0 +1,180 @@
+"""What one rank does: `python -m graphopt.demo.worker FOLDER`, with RANK and WORLD_SIZE set."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import graphopt
+from graphopt.demo.compare import compare
+from graphopt.demo.launch import Reporter
+from graphopt.demo.memory import peak_memory
+from graphopt.demo.model import CharGPT, GPTSize, write
+from graphopt.demo.replica import VARIANTS, Replica, Variant, make_replica, train_step
+from graphopt.demo.text import Text
+
+BATCH = 8
+ALONE_STEPS = 5
+_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank of one start is to do.
+
+    Attributes:
+        alone: train this variant by itself and report its memory and its traffic;
+            None trains both side by side.
+        port: of a TCP rendezvous on this machine; None meets through a file.
+    """
+
+    steps: int
+    device: str
+    backend: str
+    pipeline: str
+    seed: int
+    port: int | None = None
+    alone: Variant | None = None
+
+    def save(self, folder: Path) -> None:
+        """Where `load` of every rank finds it."""
+        (folder / "task.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> Task:
+        """What `save` wrote."""
+        return cls(**json.loads((folder / "task.json").read_text()))
+
+
+class Batches:
+    """This rank's share of the data, without end."""
+
+    def __init__(self, text: Text, seed: int, rank: int, device: torch.device) -> None:
+        self.text = text
+        self._device = device
+        self._generator = torch.Generator().manual_seed(seed * 1000 + rank)
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets on the device."""
+        inputs, targets = self.text.batch(BATCH, GPTSize.length, self._generator)
+        return inputs.to(self._device), targets.to(self._device)
+
+
+@record
+def main() -> None:
+    """Do the task in the folder named on the command line."""
+    folder = Path(sys.argv[1])
+    reporter = Reporter(folder)
+    task = Task.load(folder)
+    with _process_group(task, folder) as device:
+        batches = Batches(Text(), task.seed, dist.get_rank(), device)
+        if task.alone is None:
+            _side_by_side(task, batches, device, reporter)
+        else:
+            _alone(task, task.alone, batches, device, reporter)
+
+
+@contextmanager
+def _process_group(task: Task, folder: Path) -> Iterator[torch.device]:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(task.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    store: dist.Store
+    if task.port is None:
+        store = dist.FileStore(str(folder / "rendezvous"), ranks)
+    else:
+        store = dist.TCPStore("127.0.0.1", task.port, ranks, is_master=rank == 0)
+    dist.init_process_group(
+        task.backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT
+    )
+    yield device
+    dist.destroy_process_group()
+
+
+def _side_by_side(task: Task, batches: Batches, device: torch.device, reporter: Reporter) -> None:
+    alphabet = len(batches.text.alphabet)
+    replicas = {
+        variant: make_replica(variant, alphabet, task.steps, task.pipeline, task.seed, device)
+        for variant in VARIANTS
+    }
+    reporter.send("start", parameters=sum(p.numel() for p in replicas["eager"].model.parameters()))
+    for number in range(task.steps):
+        # Who goes first alternates, so that neither always finds the warmer cache.
+        order = VARIANTS if number % 2 == 0 else VARIANTS[::-1]
+        inputs, targets = batches.next()
+        measured = {}
+        for variant in order:
+            dist.barrier()
+            measured[variant] = replicas[variant].timed_step(inputs, targets)
+        reporter.send(
+            "step",
+            loss={variant: loss for variant, (loss, _) in measured.items()},
+            seconds={variant: seconds for variant, (_, seconds) in measured.items()},
+        )
+    replicas["graphopt"].flush()
+    reporter.send("compared", **_comparison(replicas))
+    if dist.get_rank() == 0:
+        reporter.send("sample", text=_sample(replicas["graphopt"], batches.text, task.seed))
+
+
+def _comparison(replicas: dict[Variant, Replica]) -> dict[str, Any]:
+    eager, captured = (replicas[variant] for variant in VARIANTS)
+    return asdict(compare((eager.model, eager.optimizer), (captured.model, captured.optimizer)))
+
+
+def _sample(replica: Replica, text: Text, seed: int) -> str:
+    start = torch.tensor([text.alphabet.index(character) for character in "The "])
+    return text.decode(write(replica.model, start, 120, torch.Generator().manual_seed(seed)))
+
+
+def _alone(
+    task: Task, variant: Variant, batches: Batches, device: torch.device, reporter: Reporter
+) -> None:
+    # Everything is imported before the measurement, in both variants alike: code is not what the
+    # training needs more or less memory for.
+    from graphopt.demo.traffic import traffic_of_call, traffic_of_graph
+
+    alphabet = len(batches.text.alphabet)
+    _capture_something_small(batches, device)
+    replicas: list[Replica] = []
+
+    def train() -> None:
+        steps = ALONE_STEPS + 1
+        replica = make_replica(variant, alphabet, steps, task.pipeline, task.seed, device)
+        for _ in range(ALONE_STEPS):
+            replica.timed_step(*batches.next())
+        replicas.append(replica)
+
+    peak = peak_memory(train, device)
+    (replica,) = replicas
+    if isinstance(replica.step, graphopt.TrainStep):
+        traffic = traffic_of_graph(replica.step.graph_module)
+    else:
+        traffic = traffic_of_call(lambda: replica.timed_step(*batches.next()))
+    reporter.send("alone", peak=peak, **asdict(traffic))
+
+
+def _capture_something_small(batches: Batches, device: torch.device) -> None:
+    size = GPTSize(len(batches.text.alphabet), width=8, heads=1, layers=1)
+    model = CharGPT(size).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = graphopt.compile(train_step, pipeline="none", parallel=graphopt.Manual())
+    step(model, optimizer, *batches.next())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""What all tests share: threads, random seeds, and how hypothesis behaves."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Before torch is imported, and for the processes that tests start as well: several ranks on few
+# cores are slower with more threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+import torch
+from hypothesis import settings
+
+# Capturing takes as long as it takes, and a failure must come back on the next run.
+settings.register_profile("graphopt", deadline=None, derandomize=True)
+settings.load_profile("graphopt")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

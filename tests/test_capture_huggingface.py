@@ -1,0 +1,144 @@
+"""Tiny Hugging Face models with random weights: a captured step against the eager one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from twins import Twins, World
+
+transformers = pytest.importorskip("transformers", reason="needs the extra 'bench'")
+
+pytestmark = pytest.mark.hf
+
+STEPS = 5
+VOCABULARY = 48
+TEXT = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "intermediate_size": 32}
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=1, n_head=2
+        )
+    )
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**TEXT, **HEADS, num_key_value_heads=1, max_position_embeddings=16)
+    )
+
+
+def llama_with_checkpointing() -> nn.Module:
+    model = llama()
+    # Renamed in the course of transformers 5.
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    getattr(model, new if new in dir(model) else old)()
+    return model
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**TEXT, **HEADS, max_position_embeddings=16)
+    )
+
+
+def t5() -> nn.Module:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def vit() -> nn.Module:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            **HEADS,
+            image_size=16,
+            patch_size=4,
+            num_labels=4,
+        )
+    )
+
+
+def text_batch(i: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    tokens = torch.randint(1, VOCABULARY, (3, 12), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[1, 8:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
+
+
+def image_batch(i: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    return {
+        "pixel_values": torch.randn(3, 3, 16, 16, generator=generator),
+        "labels": torch.randint(4, (3,), generator=generator),
+    }
+
+
+def train_step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def model_output_step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Any:
+    output = model(**batch)
+    output.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return output
+
+
+def build(make: Callable[[], nn.Module], step: Callable[..., Any] = train_step) -> World:
+    model = make().train()
+    return World(step, [model], [torch.optim.AdamW(model.parameters(), lr=1e-3)])
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (gpt2, text_batch),
+        (llama, text_batch),
+        (llama_with_checkpointing, text_batch),
+        (bert, text_batch),
+        (t5, text_batch),
+        (vit, image_batch),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_huggingface_model(
+    make: Callable[[], nn.Module], batch: Callable[[int], dict[str, Tensor]]
+) -> None:
+    twins = Twins(lambda: build(make))
+    for i in range(STEPS):
+        twins.step(batch(i))
+    twins.finish(captures=2)
+
+
+def test_model_output_as_return_value() -> None:
+    """The output of a Hugging Face model is a pytree of its own kind, and stays one."""
+    twins = Twins(lambda: build(vit, model_output_step))
+    for i in range(3):
+        output = twins.step(image_batch(i))
+    twins.finish(captures=2)
+    assert torch.equal(output.loss, output["loss"])

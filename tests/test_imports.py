@@ -1,0 +1,230 @@
+"""Imports go one way, torch's private modules stay in one file, and `import graphopt` is light."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+import graphopt
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in ("graphopt", "graphopt/passes", "graphopt/lowering")
+    for path in (ROOT / folder).rglob("*.py")
+}
+
+# The layer above all others: it alone knows both the core and what is built on the core.
+TOP = (
+    "graphopt",
+    "graphopt.__main__",
+    "graphopt.cli",
+    "graphopt.demo",
+    "graphopt.step",
+)
+BUILT_ON_CORE = ("graphopt.passes", "graphopt.lowering")
+PRIVATE_TORCH_IS_IN = "graphopt._compat"
+
+PUBLIC = {
+    "graphopt": [
+        "CaptureError",
+        "CapturedStep",
+        "DataParallel",
+        "GraphOptError",
+        "LoweringError",
+        "Manual",
+        "PartitionError",
+        "PassDefinitionError",
+        "PassOrderError",
+        "PipelineSyntaxError",
+        "SpmdMismatchError",
+        "TrainStep",
+        "VerificationError",
+        "capture",
+        "compile",
+    ],
+    "graphopt.graph_utils": [
+        "call_function_with_meta",
+        "find_all_descendants",
+        "find_nodes",
+        "get_output",
+        "move_after",
+        "move_before",
+    ],
+    "graphopt.tracing": ["CapturedStep", "InputSpec", "SourceLine", "capture"],
+    "graphopt.verify": ["check_captured"],
+}
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(), str(FILES[module]))
+
+
+def absolute(node: ast.ImportFrom, module: str) -> str:
+    """The module that a `from … import` names, with leading dots resolved."""
+    if not node.level:
+        return node.module or ""
+    package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+    parts = package.split(".")
+    base = parts[: len(parts) - node.level + 1]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def imports(module: str) -> Iterator[tuple[str, str, str]]:
+    """(dotted name, local name, what the local name stands for) of every import in `module`."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                yield alias.name, alias.asname or first, alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(node, module)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield name, alias.asname or alias.name, name
+
+
+def imported_modules(module: str) -> set[str]:
+    """Modules of this project that `module` imports."""
+    found = set()
+    for name, _, _ in imports(module):
+        while name and name not in FILES:
+            name = name.rpartition(".")[0]
+        if name:
+            found.add(name)
+    return found
+
+
+def within(module: str, packages: tuple[str, ...]) -> bool:
+    """Whether `module` is one of `packages` or inside one; `graphopt` stands for itself alone."""
+    return any(
+        module == package or (package != "graphopt" and module.startswith(f"{package}."))
+        for package in packages
+    )
+
+
+def edges() -> Iterator[tuple[str, str]]:
+    for module in FILES:
+        for imported in imported_modules(module):
+            yield module, imported
+
+
+def test_all_modules_are_seen() -> None:
+    assert {*TOP, *BUILT_ON_CORE, "graphopt.tracing.capture"} <= FILES.keys()
+
+
+def test_only_the_top_layer_knows_passes_and_lowering() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module, imported in edges()
+        if within(imported, BUILT_ON_CORE)
+        and not within(module, TOP)
+        and module.split(".")[:2] != imported.split(".")[:2]
+    ]
+    assert wrong == []
+
+
+def test_nothing_imports_the_top_layer_from_below() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module, imported in edges()
+        if within(imported, TOP) and not within(module, TOP)
+    ]
+    assert wrong == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = nx.DiGraph(edges())
+    # `graphopt/__init__.py` re-exports, and its siblings in the top layer may use it.
+    graph.remove_node("graphopt")
+    circles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
+    assert circles == []
+
+
+def dotted(node: ast.expr, local: dict[str, str]) -> str | None:
+    """`fx.node.map_arg` as `torch.fx.node.map_arg`, if it begins with an imported name."""
+    if isinstance(node, ast.Name):
+        return local.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value, local)
+        return f"{base}.{node.attr}" if base else None
+    return None
+
+
+def torch_names(module: str) -> Iterator[str]:
+    """Dotted names of torch that `module` imports or uses."""
+    yield from (name for name, _, _ in imports(module))
+    local = {bound: meaning for _, bound, meaning in imports(module)}
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Attribute) and (name := dotted(node, local)):
+            yield name
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name of torch or functorch goes through a private part.
+
+    Operator namespaces (`torch.ops._c10d_functional`) are public, and so are dunder names.
+    """
+    first, *rest = name.split(".")
+    if first not in ("torch", "functorch") or rest[:1] == ["ops"]:
+        return False
+    return any(part.startswith("_") and not part.endswith("__") for part in rest)
+
+
+@pytest.mark.parametrize("module", sorted(FILES.keys() - {PRIVATE_TORCH_IS_IN}))
+def test_private_torch_is_used_in_one_module_only(module: str) -> None:
+    private = sorted({name for name in torch_names(module) if is_private(name)})
+    assert private == [], f"wrap these in {PRIVATE_TORCH_IS_IN}"
+
+
+def test_private_names_are_recognised() -> None:
+    assert is_private("torch._C")
+    assert is_private("torch.utils._pytree.tree_map")
+    assert is_private("functorch._src")
+    assert not is_private("torch.ops._c10d_functional.all_reduce")
+    assert not is_private("torch.__version__")
+    assert not is_private("graphopt._compat")
+    # The one module that may is where the rule would find most.
+    assert any(is_private(name) for name in torch_names(PRIVATE_TORCH_IS_IN))
+
+
+def modules_after(statement: str) -> set[str]:
+    program = f"{statement}\nimport sys\nprint(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+def test_import_is_light() -> None:
+    added = modules_after("import graphopt") - modules_after("import torch")
+    heavy = ("torch._inductor", "torch._dynamo", "triton", "sympy", "transformers", "matplotlib")
+    assert [name for name in sorted(added) if name.startswith(heavy)] == []
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names(module: str) -> None:
+    exporting = importlib.import_module(module)
+    assert [name for name in PUBLIC[module] if not hasattr(exporting, name)] == []
+
+
+def test_star_import_is_the_public_surface() -> None:
+    assert sorted(graphopt.__all__) == sorted(PUBLIC["graphopt"])
+
+
+@pytest.mark.parametrize("name", ["passes", "lowering"])
+def test_the_folders_have_one_name_each(name: str) -> None:
+    """In a checkout `import passes` would find the folder, and make second copies of modules."""
+    command = [sys.executable, "-c", f"import {name}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert f"ImportError: import graphopt.{name} instead of {name}" in result.stderr
+    assert importlib.import_module(f"graphopt.{name}").__name__ == f"graphopt.{name}"

@@ -1,0 +1,98 @@
+"""The README tells the truth: its code runs, and what it tells people to type exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+import graphopt
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+SCRIPTS = [code for code in PYTHON if "init_process_group" in code]
+COMMANDS = [
+    shlex.split(line)
+    for language, code in BLOCKS
+    if language == "bash"
+    for line in code.splitlines()
+]
+
+
+def test_every_block_is_covered() -> None:
+    assert {language for language, _ in BLOCKS} == {"python", "bash"}
+    assert len(SCRIPTS) == 1
+    assert {words[0] for words in COMMANDS} == {"make", "torchrun"}
+
+
+def test_order_of_sections() -> None:
+    titles = re.findall(r"^## (.*)$", README, flags=re.MULTILINE)
+    assert titles == [
+        "Try it",
+        "In a training script",
+        "On several GPUs",
+        "Limits",
+        "More",
+    ]
+
+
+def test_training_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks follow one another in one program, which learns what it is shown."""
+    namespace: dict[str, object] = {}
+    for number, code in enumerate(block for block in PYTHON if block not in SCRIPTS):
+        exec(compile(code, f"<README block {number}>", "exec"), namespace)
+    assert isinstance(namespace["train_step"], graphopt.TrainStep)
+    loss = namespace["loss"]
+    assert isinstance(loss, torch.Tensor)
+    # The targets are sums of eight standard normal numbers: variance 8.
+    assert loss.item() < 1.0
+    assert "'backward'" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_torchrun_script(tmp_path: Path) -> None:
+    """The script, started by the command that the README gives, but on this machine's CPU."""
+    command = next(words for words in COMMANDS if words[0] == "torchrun")
+    (tmp_path / "train.py").write_text(SCRIPTS[0])
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command[1:]],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    losses = dict(re.findall(r"^rank (\d) of 2: loss (\d\.\d+)$", result.stdout, re.MULTILINE))
+    assert sorted(losses) == ["0", "1"]
+    assert all(float(loss) < 1.0 for loss in losses.values())
+
+
+def test_make_targets_exist() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    named = {words[1] for words in COMMANDS if words[0] == "make"}
+    named |= set(re.findall(r"`make ([\w-]+)", README))
+    assert named == {"demo", "test"}
+    assert named <= set(targets)
+
+
+def test_torchrun_options_exist() -> None:
+    for words in COMMANDS:
+        if words[0] == "torchrun":
+            parsed = get_args_parser().parse_args(words[1:])
+            assert parsed.training_script == "train.py"
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).is_file(), target
