@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -63,15 +63,20 @@ class JointCapture:
         self._joined: WeakSet[nn.Module] = WeakSet()
 
     def capture(
-        self, call: Call, parallel: DataParallel, sync: bool, mode: tuple[Any, ...]
+        self,
+        call: Call,
+        parallel: DataParallel,
+        sync: bool,
+        mode: tuple[Any, ...],
+        settled: Collection[str],
     ) -> tuple[CapturedStep, Agreed | None]:
         """Capture `call`; the agreement it stands on is None under `no_sync`."""
         joined = all(root in self._joined for _, root in call.named_roots())
         if joined and not sync:
-            return capture_call(call), None
+            return capture_call(call, settled=settled), None
         earlier = self._earlier(call, mode)
         if earlier is not None:
-            captured = _as_agreed(call, parallel, earlier)
+            captured = _as_agreed(call, parallel, earlier, settled)
             if captured is not None:
                 return captured, earlier
         group = _compat.group_or_default(parallel.group)
@@ -134,7 +139,9 @@ class JointCapture:
             self._joined.add(root)
 
 
-def _as_agreed(call: Call, parallel: DataParallel, agreed: Agreed) -> CapturedStep | None:
+def _as_agreed(
+    call: Call, parallel: DataParallel, agreed: Agreed, settled: Collection[str]
+) -> CapturedStep | None:
     """Capture with the collectives agreed before; None if the step needs others."""
     inputs = prepare(call)
     communication = communication_for(parallel, agreed.order)
@@ -142,7 +149,7 @@ def _as_agreed(call: Call, parallel: DataParallel, agreed: Agreed) -> CapturedSt
         raw = trace(call, inputs, communication)
     except UnagreedParameterError:
         return None
-    captured = finish(call, inputs, communication, raw)
+    captured = finish(call, inputs, communication, raw, settled)
     return captured if collective_plan(captured.graph_module.graph) == agreed.plan else None
 
 

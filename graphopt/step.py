@@ -150,10 +150,12 @@ class TrainStep:
 
         self._log_capture(call, mode)
         parallel = resolve(self._parallel)
+        settled = {earlier.fingerprint for earlier in self._captures}
         if isinstance(parallel, DataParallel):
-            captured, agreed = self._joint().capture(call, parallel, self._sync, mode)
+            joint = self._joint()
+            captured, agreed = joint.capture(call, parallel, self._sync, mode, settled)
         else:
-            captured, agreed = capture_call(call), None
+            captured, agreed = capture_call(call, settled=settled), None
         check_captured(captured).raise_for_failure()
         guards = Guards(call, captured.live, mode)
         entry = BoundStep(captured, guards, finalize(captured.graph_module).forward, agreed)

@@ -196,17 +196,15 @@ def run_against_ddp(rank: int, model: str, ddp_options: dict[str, Any], exact: b
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "convnet"])
-def test_three_ranks(
-    three_ranks: Pool, model: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_three_ranks(three_ranks: Pool, model: str) -> None:
     """A ring of three sums each element in an order that depends on where its bucket places it.
 
     One all-reduce for each gradient places elements otherwise than DDP's buckets do, so the bits
-    may differ; the largest difference is recorded.
+    may differ; `pytest -rP` shows by how much.
     """
-    gaps = three_ranks.run(run_against_ddp, model, {}, False)
-    record_property("largest_difference", max(gaps))
-    assert max(gaps) < 1e-5
+    gap = max(three_ranks.run(run_against_ddp, model, {}, False))
+    print(f"{model} on 3 ranks: largest difference to DDP's default buckets {gap:.2g}")
+    assert gap < 1e-5
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt", "convnet"])

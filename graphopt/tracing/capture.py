@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.parallel import Manual, Parallel, resolve
 from graphopt.tracing.call import Call, check_supported
-from graphopt.tracing.compare import first_difference
+from graphopt.tracing.compare import fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import Inputs, InputSpec, collect
@@ -30,32 +30,44 @@ class CapturedStep:
             in the order of `inputs`, it returns ``(user results, state updates, carried values)``.
         inputs: one `InputSpec` per placeholder.
         signature: how results become the return value, gradients and new optimizer state.
+        live: where the values of `inputs` are found.
+        fingerprint: of everything outside the optimizers; see `compare.fingerprint`.
     """
 
     graph_module: fx.GraphModule
     inputs: tuple[InputSpec, ...]
     signature: Signature
     live: Inputs
+    fingerprint: str
 
 
 def finish(
-    call: Call, inputs: Inputs, communication: Communication | None, raw: RawTrace
+    call: Call,
+    inputs: Inputs,
+    communication: Communication | None,
+    raw: RawTrace,
+    settled: Collection[str] = (),
 ) -> CapturedStep:
     """Trace once more to see that nothing outside the arguments decides the graph; rewrite.
+
+    Args:
+        settled: fingerprints of earlier captures; a trace with one of them has been repeated.
 
     Raises:
         CaptureError: traces differ: the step reads something that changes.
     """
-    raw = _settled(raw, lambda: trace(call, inputs, communication), call)
-    functional = functionalize(raw)
     kinds = list(inputs.kinds_and_names(call))
+    mark = fingerprint(raw.graph_module, kinds)
+    if mark not in settled:
+        raw = _settled(raw, lambda: trace(call, inputs, communication), call)
+    functional = functionalize(raw)
     names = name_placeholders(functional.graph_module.graph, [fqn for _, fqn in kinds])
     functional.graph_module.recompile()
     specs = tuple(
         InputSpec(kind, fqn, name) for (kind, fqn), name in zip(kinds, names, strict=True)
     )
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
-    return CapturedStep(functional.graph_module, specs, raw.signature, inputs)
+    return CapturedStep(functional.graph_module, specs, raw.signature, inputs, mark)
 
 
 def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> RawTrace:
@@ -117,10 +129,12 @@ def capture(
     return capture_call(Call(fn, args, kwargs), communication_for(resolve(parallel)))
 
 
-def capture_call(call: Call, communication: Communication | None = None) -> CapturedStep:
+def capture_call(
+    call: Call, communication: Communication | None = None, settled: Collection[str] = ()
+) -> CapturedStep:
     """`capture`, of arguments already taken apart."""
     inputs = prepare(call)
-    return finish(call, inputs, communication, trace(call, inputs, communication))
+    return finish(call, inputs, communication, trace(call, inputs, communication), settled)
 
 
 def prepare(call: Call) -> Inputs:

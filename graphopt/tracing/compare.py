@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,44 @@ def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
     return None
 
 
+def fingerprint(graph_module: fx.GraphModule, labels: Sequence[tuple[str, str]]) -> str:
+    """A digest of everything a trace recorded outside the optimizers' own code.
+
+    Two captures of a step that differ in optimizer state alone (before and after the first step,
+    say) have the same fingerprint: what the step might have read from outside, it read alike.
+
+    Args:
+        labels: kind and qualified name per placeholder.
+    """
+    digest = hashlib.sha256()
+    supply = iter(labels)
+    known: dict[fx.Node, Any] = {}
+    computed: list[fx.Node] = []
+    for node in graph_module.graph.nodes:
+        source = _copied(node)
+        if source is not None:
+            known[node] = known[source]
+        elif node.op == "placeholder":
+            known[node] = next(supply)
+        elif node.meta.get("phase") == "optimizer":
+            known[node] = "of the optimizer"
+        else:
+            known[node] = len(computed)
+            computed.append(node)
+            if node.op == "get_attr":
+                digest.update(_constant_bytes(getattr(graph_module, str(node.target))))
+            elif node.op != "output":
+                line = (node.op, str(node.target), _comparable(node, known))
+                digest.update(repr(line).encode())
+    return digest.hexdigest()
+
+
+def _constant_bytes(value: Any) -> bytes:
+    if not isinstance(value, torch.Tensor) or _compat.is_fake(value):
+        return repr(value).encode()
+    return repr((value.dtype, value.shape, value.tolist())).encode()
+
+
 def _significant(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[fx.Node]]:
     """Nodes that compute something, and a number per node: that of the value it holds."""
     numbers: dict[fx.Node, int] = {}
@@ -75,7 +115,7 @@ def _next_source(node: fx.Node) -> SourceLine | None:
     return next((user.meta["source"] for user in node.users if "source" in user.meta), None)
 
 
-def _comparable(node: fx.Node, numbers: dict[fx.Node, int]) -> Any:
+def _comparable(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
     """Arguments with nodes replaced by their positions, and constants by type and text."""
 
     def encode(value: Any) -> Any:

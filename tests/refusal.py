@@ -1,17 +1,25 @@
-"""A record of everything that a refused step must leave as it was."""
+"""How the tests see that a step is refused with a useful error and leaves everything as it was."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from twins import assert_same
+import graphopt
+from twins import World, assert_same, world
+from zoo import MODELS, train_step
+
+CASE = MODELS["mlp"]
 
 
 class Snapshot:
@@ -72,3 +80,42 @@ def _plain(value: Any) -> bool:
 def _hooks(parameter: nn.Parameter) -> list[list[int]]:
     tables = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
     return [list(table or {}) for table in tables]
+
+
+def marked_lines(function: Callable[..., Any]) -> list[int]:
+    """The lines of `function` that end in `# HERE`, or all of them."""
+    source, first = inspect.getsourcelines(function)
+    marked = [first + i for i, text in enumerate(source) if text.rstrip().endswith("# HERE")]
+    return marked or list(range(first, first + len(source)))
+
+
+def refused(
+    step: Callable[..., Any],
+    w: World,
+    *args: Any,
+    lines_of: Callable[..., Any] | None = None,
+    batch: tuple[Any, ...] | None = None,
+) -> graphopt.GraphOptError:
+    """Call the compiled step, and return its error once location, hint and state are checked."""
+    snapshot = Snapshot(w.models, w.optimizers)
+    compiled = graphopt.compile(step, pipeline="none")
+    with pytest.raises(graphopt.CaptureError) as caught:
+        compiled(*w.models, *w.optimizers, *(CASE.batch(0) if batch is None else batch), *args)
+    snapshot.assert_unchanged()
+    assert len(compiled.captures) == 0
+    text = str(caught.value)
+    lines = marked_lines(lines_of or step)
+    file = inspect.getsourcefile(lines_of or step)
+    assert any(f"{file}:{line}" in text for line in lines), f"{lines} not in {text}"
+    assert "hint:" in text
+    return caught.value
+
+
+def fresh(step: Callable[..., Any] = train_step) -> World:
+    """A world in the middle of training: optimizer state and gradients exist."""
+    torch.manual_seed(0)
+    w = world(step)
+    for i in range(2):
+        train_step(w.model, w.optimizer, *CASE.batch(i))
+    F.cross_entropy(w.model(CASE.batch(0)[0]), CASE.batch(0)[1]).backward()
+    return w
