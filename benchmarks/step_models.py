@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from graphopt.demo.model import CharGPT, GPTSize
 
 GPT_ALPHABET = 100
+GPT_LENGTH = 64
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def mlp() -> nn.Module:
 
 def gpt(layers: int = 4) -> nn.Module:
     """The demo's GPT: tied embeddings, dropout."""
-    return CharGPT(GPTSize(GPT_ALPHABET, layers=layers))
+    return CharGPT(GPTSize(GPT_ALPHABET, length=GPT_LENGTH, layers=layers))
 
 
 def convnet() -> nn.Module:
@@ -65,7 +66,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 def batch(model: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random inputs and classes for one step."""
     if model == "gpt":
-        numbers = torch.randint(GPT_ALPHABET, (8, GPTSize.length + 1), generator=generator)
+        numbers = torch.randint(GPT_ALPHABET, (8, GPT_LENGTH + 1), generator=generator)
         return numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
     shape = (256, 512) if model == "mlp" else (32, 3, 32, 32)
     inputs = torch.randn(shape, generator=generator)

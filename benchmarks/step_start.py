@@ -11,12 +11,11 @@ from statistics import median
 import torch
 from rich.console import Console
 from spread import Figures, Row, show_spread, spread
-from step_models import GPT_ALPHABET, gpt, train_step
+from step_models import GPT_ALPHABET, GPT_LENGTH, gpt, train_step
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
-from graphopt.demo.model import GPTSize
 
 IMPORT_RUNS = 7
 
@@ -25,7 +24,7 @@ def measure_captures(layers: int, console: Console) -> tuple[Figures, list[Row]]
     """Capture time and graph size of a character GPT and of GPT-2 small."""
     figures: Figures = {}
     with console.status(f"capturing a GPT of {layers} layers"):
-        numbers = torch.randint(GPT_ALPHABET, (8, GPTSize.length))
+        numbers = torch.randint(GPT_ALPHABET, (8, GPT_LENGTH))
         figures[f"GPT, {layers} layers"] = capture_figures(
             train_step, gpt(layers), (numbers, numbers)
         )

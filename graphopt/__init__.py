@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import (
@@ -15,10 +16,10 @@ from graphopt.errors import (
     SpmdMismatchError,
     VerificationError,
 )
-from graphopt.parallel import DataParallel, Manual
-from graphopt.step import TrainStep, compile
 
 if TYPE_CHECKING:
+    from graphopt.parallel import DataParallel, Manual
+    from graphopt.step import TrainStep, compile
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.capture import capture
 
@@ -43,9 +44,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("capture", "CapturedStep"):
-        from graphopt import tracing
+# Imported on first use, so that `graphopt --help` need not wait for torch.
+_HOMES = {
+    "CapturedStep": "graphopt.tracing",
+    "DataParallel": "graphopt.parallel",
+    "Manual": "graphopt.parallel",
+    "TrainStep": "graphopt.step",
+    "capture": "graphopt.tracing",
+    "compile": "graphopt.step",
+}
 
-        return getattr(tracing, name)
-    raise AttributeError(f"module 'graphopt' has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'graphopt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

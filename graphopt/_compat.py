@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -66,6 +67,11 @@ def is_compiled_module(module: nn.Module) -> bool:
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def module_call_code() -> CodeType:
+    """Code of the frame in which a module's forward and hooks run."""
+    return nn.Module._call_impl.__code__
 
 
 # ---------------------------------------------------------------------------- fake tensors
@@ -195,6 +201,29 @@ def _slot(tracer: Any, tensor: torch.Tensor) -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
     return get_proxy_slot(tensor, tracer, None)
+
+
+def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
+    """Record a call of a Python operator on symbolic floats; its result is a new unknown.
+
+    Torch would build a symbolic expression, which takes milliseconds for each operator.
+    """
+    from torch.fx.experimental.proxy_tensor import (
+        get_proxy_mode,
+        get_proxy_slot,
+        track_tensor_tree,
+    )
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    environment = next(a for a in args if isinstance(a, torch.SymFloat)).node.shape_env
+    with environment.ignore_fresh_unbacked_symbols():
+        result: torch.SymFloat = environment.create_unbacked_symfloat()
+    slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, torch.SymFloat) else a for a in args]
+    proxies = tuple(a if isinstance(a, (int, float)) else a.force() for a in slots)
+    proxy = mode.tracer.create_proxy("call_function", function, proxies, {})
+    track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+    return result
 
 
 def forward_sequence_number() -> int:

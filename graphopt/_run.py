@@ -27,14 +27,21 @@ class BoundStep:
         guards: when it may be used.
         runner: the executable graph, called with one value per placeholder.
         agreed: what the ranks agreed on for it; None where it does not communicate.
+        number: counts the captures of a step.
     """
 
     def __init__(
-        self, captured: CapturedStep, guards: Guards, runner: Runner, agreed: Agreed | None
+        self,
+        captured: CapturedStep,
+        guards: Guards,
+        runner: Runner,
+        agreed: Agreed | None,
+        number: int,
     ) -> None:
         self.captured = captured
         self.guards = guards
         self.agreed = agreed
+        self.number = number
         self._runner = runner
         inputs = captured.live
         self._holders = inputs.placeholders

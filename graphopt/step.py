@@ -73,7 +73,7 @@ class TrainStep:
     def reset(self) -> None:
         """Forget every captured graph; the next call captures. On several ranks: on all of them."""
         self._entries: list[BoundStep] = []
-        self._captures: list[CapturedStep] = []
+        self._captured = 0
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
 
@@ -113,7 +113,8 @@ class TrainStep:
     @property
     def captures(self) -> tuple[CapturedStep, ...]:
         """Every captured graph in use, in order of capture."""
-        return tuple(self._captures)
+        in_order = sorted(self._entries, key=lambda entry: entry.number)
+        return tuple(entry.captured for entry in in_order)
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -150,7 +151,7 @@ class TrainStep:
 
         self._log_capture(call, mode)
         parallel = resolve(self._parallel)
-        settled = {earlier.fingerprint for earlier in self._captures}
+        settled = {entry.captured.fingerprint for entry in self._entries}
         if isinstance(parallel, DataParallel):
             joint = self._joint()
             captured, agreed = joint.capture(call, parallel, self._sync, mode, settled)
@@ -158,10 +159,10 @@ class TrainStep:
             captured, agreed = capture_call(call, settled=settled), None
         check_captured(captured).raise_for_failure()
         guards = Guards(call, captured.live, mode)
-        entry = BoundStep(captured, guards, finalize(captured.graph_module).forward, agreed)
-        self._entries = [e for e in self._entries if e.agreed is None or e.agreed.current]
-        self._entries.insert(0, entry)
-        self._captures.append(captured)
+        runner = finalize(captured.graph_module).forward
+        self._captured += 1
+        entry = BoundStep(captured, guards, runner, agreed, self._captured)
+        self._entries = [entry, *filter(_is_usable, self._entries)]
         return entry
 
     def _joint(self) -> JointCapture:
@@ -192,6 +193,11 @@ class TrainStep:
                     _SHAPES_BEFORE_ADVICE,
                     shape,
                 )
+
+
+def _is_usable(entry: BoundStep) -> bool:
+    """Whether the models of a cached graph exist and the ranks still agree on its collectives."""
+    return entry.guards.alive() and (entry.agreed is None or entry.agreed.current)
 
 
 def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:

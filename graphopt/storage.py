@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import Outputs, get_outputs, is_operator, is_view, is_wait, tensors_in
+from graphopt.graph_utils import Outputs, get_outputs, is_operator, is_view, is_wait
 
 _UNDECLARED_VIEWS = (
     "aten::_unsafe_view",
@@ -78,8 +78,9 @@ class Storages:
             self._inputs[first] = self._inputs[second]
 
     def _add(self, node: fx.Node) -> None:
-        for tensor in tensors_in(node.meta.get("val")):
-            self._join(node, ("storage", _compat.storage_key(tensor)))
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            self._join(node, ("storage", _compat.storage_key(value)))
         if is_view(node) or is_wait(node) or is_operator(node.target, *_UNDECLARED_VIEWS):
             for source in node.all_input_nodes[:1]:
                 if self._carries_one_storage(source):

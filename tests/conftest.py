@@ -17,6 +17,7 @@ from hypothesis import settings
 # Capturing takes as long as it takes, and a failure must come back on the next run.
 settings.register_profile("graphopt", deadline=None, derandomize=True)
 settings.load_profile("graphopt")
+pytest.register_assert_rewrite("twins", "refusal")
 
 
 @pytest.fixture(autouse=True)

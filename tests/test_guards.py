@@ -283,3 +283,16 @@ def test_captures_do_not_keep_a_model_alive() -> None:
     del model, optimizer
     gc.collect()
     assert alive() is None
+
+
+def test_a_dropped_model_is_freed() -> None:
+    """Cached graphs do not keep models alive; the next capture drops theirs."""
+    compiled = graphopt.compile(train_step)
+    for _ in range(2):
+        w = world()
+        compiled(w.model, w.optimizer, *MODELS["mlp"].batch(0))
+        reference = weakref.ref(w.model)
+        del w
+        gc.collect()
+        assert reference() is None
+    assert len(compiled.captures) == 1

@@ -131,6 +131,7 @@ class SlowLink:
         except BrokenPipeError:
             made = False
         if not made:
+            self._holders.remove(holder)
             raise DemoError(_last_line(holder), exit_code=2)
         return holder
 

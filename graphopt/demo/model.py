@@ -14,7 +14,7 @@ class GPTSize:
     """3.2 million parameters by default, over an alphabet of about a hundred characters."""
 
     alphabet: int
-    length: int = 64
+    length: int = 32
     width: int = 256
     heads: int = 4
     layers: int = 4
@@ -66,19 +66,21 @@ class CharGPT(nn.Module):
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.alphabet, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(_initialise)
+        self._initialise()
 
     def forward(self, numbers: Tensor) -> Tensor:
         x = self.tokens(numbers) + self.positions.weight[: numbers.shape[1]]
         logits: Tensor = self.head(self.norm(self.blocks(self.dropout(x))))
         return logits
 
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+    def _initialise(self) -> None:
+        # Characters that stand out of the residual stream let the first hundred steps learn.
+        for block in self.blocks.modules():
+            if isinstance(block, nn.Linear):
+                nn.init.normal_(block.weight, std=0.04)
+                nn.init.zeros_(block.bias)
+        nn.init.normal_(self.tokens.weight, std=0.1)
+        nn.init.normal_(self.positions.weight, std=0.02)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import graphopt
 from graphopt.demo.model import CharGPT, GPTSize
@@ -96,8 +97,8 @@ def make_replica(
     """The same bits on every rank and for both variants; `seed` gives the weights."""
     torch.manual_seed(seed)
     model = CharGPT(GPTSize(alphabet)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-    schedule = OneCycleLR(optimizer, 2e-3, total_steps=steps + 1, cycle_momentum=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
+    schedule = LambdaLR(optimizer, lambda step: _part_of_rate(step, steps))
     trained: nn.Module = model
     step: Callable[..., Tensor] = train_step
     if variant == "eager":
@@ -107,6 +108,14 @@ def make_replica(
     rank_seed = 1 + seed * 1000 + torch.distributed.get_rank()
     random = RandomState(rank_seed, device)
     return Replica(step, model, trained, optimizer, schedule, random, device)
+
+
+def _part_of_rate(step: int, steps: int) -> float:
+    """Up linearly for a fifth of the steps, then down a cosine: another rate in every step."""
+    rise = max(1, steps // 5)
+    if step < rise:
+        return (step + 1) / (rise + 1)
+    return 0.5 + 0.5 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
 
 
 def _distributed(model: CharGPT) -> DistributedDataParallel:

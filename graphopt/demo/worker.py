@@ -25,7 +25,7 @@ from graphopt.demo.model import CharGPT, GPTSize, write
 from graphopt.demo.replica import VARIANTS, Replica, Variant, make_replica, train_step
 from graphopt.demo.text import Text
 
-BATCH = 8
+BATCH = 16
 ALONE_STEPS = 5
 _TIMEOUT = timedelta(minutes=5)
 

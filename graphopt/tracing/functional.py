@@ -33,7 +33,7 @@ from graphopt.graph_utils import (
     set_outputs,
     without_autocast,
 )
-from graphopt.tracing import fused
+from graphopt.tracing import fused, numbers
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
 
@@ -136,6 +136,8 @@ class _Interpreter(fx.Interpreter):
                 node.meta[key] = self._running.meta[key]
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if target in numbers.ARITHMETIC and any(isinstance(a, torch.SymFloat) for a in args):
+            return numbers.record(target, *args)
         name = fused.functional_name(target)
         if name is None:
             result = super().call_function(target, args, kwargs)

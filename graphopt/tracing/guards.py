@@ -6,6 +6,7 @@ on: the arguments, the modules, the optimizers' settings, and torch's modes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,7 +186,8 @@ class Guards:
         self.environment = _environment()
         self.treespec = call.treespec
         self.modules = [ModuleGuard(name, m) for name, m in call.named_submodules()]
-        self.roots = [vars(call.leaves[position]) for position in call.modules]
+        # A cached graph must not keep a model alive that the user has dropped.
+        self.roots = [weakref.ref(call.leaves[position]) for position in call.modules]
         self.optimizers = [
             OptimizerGuard(call.names[position], call.leaves[position])
             for position in call.optimizers
@@ -202,6 +204,10 @@ class Guards:
         self.state_counts = _state_counts(call)
         self.gradients = [entry.tensor.grad is not None for entry in inputs.parameters]
 
+    def alive(self) -> bool:
+        """Whether the modules still exist."""
+        return all(root() is not None for root in self.roots)
+
     def structure_mismatch(self, call: Call, mode: tuple[Any, ...]) -> str | None:
         """The first thing that all ranks see alike and that is no longer as captured."""
         return next(self.structure_mismatches(call, mode), None)
@@ -216,8 +222,8 @@ class Guards:
             return
         if _environment() != self.environment:
             yield "grad mode, autocast or another mode of torch changed"
-        for attributes, position in zip(self.roots, call.modules, strict=True):
-            if vars(call.leaves[position]) is not attributes:
+        for root, position in zip(self.roots, call.modules, strict=True):
+            if call.leaves[position] is not root():
                 yield f"{call.names[position]} is another module"
                 return
         for guard in self.modules:

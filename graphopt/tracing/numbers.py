@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.source import current_user_line
 
@@ -38,7 +39,41 @@ class Comparisons:
     predicates: list[Predicate] = field(default_factory=list)
 
 
-class ScheduledFloat(torch.SymFloat):
+ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+"""Operators that `TracedFloat` records itself."""
+
+
+class TracedFloat(torch.SymFloat):
+    """A symbolic float whose arithmetic is recorded as it is written, operator by operator."""
+
+
+def _forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+    def method(self: TracedFloat, other: Any) -> Any:
+        return record(function, self, other)
+
+    return method
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+    def method(self: TracedFloat, other: Any) -> Any:
+        return record(function, other, self)
+
+    return method
+
+
+for _function in ARITHMETIC:
+    setattr(TracedFloat, f"__{_function.__name__}__", _forward(_function))
+    setattr(TracedFloat, f"__r{_function.__name__}__", _reflected(_function))
+
+
+def record(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` of symbolic floats and Python numbers, as one node."""
+    if not all(isinstance(arg, (torch.SymFloat, int, float)) for arg in args):
+        return NotImplemented
+    return as_read(_compat.record_number(function, args))
+
+
+class ScheduledFloat(TracedFloat):
     """A hyperparameter inside the trace.
 
     Args:
@@ -98,7 +133,7 @@ def _refuse_text(self: Any, *spec: str) -> str:
     )
 
 
-class ReadFloat(torch.SymFloat):
+class ReadFloat(TracedFloat):
     """What `.item()` of a traced floating-point tensor gives: usable in arithmetic, not as text."""
 
     __str__ = _refuse_text

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 
+from graphopt import _compat
+
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _GRAPHOPT = str(Path(__file__).resolve().parent.parent) + "/"
 _TRACE = _GRAPHOPT + "tracing/trace.py"
-_FORWARD_CODE = torch.nn.Module._call_impl.__code__
+_FORWARD_CODE = _compat.module_call_code()
 
 
 @dataclass(frozen=True)

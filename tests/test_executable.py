@@ -1,0 +1,169 @@
+"""The executable dialect: in place where nobody can tell, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+import graphopt
+from graphopt.executable import finalize, inplace_form
+from graphopt.graph_utils import get_outputs, is_dense
+from zoo import MLP, MODELS, train_step
+
+aten = torch.ops.aten
+
+
+def operators(graph_module: fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"]
+
+
+def captured_graph(step: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    return graphopt.capture(step, *args).graph_module
+
+
+def steady(optimizer_of: Callable[..., Optimizer]) -> fx.GraphModule:
+    model = MLP()
+    optimizer = optimizer_of(model.parameters())
+    batch = MODELS["mlp"].batch(0)
+    train_step(model, optimizer, *batch)
+    return captured_graph(train_step, model, optimizer, *batch)
+
+
+@pytest.mark.parametrize("mode", ["fused", "foreach", "loop"])
+def test_optimizers_update_in_place(mode: str) -> None:
+    """No copy of a parameter or of optimizer state is left, and the captured graph is untouched."""
+    captured = steady(
+        lambda p: torch.optim.AdamW(p, foreach=mode == "foreach", fused=mode == "fused")
+    )
+    before = operators(captured)
+    executable = finalize(captured)
+    assert operators(captured) == before
+    assert "aten.copy_.default" in before
+    assert "aten.copy_.default" not in operators(executable)
+    assert "aten.clone.default" not in operators(executable)
+    assert get_outputs(executable.graph).updates == []
+    assert len(operators(executable)) < len(before)
+
+
+def test_first_step_makes_its_state_without_copies() -> None:
+    model = MLP()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    captured = captured_graph(train_step, model, optimizer, *MODELS["mlp"].batch(0))
+    assert "aten.clone.default" not in operators(finalize(captured))
+
+
+def test_only_dense_values_are_overwritten() -> None:
+    """`(w1 + w2).sum()` gives gradients of stride 0, over one element of storage."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1, self.w2 = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w1 + self.w2 + x).sum()
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(2)
+        return loss
+
+    expected, model = Sum(), Sum()
+    compiled = graphopt.compile(step)
+    x = torch.arange(3.0)
+    for _ in range(3):
+        step(expected, x)
+        compiled(model, x)
+        assert torch.equal(model.w1.grad, expected.w1.grad)
+        assert torch.equal(model.w2.grad, expected.w2.grad)
+
+
+def test_results_that_are_kept_are_never_overwritten() -> None:
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> dict[str, Tensor]:
+        hidden = model(x)
+        loss = hidden.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"hidden": hidden, "half": hidden[:2], "twice": hidden * 2, "loss": loss}
+
+    compiled = graphopt.compile(step)
+    kept, copies = [], []
+    for i in range(4):
+        result = compiled(model, optimizer, MODELS["mlp"].batch(i)[0])
+        kept.append(result)
+        copies.append({key: value.clone() for key, value in result.items()})
+    for result, copy in zip(kept, copies, strict=True):
+        for key in result:
+            assert torch.equal(result[key], copy[key])
+
+
+def test_arguments_are_not_overwritten() -> None:
+    model = MLP()
+    x, _ = MODELS["mlp"].batch(0)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x.relu().add(1).mul(2)).sum()
+
+    before = x.clone()
+    graphopt.compile(step)(model, x)
+    assert torch.equal(x, before)
+
+
+def test_argument_that_the_step_changes() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        x.mul_(2).add_(1)
+        return model(x).sum()
+
+    model = MLP()
+    compiled = graphopt.compile(step)
+    x, _ = MODELS["mlp"].batch(0)
+    eager = x.clone()
+    for _ in range(2):
+        assert torch.equal(compiled(model, x), step(model, eager).detach())
+        assert torch.equal(x, eager)
+
+
+@pytest.mark.parametrize(
+    ("functional", "inplace"),
+    [
+        (aten.add.Tensor, aten.add_.Tensor),
+        (aten.relu.default, aten.relu_.default),
+        (aten.bernoulli.p, aten.bernoulli_.float),
+        (aten._foreach_add.List, aten._foreach_add_.List),
+        (
+            torch.ops._c10d_functional.all_reduce.default,
+            torch.ops._c10d_functional.all_reduce_.default,
+        ),
+        (aten.mm.default, None),
+        (aten.cumsum.default, None),
+        (aten.view.default, None),
+    ],
+)
+def test_inplace_forms(functional: Any, inplace: Any) -> None:
+    assert inplace_form(functional) == inplace
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.zeros(2, 3), True),
+        (torch.zeros(2, 3).t(), True),
+        (torch.zeros(4, 3)[::2], False),
+        (torch.zeros(1).expand(3), False),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.zeros(()), True),
+    ],
+)
+def test_density(tensor: Tensor, dense: bool) -> None:
+    assert is_dense(tensor) is dense
