@@ -85,6 +85,28 @@ def collective_plan(graph: fx.Graph) -> list[str]:
     return plan
 
 
+def check_spmd(
+    graph_module: fx.GraphModule,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 30.0,
+) -> None:
+    """Check that all ranks of a group are about to run the same collectives in the same order.
+
+    Every rank has to call it. It talks through the group's store, not with collectives.
+
+    Args:
+        graph_module: this rank's graph, in the captured dialect.
+        group: None is the default group.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        SpmdMismatchError: naming the rank and the first difference, or the ranks that did not come.
+    """
+    channel = Channel(_compat.group_or_default(group), "check_spmd", timeout)
+    everyone = channel.exchange({"plan": collective_plan(graph_module.graph)})
+    check_same("collectives", [theirs["plan"] for theirs in everyone])
+
+
 def check_same(what: str, everyone: Sequence[Sequence[str]]) -> None:
     """Raise `SpmdMismatchError` naming the first rank and line that differ from rank 0's."""
     for rank, theirs in enumerate(everyone):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from gloo import Pool, RankError, pool
+from graphopt.verify import check_spmd
 from twins import SEED, Twins, World, assert_same, world
 from zoo import MLP, MODELS, train_step
 
@@ -93,6 +94,23 @@ def test_rank_with_another_graph(two_ranks: Pool, odd: Callable[[], nn.Module]) 
     for outcome in two_ranks.run(run_mismatch, odd, timeout=60):
         assert outcome["type"] == "SpmdMismatchError"
         assert "rank" in outcome["message"]
+
+
+def run_check_spmd(rank: int, layers: int) -> str:
+    model = MLP(layers=layers if rank == 1 else 2)
+    captured = graphopt.capture(train_step, model, optimizer_of(model), *batch(rank, 0))
+    try:
+        check_spmd(captured.graph_module, timeout=20.0)
+    except graphopt.SpmdMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_check_spmd(two_ranks: Pool) -> None:
+    assert two_ranks.run(run_check_spmd, 2) == ["", ""]
+    for said in two_ranks.run(run_check_spmd, 3):
+        assert "rank 1 has other collectives than rank 0" in said
+        assert "all_reduce" in said
 
 
 def test_the_group_still_works_after_a_mismatch(two_ranks: Pool) -> None:
