@@ -6,6 +6,7 @@ Written for torch 2.11 to 2.15. A branch for one version says so.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
@@ -124,6 +125,18 @@ def foreach_accepts_fakes() -> Iterator[None]:
     finally:
         for entry in distinct:
             entry.remove(FakeTensor)
+
+
+@contextmanager
+def errors_raised_once() -> Iterator[None]:
+    """While active, torch does not also log the errors of operators on fake tensors."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -96,7 +96,11 @@ def _attempt(
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode()
     fakes = [_compat.to_fake(mode, value) for value in values]
     run = _StepRun(call, inputs, communication)
-    with preserved(call), explained(call), _compat.foreach_accepts_fakes():
+    with ExitStack() as stack:
+        stack.enter_context(preserved(call))
+        stack.enter_context(explained(call))
+        stack.enter_context(_compat.foreach_accepts_fakes())
+        stack.enter_context(_compat.errors_raised_once())
         generators = GeneratorStates.read()
         graph_module = _compat.make_fx(run)(*fakes)
         drawn = generators.advanced()
