@@ -26,7 +26,7 @@ test: lint
 	$(RUN) -m pytest
 
 check: lint
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -m "not slow and not hf"
 
 lint: $(TEST_READY)
 	$(RUN) -m ruff check .

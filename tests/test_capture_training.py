@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from twins import Twins, World, assert_same, world
 from zoo import GPT, MLP, MODELS, OPTIMIZERS, train_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 MLP_CASE = MODELS["mlp"]
 

@@ -29,6 +29,8 @@ from steps import (
 from twins import SEED, Twins, World, assert_same, world
 from zoo import MLP, MODELS, OPTIMIZERS, train_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 
 

@@ -21,6 +21,8 @@ from graphopt.verify import check_spmd
 from twins import SEED, Twins, World, assert_same, world
 from zoo import MLP, MODELS, train_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 
 
