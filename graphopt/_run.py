@@ -14,7 +14,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Storage, as_tensor
-from graphopt.tracing.signature import Computed, Constant, Live, Recipe, View
+from graphopt.tracing.signature import Computed, Constant, Recipe, View
 
 Runner = Callable[..., tuple[list[Any], list[torch.Tensor], list[Any]]]
 
@@ -75,33 +75,34 @@ class BoundStep:
         signature = self.captured.signature
         tensors = self.captured.live.module_tensors
         optimizers = call.optimizer_objects()
-
-        def value_of(recipe: Recipe) -> Any:
-            if isinstance(recipe, Computed):
-                return results[recipe.index]
-            if isinstance(recipe, Constant):
-                return recipe.value
-            if isinstance(recipe, View):
-                base = value_of(recipe.of).detach()
-                offset = base.storage_offset() + recipe.offset
-                return torch.as_strided(base, recipe.size, recipe.stride, offset)
-            assert isinstance(recipe, Live)
-            if recipe.module_tensor is not None:
-                return tensors[recipe.module_tensor].tensor
-            assert recipe.placeholder is not None
-            return flat[recipe.placeholder]
-
         for gradient in signature.gradients:
+            value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:
-                tensors[gradient.owner].tensor.grad = value_of(gradient.recipe)
+                tensors[gradient.owner].tensor.grad = value
             elif gradient.argument is not None:
-                call.leaves[gradient.argument].grad = value_of(gradient.recipe)
+                call.leaves[gradient.argument].grad = value
         for state in signature.states:
             entries = optimizers[state.optimizer].state[tensors[state.owner].tensor]
-            entries[state.key] = value_of(state.recipe)
+            entries[state.key] = self._value(state.recipe, flat, results)
         for attribute in signature.attributes:
-            attribute.attributes[attribute.name] = value_of(attribute.recipe)
+            value = self._value(attribute.recipe, flat, results)
+            attribute.attributes[attribute.name] = value
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
-        outputs = [value_of(recipe) for recipe in signature.outputs]
+        outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]
         return _compat.tree_unflatten(outputs, signature.output_spec)
+
+    def _value(self, recipe: Recipe, flat: list[Any], results: list[Any]) -> Any:
+        """What a recipe stands for, given this call's inputs and the graph's results."""
+        if isinstance(recipe, Computed):
+            return results[recipe.index]
+        if isinstance(recipe, Constant):
+            return recipe.value
+        if isinstance(recipe, View):
+            base = self._value(recipe.of, flat, results).detach()
+            offset = base.storage_offset() + recipe.offset
+            return torch.as_strided(base, recipe.size, recipe.stride, offset)
+        if recipe.module_tensor is not None:
+            return self.captured.live.module_tensors[recipe.module_tensor].tensor
+        assert recipe.placeholder is not None
+        return flat[recipe.placeholder]

@@ -15,6 +15,8 @@ import graphopt
 from twins import Twins, assert_same, world
 from zoo import MODELS, train_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 MLP_CASE = MODELS["mlp"]
 

@@ -16,6 +16,8 @@ from steps import GRADIENT_STEPS, accumulate, autocast_step
 from twins import Twins, World, world
 from zoo import MLP, MODELS, OPTIMIZERS, train_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 MLP_CASE = MODELS["mlp"]
 

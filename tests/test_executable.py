@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -167,3 +168,23 @@ def test_inplace_forms(functional: Any, inplace: Any) -> None:
 )
 def test_density(tensor: Tensor, dense: bool) -> None:
     assert is_dense(tensor) is dense
+
+
+def test_a_call_leaves_nothing_for_the_garbage_collector() -> None:
+    """Intermediate values are freed when the call returns, as eager frees them."""
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    compiled = graphopt.compile(train_step)
+    for i in range(3):
+        compiled(model, optimizer, *MODELS["mlp"].batch(i))
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        compiled(model, optimizer, *MODELS["mlp"].batch(3))
+        gc.collect()
+        assert [item for item in gc.garbage if isinstance(item, Tensor)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

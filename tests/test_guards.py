@@ -18,6 +18,8 @@ import graphopt
 from twins import World, world
 from zoo import MODELS, train_step
 
+pytestmark = pytest.mark.slow
+
 CASE = MODELS["mlp"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from twins import Twins, World
+
+pytestmark = pytest.mark.slow
 
 ROWS, WIDTH = 4, 6
 STEPS = 3

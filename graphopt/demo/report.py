@@ -179,7 +179,7 @@ def _alone_rows(results: Results) -> list[list[str]]:
     return [
         ["collectives per step", *map(str, column("collectives"))],
         ["bytes reduced per step and rank", *(f"{size:,}" for size in column("payload_bytes"))],
-        ["peak memory of a rank, alone", *map(_megabytes, column("peak"))],
+        ["peak memory, without imports", *map(_megabytes, column("peak"))],
     ]
 
 
