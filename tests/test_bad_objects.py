@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import graphopt
+from graphopt.tracing.functional import refuse_hidden_updates
 from refusal import Snapshot, fresh, refused
 from twins import World
 from zoo import MLP, MODELS, train_step
@@ -98,6 +99,22 @@ def test_lstm_that_onednn_runs() -> None:
     w = World(step, [model], [torch.optim.SGD(model.parameters(), 0.1)])
     batch = (torch.randn(2, 3, 8), torch.zeros(2))
     assert "mkldnn.flags" in str(refused(step, w, batch=batch))
+
+
+def test_statistics_updated_unseen() -> None:
+    """cuDNN's BatchNorm writes into tensors its schema does not name as written."""
+    graph = fx.Graph()
+    x, mean, variance = (graph.placeholder(name) for name in ("x", "mean", "variance"))
+    operator = torch.ops.aten.cudnn_batch_norm.default
+    node = graph.call_function(operator, (x, x, x, mean, variance, True, 0.1, 1e-5))
+    graph.output(node)
+    refuse_hidden_updates(graph)
+
+    with graph.inserting_before(node):
+        received = graph.call_function(torch.ops.aten.clone.default, (mean,))
+    node.args = (x, x, x, received, variance, True, 0.1, 1e-5)
+    with pytest.raises(graphopt.CaptureError, match="broadcast_buffers=False"):
+        refuse_hidden_updates(graph)
 
 
 # Optimizers and scalers

@@ -78,6 +78,7 @@ def functionalize(raw: RawTrace) -> Functional:
         graph_module = _compat.make_fx(run)(*inputs)
     graph = graph_module.graph
     _remove_identities(graph)
+    refuse_hidden_updates(graph)
     _write_back(graph, raw, updated)
     eliminate_dead_code(graph)
     for node in graph.nodes:
@@ -113,6 +114,26 @@ def _refuse_grad_mode_operators(graph: fx.Graph) -> None:
                 location=str(node.meta.get("source")),
                 hint="put the step, or the RNN's call, under torch.backends.mkldnn.flags("
                 "enabled=False)",
+            )
+
+
+def refuse_hidden_updates(graph: fx.Graph) -> None:
+    """Refuse kernels that update running statistics although their schemas deny it, where what they
+    would update is not the live buffer.
+
+    cuDNN's BatchNorm writes into the tensors it is given. That is right as long as these are the
+    buffers themselves, and lost when they are values received from another rank.
+    """
+    for node in graph.nodes:
+        if not is_operator(node.target, "aten::cudnn_batch_norm", "aten::miopen_batch_norm"):
+            continue
+        statistics = [value for value in node.args[3:5] if isinstance(value, fx.Node)]
+        if any(value.op != "placeholder" for value in statistics):
+            raise CaptureError(
+                f"{node.target} updates running statistics unseen, after these were broadcast",
+                location=str(node.meta.get("source")),
+                hint="use graphopt.DataParallel(broadcast_buffers=False), or call the step under"
+                " torch.backends.cudnn.flags(enabled=False)",
             )
 
 
