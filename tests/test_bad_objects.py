@@ -101,6 +101,26 @@ def test_lstm_that_onednn_runs() -> None:
     assert "mkldnn.flags" in str(refused(step, w, batch=batch))
 
 
+class Counting(torch.optim.SGD):
+    """SGD whose rate falls with a Python count of its steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.count = 1
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad / self.count)
+
+
+def test_optimizer_that_counts_in_an_attribute() -> None:
+    model = MLP()
+    w = World(train_step, [model], [Counting(model.parameters())])
+    assert "optimizer.count (1 became 2)" in str(refused(train_step, w))
+
+
 def test_statistics_updated_unseen() -> None:
     """cuDNN's BatchNorm writes into tensors its schema does not name as written."""
     graph = fx.Graph()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,12 +252,7 @@ class ResultCollector:
         )
 
     def _attribute_recipe(self, name: str, before: Any, after: Any) -> Recipe:
-        if is_number(before) and is_number(after) and before != after:
-            raise CaptureError(
-                f"it counts in the Python attribute {name} ({before} became {after}),"
-                " which would happen at capture only",
-                hint="keep the count in a buffer: register_buffer(..., torch.zeros(()))",
-            )
+        _refuse_counter(name, before, after)
         if any(isinstance(leaf, torch.Tensor) for leaf in _compat.tree_leaves(after)):
             if not isinstance(after, torch.Tensor):
                 raise CaptureError(
@@ -266,6 +261,30 @@ class ResultCollector:
                 )
             return self._tensor_recipe(after)
         return Constant(after)
+
+
+def plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and attributes of the optimizers and other objects among the arguments."""
+    for position in (*call.optimizers, *call.constants):
+        attributes = getattr(call.leaves[position], "__dict__", None)
+        if isinstance(attributes, dict):
+            yield call.names[position], attributes
+
+
+def refuse_counters(name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Refuse a step that changed a number among the attributes of an object."""
+    for key, value in after.items():
+        _refuse_counter(f"{name}.{key}", before.get(key), value)
+
+
+def _refuse_counter(name: str, before: Any, after: Any) -> None:
+    if is_number(before) and is_number(after) and before != after:
+        raise CaptureError(
+            f"it counts in the Python attribute {name} ({before} became {after}),"
+            " which would happen at capture only",
+            hint="keep the count in a tensor: in a buffer of the model (register_buffer), or in the"
+            " optimizer's state",
+        )
 
 
 def finish_buffers(inputs: Inputs, traced: Traced) -> None:

@@ -31,6 +31,8 @@ from graphopt.tracing.signature import (
     Signature,
     finish_buffers,
     module_attributes,
+    plain_objects,
+    refuse_counters,
 )
 from graphopt.tracing.source import user_line_of
 from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
@@ -151,9 +153,12 @@ class _StepRun:
             insert(self.call, self.inputs, traced)
             before = module_attributes(self.call)
             settings = [dict(group) for group in self._groups()]
+            holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
             averager = self._averager(traced)
             returned, stepped = self._run(traced, averager)
             self._refuse_changed_settings(settings)
+            for name, holder, former in holders:
+                refuse_counters(name, former, holder)
             finish_buffers(self.inputs, traced)
             collector = ResultCollector(self.call, self.inputs, traced, flat)
             self.signature = collector.collect(returned, stepped, before)
