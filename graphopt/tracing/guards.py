@@ -19,7 +19,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, is_number
 from graphopt.tracing.numbers import SCHEDULED, holds
 
-_PLAIN = (int, float, bool, str, complex, bytes, type(None), tuple, frozenset, torch.dtype)
+_PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -78,7 +78,7 @@ class ModuleGuard:
         self.plain = [
             (key, value)
             for key, value in self.attributes.items()
-            if isinstance(value, (*_PLAIN, torch.Tensor)) and key != "training"
+            if (_is_plain(value) or isinstance(value, torch.Tensor)) and key != "training"
         ]
         self.count = len(self.attributes)
 
@@ -109,7 +109,7 @@ class ModuleGuard:
                 return f"gradient hooks of {self.name} changed"
         for key, value in self.plain:
             now = attributes.get(key, _MISSING)
-            if now is not value and (isinstance(value, torch.Tensor) or now != value):
+            if now is not value and not _same_constant(now, value):
                 return f"{self.name}.{key} became {now!r}"
         if len(attributes) != self.count:
             return f"attributes of {self.name} were added or removed"
@@ -170,7 +170,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
         if key == "params" or key.startswith(("initial_", "max_", "min_", "base_")):
             continue
         if key not in SCHEDULED:
-            found[key] = value if isinstance(value, _PLAIN) else id(value)
+            found[key] = value if _is_plain(value) else id(value)
         elif isinstance(value, tuple):
             found[key] = tuple(is_number(part) or id(part) for part in value)
         else:
@@ -285,9 +285,14 @@ class Guards:
 def _same_constant(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if type(a) is not type(b) or not isinstance(a, _PLAIN):
-        return False
-    return bool(a == b)
+    return type(a) is type(b) and _is_plain(a) and _is_plain(b) and bool(a == b)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is compared by value; all others are by identity."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def _aliases(call: Call) -> tuple[int, ...]:
