@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import _compat
-from graphopt.errors import GraphOptError
 from graphopt.parallel import DataParallel
 from graphopt.spmd import Channel, check_same, collective_plan, merged_order
 from graphopt.tracing.call import Call
@@ -86,6 +85,10 @@ class JointCapture:
             self._join(call, parallel, group)
         return captured, agreed if sync else None
 
+    def forget_dead(self) -> None:
+        """Drop what was agreed on for models that no longer exist."""
+        self._agreed = [agreed for agreed in self._agreed if agreed.guards.alive()]
+
     def _earlier(self, call: Call, mode: tuple[Any, ...]) -> Agreed | None:
         for agreed in self._agreed:
             if agreed.guards.structure_mismatch(call, mode) is None:
@@ -157,8 +160,8 @@ def _or_tell(channel: Channel, work: Callable[[], T]) -> T:
     """Run `work`; if it fails, the other ranks learn why instead of waiting."""
     try:
         return work()
-    except GraphOptError as error:
-        channel.give_up(str(error))
+    except Exception as error:
+        channel.give_up(str(error) or type(error).__name__)
         raise
 
 

@@ -58,7 +58,7 @@ class BoundStep:
         inputs = self.captured.live
         optimizers = call.optimizer_objects()
         flat: list[Any] = [
-            holder.base() if isinstance(holder, Storage) else holder.tensor
+            holder.base() if isinstance(holder, Storage) else holder.live()
             for holder in self._holders
         ]
         flat += self.guards.states
@@ -103,6 +103,6 @@ class BoundStep:
             offset = base.storage_offset() + recipe.offset
             return torch.as_strided(base, recipe.size, recipe.stride, offset)
         if recipe.module_tensor is not None:
-            return self.captured.live.module_tensors[recipe.module_tensor].tensor
+            return self.captured.live.module_tensors[recipe.module_tensor].live()
         assert recipe.placeholder is not None
         return flat[recipe.placeholder]

@@ -9,6 +9,7 @@ their `copy_`.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, cast
@@ -71,6 +72,8 @@ class _Reuse:
         self._graph = graph
         self._storages = Storages(graph)
         self._outputs = get_outputs(graph)
+        self._counted: fx.Node | None = None
+        self._counts: Counter[fx.Node] = Counter()
         self._finals = {copy.args[1]: copy.args[0] for copy in self._outputs.updates}
 
     def run(self) -> None:
@@ -115,10 +118,22 @@ class _Reuse:
             return False
         if any(x is not source and storages.same(x, source) for x in node.all_input_nodes):
             return False
+        if self._occurrences(node)[source] > 1 and not _is_pointwise(node.target):
+            return False
         owner = storages.input_of(source)
         if owner is None:
             return True
+        if any(storages.leaves_the_graph(result) for result in results):
+            return False  # the user would get the live tensor, which the next step overwrites
         return same_kind(owner, source) and any(self._becomes(r, owner) for r in results)
+
+    def _occurrences(self, node: fx.Node) -> Counter[fx.Node]:
+        """How often each node stands among the arguments of `node`."""
+        if self._counted is not node:
+            self._counted = node
+            leaves = _compat.tree_leaves((node.args, node.kwargs))
+            self._counts = Counter(leaf for leaf in leaves if isinstance(leaf, fx.Node))
+        return self._counts
 
     def _becomes(self, value: fx.Node, owner: fx.Node) -> bool:
         """Whether `value`, perhaps after more overwriting, is what `owner` is updated to."""
@@ -216,6 +231,11 @@ def _items(node: fx.Node, sources: Any, position: int) -> Iterator[tuple[fx.Node
                 results.setdefault(leaf.args[1], []).append(leaf)
     for index, source in enumerate(sources):
         yield source, results.get(index, [])
+
+
+def _is_pointwise(target: Any) -> bool:
+    """Whether an operator on single tensors may write where it reads, element by element."""
+    return isinstance(target, _compat.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 @cache

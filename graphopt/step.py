@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
@@ -163,6 +164,9 @@ class TrainStep:
         self._captured += 1
         entry = BoundStep(captured, guards, runner, agreed, self._captured)
         self._entries = [entry, *filter(_is_usable, self._entries)]
+        for position in call.modules:
+            end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
+            end.atexit = False
         return entry
 
     def _joint(self) -> JointCapture:
@@ -193,6 +197,15 @@ class TrainStep:
                     _SHAPES_BEFORE_ADVICE,
                     shape,
                 )
+
+
+def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
+    """Drop the graphs of a model that has just been freed, and with them its parameters."""
+    step = reference()
+    if step is not None:
+        step._entries = list(filter(_is_usable, step._entries))
+        if step._joint_capture is not None:
+            step._joint_capture.forget_dead()
 
 
 def _is_usable(entry: BoundStep) -> bool:

@@ -34,6 +34,8 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
         return []
     if is_operator(node.target, "aten::copy_"):
         return [source for source in node.args[1:2] if isinstance(source, fx.Node)]
+    if is_wait(node):  # until then the collective reads what it sends
+        return [node.all_input_nodes[0], *node.all_input_nodes[0].all_input_nodes]
     return node.all_input_nodes
 
 

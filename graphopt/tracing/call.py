@@ -23,6 +23,7 @@ class Call:
         modules, optimizers: positions in `leaves` of distinct modules and optimizers, in order.
         tensors: positions in `leaves` of tensors.
         constants: positions in `leaves` of everything else.
+        repeats: positions of modules and optimizers that stand at an earlier position, too.
     """
 
     def __init__(
@@ -34,14 +35,17 @@ class Call:
         self.optimizers: list[int] = []
         self.tensors: list[int] = []
         self.constants: list[int] = []
-        seen: set[int] = set()
+        self.repeats: list[tuple[int, int]] = []
+        seen: dict[int, int] = {}
         for position, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor):
                 self.tensors.append(position)
             elif not isinstance(leaf, (nn.Module, Optimizer)):
                 self.constants.append(position)
-            elif id(leaf) not in seen:
-                seen.add(id(leaf))
+            elif id(leaf) in seen:
+                self.repeats.append((position, seen[id(leaf)]))
+            else:
+                seen[id(leaf)] = position
                 (self.modules if isinstance(leaf, nn.Module) else self.optimizers).append(position)
         self._names: list[str] | None = None
 

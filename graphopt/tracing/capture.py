@@ -61,6 +61,7 @@ def finish(
     if mark not in settled:
         raw = _settled(raw, lambda: trace(call, inputs, communication), call)
     functional = functionalize(raw)
+    _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, [fqn for _, fqn in kinds])
     functional.graph_module.recompile()
     specs = tuple(
@@ -90,6 +91,22 @@ def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> RawT
         hint="pass what changes as an argument of the step (a tensor, if it changes every step),"
         " or keep it in a buffer of the model",
     )
+
+
+def _refuse_shared_updates(call: Call, inputs: Inputs, updated: list[int]) -> None:
+    """Refuse a step that updates an argument over storage of another input: the graph would not
+    show the update to readers of the other."""
+    values = inputs.live_values(call)
+    kinds = list(inputs.kinds_and_names(call))
+    keys = [_compat.storage_key(value) for value in values]
+    for position in updated:
+        kind, name = kinds[position]
+        if kind == "user_input" and keys.count(keys[position]) > 1:
+            raise CaptureError(
+                f"it updates argument {name}, which shares storage with another input",
+                location=str(definition_of(call)),
+                hint="pass a copy (tensor.clone()), or do not update it in place",
+            )
 
 
 def _note_dead_gradients(

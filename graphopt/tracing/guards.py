@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs, is_number
+from graphopt.tracing.inputs import Inputs, Storage, is_number
 from graphopt.tracing.numbers import SCHEDULED, holds
 
 _PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
@@ -26,6 +26,14 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+"""Entries that learning rate schedulers keep in parameter groups, and optimizers never read."""
+
+_OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOKS})
+"""Attributes of modules that have guards of their own."""
 
 Mismatch = tuple[str, str]
 """(kind, text): kind is "shape" for tensor arguments, "value" for numbers, else "structure"."""
@@ -53,6 +61,9 @@ def _environment() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
     )
 
 
@@ -75,10 +86,10 @@ class ModuleGuard:
             for p in module._parameters.values()
             if p is not None
         ]
-        self.plain = [
-            (key, value)
+        self.others = [
+            (key, value, _items(value))
             for key, value in self.attributes.items()
-            if (_is_plain(value) or isinstance(value, torch.Tensor)) and key != "training"
+            if key not in _OF_TORCH and not isinstance(value, torch.Tensor)
         ]
         self.count = len(self.attributes)
 
@@ -107,10 +118,12 @@ class ModuleGuard:
                 return f"requires_grad changed in {self.name}"
             if _compat.hooks_of(parameter) != hooks:
                 return f"gradient hooks of {self.name} changed"
-        for key, value in self.plain:
+        for key, value, items in self.others:
             now = attributes.get(key, _MISSING)
             if now is not value and not _same_constant(now, value):
                 return f"{self.name}.{key} became {now!r}"
+            if items is not None and not _same_items(items, now):
+                return f"what {self.name}.{key} contains changed"
         if len(attributes) != self.count:
             return f"attributes of {self.name} were added or removed"
         if tuple(tuple(attributes[table]) for table in _HOOKS) != self.hooks:
@@ -167,7 +180,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in group.items():
-        if key == "params" or key.startswith(("initial_", "max_", "min_", "base_")):
+        if key == "params" or key in _OF_SCHEDULERS:
             continue
         if key not in SCHEDULED:
             found[key] = value if _is_plain(value) else id(value)
@@ -193,15 +206,21 @@ class Guards:
             for position in call.optimizers
         ]
         self.constants = [call.leaves[position] for position in call.constants]
-        self.positions = (call.modules, call.optimizers, call.tensors, call.constants)
+        self.positions = _positions(call)
         user = set(inputs.user)
         self.user = [(p, tensor_kind(call.leaves[p])) for p in inputs.user]
         self.shared = [(p, call.leaves[p]) for p in call.tensors if p not in user]
         self.aliases = _aliases(call)
+        self.rebindable = [
+            (entry, entry.slots[0], tensor_kind(entry.tensor))
+            for entry in inputs.module_tensors
+            if entry.rebindable
+        ]
+        self.storages = [(h, _layout(h)) for h in inputs.placeholders if isinstance(h, Storage)]
         self.inputs = inputs
         self.states = _read_states(call, inputs)
         self.state_kinds = [tensor_kind(value) for value in self.states]
-        self.state_counts = _state_counts(call)
+        self.state_entries = _state_entries(call)
         self.gradients = [entry.tensor.grad is not None for entry in inputs.parameters]
 
     def alive(self) -> bool:
@@ -216,8 +235,7 @@ class Guards:
         """All such things, where they can be told apart."""
         if mode != self.mode:
             yield f"{mode} in place of {self.mode}"
-        positions = (call.modules, call.optimizers, call.tensors, call.constants)
-        if call.treespec != self.treespec or positions != self.positions:
+        if call.treespec != self.treespec or _positions(call) != self.positions:
             yield "the structure of the arguments changed"
             return
         if _environment() != self.environment:
@@ -240,8 +258,8 @@ class Guards:
         for value, position in zip(self.constants, call.constants, strict=True):
             if not _same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
-        if _state_counts(call) != self.state_counts:
-            return "optimizer state was created or dropped"
+        if _state_entries(call) != self.state_entries:
+            return "optimizer state was created, dropped or changed its kind"
         for entry, existed in zip(self.inputs.parameters, self.gradients, strict=True):
             if (entry.tensor.grad is not None) is not existed:
                 return f"{entry.fqn}.grad {'is gone' if existed else 'exists now'}"
@@ -253,6 +271,13 @@ class Guards:
         reason = self._refresh_states(call)
         if reason is not None:
             return reason
+        for entry, (owner, key), kind in self.rebindable:
+            tensor = owner.get(key)
+            if not isinstance(tensor, torch.Tensor) or tensor_kind(tensor) != kind:
+                return f"{entry.fqn} became {tensor!r}"
+        for holder, layout in self.storages:
+            if _layout(holder) != layout:
+                return f"{holder.fqn} no longer shares storage as it did"
         for position, tensor in self.shared:
             if call.leaves[position] is not tensor:
                 return f"argument {call.names[position]} is another tensor"
@@ -282,6 +307,20 @@ class Guards:
         return None
 
 
+def _items(value: object) -> list[Any] | None:
+    """What a list or dictionary contains, to compare with later."""
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, list) else None
+
+
+def _same_items(before: list[Any], container: object) -> bool:
+    now = _items(container)
+    if now is None or len(now) != len(before):
+        return False
+    return all(a is b or _same_constant(a, b) for a, b in zip(now, before, strict=True))
+
+
 def _same_constant(a: Any, b: Any) -> bool:
     if a is b:
         return True
@@ -295,16 +334,39 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _aliases(call: Call) -> tuple[int, ...]:
-    """For each tensor argument the first position at which the same tensor stands."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(call.leaves[p]), p) for p in call.tensors)
-
-
-def _state_counts(call: Call) -> list[int]:
+def _layout(holder: Storage) -> list[int]:
+    """Where the members of a storage lie: their offsets, -1 for one that has left it."""
+    first = _compat.storage_key(holder.members[0].tensor)
     return [
-        sum(len(entries) for entries in optimizer.state.values())
+        int(tensor.storage_offset()) if _compat.storage_key(tensor) == first else -1
+        for tensor in (member.tensor for member in holder.members)
+    ]
+
+
+def _positions(call: Call) -> tuple[list[Any], ...]:
+    return (call.modules, call.optimizers, call.tensors, call.constants, call.repeats)
+
+
+def _aliases(call: Call) -> tuple[int, ...]:
+    """For each tensor argument the first position of the same tensor, and of the same storage."""
+    first: dict[Any, int] = {}
+    found = []
+    for position in call.tensors:
+        tensor = call.leaves[position]
+        found.append(first.setdefault(id(tensor), position))
+        found.append(first.setdefault(("storage", _compat.storage_key(tensor)), position))
+    return tuple(found)
+
+
+def _state_entries(call: Call) -> list[Any]:
+    """Per parameter the keys of its optimizer state, with values where these are no tensors."""
+    return [
+        tuple(
+            key if isinstance(value, torch.Tensor) else (key, value)
+            for key, value in entries.items()
+        )
         for optimizer in call.optimizer_objects()
+        for entries in optimizer.state.values()
     ]
 
 

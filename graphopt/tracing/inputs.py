@@ -42,12 +42,22 @@ class ModuleTensor:
 
     Attributes:
         slots: every `(dictionary, key)` of a module that holds it; tied weights have several.
+        rebindable: it is a plain attribute, to which a step may assign a new tensor.
     """
 
     kind: Kind
     fqn: str
     tensor: torch.Tensor
     slots: list[tuple[dict[str, Any], str]]
+    rebindable: bool = False
+
+    def live(self) -> torch.Tensor:
+        """The tensor as it is now: a plain attribute may hold another one of the same kind."""
+        if not self.rebindable:
+            return self.tensor
+        owner, key = self.slots[0]
+        found: torch.Tensor = owner[key]
+        return found
 
 
 @dataclass
@@ -186,10 +196,15 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     for prefix, module in modules:
         for key in module._buffers:
             add("buffer", _join(prefix, key), module._buffers, key)
+    attributes: set[int] = set()
     for prefix, module in modules:
         for key in tensor_attributes(module):
+            if id(vars(module)[key]) not in found:
+                attributes.add(id(vars(module)[key]))
             add("buffer", _join(prefix, key), vars(module), key)
     entries = list(found.values())
+    for entry in entries:
+        entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
     return sorted(entries, key=lambda entry: entry.kind != "parameter")
 
 

@@ -28,6 +28,9 @@ from graphopt.tracing.tagging import Tagger
 _GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the value it gives
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _TEXT = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__})
+_REPLACES_STORAGE = frozenset(
+    {torch.Tensor.set_, getattr(torch.Tensor, "data").__set__}  # noqa: B009 - typed as its value
+)
 _METADATA = frozenset(
     {
         "dim",
@@ -118,6 +121,12 @@ class Redirect(TorchFunctionMode):
             return numbers.as_read(func(*args, **kwargs))
         elif func in fused.FUNCTIONS:
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
+        elif func in _REPLACES_STORAGE:
+            raise CaptureError(
+                "it gives a tensor other storage (`.data =`, set_)",
+                location=str(current_user_line()),
+                hint="write the new values in place: with torch.no_grad(): parameter.copy_(new)",
+            )
         elif func in _TEXT:
             raise CaptureError(
                 "the value of a tensor is turned into text",

@@ -293,7 +293,7 @@ def finish_buffers(inputs: Inputs, traced: Traced) -> None:
         stand_in = traced.by_id[id(entry.tensor)]
         for owner, key in entry.slots:
             value = owner.get(key)
-            if value is stand_in:
+            if value is stand_in or entry.rebindable:
                 continue
             same = (
                 isinstance(value, torch.Tensor)
