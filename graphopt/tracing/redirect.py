@@ -28,9 +28,7 @@ from graphopt.tracing.tagging import Tagger
 _GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the value it gives
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _TEXT = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__})
-_REPLACES_STORAGE = frozenset(
-    {torch.Tensor.set_, getattr(torch.Tensor, "data").__set__}  # noqa: B009 - typed as its value
-)
+_SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 - typed as the value it gives
 _METADATA = frozenset(
     {
         "dim",
@@ -121,9 +119,9 @@ class Redirect(TorchFunctionMode):
             return numbers.as_read(func(*args, **kwargs))
         elif func in fused.FUNCTIONS:
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
-        elif func in _REPLACES_STORAGE:
+        elif func == _SET_DATA:
             raise CaptureError(
-                "it gives a tensor other storage (`.data =`, set_)",
+                "it gives a tensor other storage (`.data = …`)",
                 location=str(current_user_line()),
                 hint="write the new values in place: with torch.no_grad(): parameter.copy_(new)",
             )
