@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from rich.console import Console
 from rich.table import Table
 
-from gloo import Pool, pool
+from gloo import Pool, RankError, pool
 from twins import SEED, Twins, world
 from zoo import MODELS, OPTIMIZERS
 
@@ -44,13 +44,18 @@ def largest_gap(rank: int, ranks: int, steps: int, model: str, optimizer: str) -
 
 
 def measure(processes: Pool, ranks: int, steps: int) -> dict[str, float]:
-    """The largest difference on any rank, per case."""
-    return {
-        f"{model}, {optimizer}": max(
-            processes.run(largest_gap, ranks, steps, model, optimizer, timeout=300.0)
-        )
-        for model, optimizer in CASES
-    }
+    """The largest difference on any rank, per case; nan where DDP itself raises, as it does for
+    reentrant checkpoints."""
+    found = {}
+    for model, optimizer in CASES:
+        try:
+            gaps = processes.run(largest_gap, ranks, steps, model, optimizer, timeout=300.0)
+        except RankError as error:
+            if "Expected to mark a variable ready only once" not in str(error):
+                raise
+            gaps = [float("nan")]
+        found[f"{model}, {optimizer}"] = max(gaps)
+    return found
 
 
 def main() -> None:

@@ -126,7 +126,8 @@ class JointCapture:
         captured = _or_tell(channel, second)
         plan = collective_plan(captured.graph_module.graph)
         check_same("collectives", [theirs["plan"] for theirs in channel.exchange({"plan": plan})])
-        agreed = Agreed(Guards(call, inputs, mode), order, plan)
+        guards = Guards(call, inputs, mode, captured.signature.attributes)
+        agreed = Agreed(guards, order, plan)
         if earlier is not None:
             earlier.current = False
             self._agreed.remove(earlier)

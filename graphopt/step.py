@@ -159,7 +159,7 @@ class TrainStep:
         else:
             captured, agreed = capture_call(call, settled=settled), None
         check_captured(captured).raise_for_failure()
-        guards = Guards(call, captured.live, mode)
+        guards = Guards(call, captured.live, mode, captured.signature.attributes)
         runner = finalize(captured.graph_module).forward
         self._captured += 1
         entry = BoundStep(captured, guards, runner, agreed, self._captured)

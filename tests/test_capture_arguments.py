@@ -131,6 +131,16 @@ def test_arguments_that_share_storage() -> None:
         view.mul_(0.5)
         return train_step(model, optimizer, x, y)
 
+    w = world(step)
+    x, y = MLP_CASE.batch(0)
+    with pytest.raises(graphopt.CaptureError, match="argument view, which shares storage"):
+        graphopt.compile(step)(*w.models, *w.optimizers, x, x[1:3], y)
+
+
+def test_arguments_that_share_storage_and_are_read() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, view: Tensor, y: Tensor) -> Tensor:
+        return train_step(model, optimizer, x + view.mean(), y)
+
     twins = Twins(lambda: world(step))
     for i in range(STEPS):
         x, y = MLP_CASE.batch(i)

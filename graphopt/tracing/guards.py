@@ -7,7 +7,7 @@ on: the arguments, the modules, the optimizers' settings, and torch's modes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from graphopt import _compat
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, Storage, is_number
 from graphopt.tracing.numbers import SCHEDULED, holds
+from graphopt.tracing.signature import AttributeResult
 
 _PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
 _HOOKS = (
@@ -68,9 +69,14 @@ def _environment() -> tuple[Any, ...]:
 
 
 class ModuleGuard:
-    """One module: mode, hooks, registered tensors by identity, plain attributes by value."""
+    """One module: mode, hooks, registered tensors by identity, plain attributes by value, others by
+    identity.
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    Args:
+        assigned: attributes that the step itself sets: a new object in one of them is its own.
+    """
+
+    def __init__(self, name: str, module: nn.Module, assigned: Collection[str]) -> None:
         self.name = name or "the model"
         self.attributes = vars(module)
         self.training = module.training
@@ -90,6 +96,7 @@ class ModuleGuard:
             (key, value, _items(value))
             for key, value in self.attributes.items()
             if key not in _OF_TORCH and not isinstance(value, torch.Tensor)
+            if _is_plain(value) or key not in assigned
         ]
         self.count = len(self.attributes)
 
@@ -194,11 +201,23 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 class Guards:
     """Everything one captured graph depends on."""
 
-    def __init__(self, call: Call, inputs: Inputs, mode: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        inputs: Inputs,
+        mode: tuple[Any, ...],
+        attributes: Sequence[AttributeResult] = (),
+    ) -> None:
+        assigned: dict[int, set[str]] = {}
+        for result in attributes:
+            assigned.setdefault(id(result.attributes), set()).add(result.name)
         self.mode = mode
         self.environment = _environment()
         self.treespec = call.treespec
-        self.modules = [ModuleGuard(name, m) for name, m in call.named_submodules()]
+        self.modules = [
+            ModuleGuard(name, m, assigned.get(id(vars(m)), ()))
+            for name, m in call.named_submodules()
+        ]
         # A cached graph must not keep a model alive that the user has dropped.
         self.roots = [weakref.ref(call.leaves[position]) for position in call.modules]
         self.optimizers = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -247,7 +248,7 @@ class ResultCollector:
         if not isinstance(after, (list, tuple)) or not isinstance(before, (list, tuple)):
             return False
         return len(after) == len(before) and all(
-            new is old or self.traced.by_id.get(id(old)) is new
+            new is old or self.traced.by_id.get(id(_referent(old))) is _referent(new)
             for old, new in zip(before, after, strict=True)
         )
 
@@ -261,6 +262,10 @@ class ResultCollector:
                 )
             return self._tensor_recipe(after)
         return Constant(after)
+
+
+def _referent(value: Any) -> Any:
+    return value() if isinstance(value, weakref.ref) else value
 
 
 def plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
