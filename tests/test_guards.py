@@ -288,13 +288,14 @@ def test_captures_do_not_keep_a_model_alive() -> None:
 
 
 def test_a_dropped_model_is_freed() -> None:
-    """Cached graphs do not keep models alive; the next capture drops theirs."""
+    """Cached graphs do not keep models or their parameters alive."""
     compiled = graphopt.compile(train_step)
-    for _ in range(2):
-        w = world()
-        compiled(w.model, w.optimizer, *MODELS["mlp"].batch(0))
-        reference = weakref.ref(w.model)
-        del w
-        gc.collect()
-        assert reference() is None
-    assert len(compiled.captures) == 1
+    w = world()
+    for i in range(2):
+        compiled(w.model, w.optimizer, *MODELS["mlp"].batch(i))
+    assert len(compiled.captures) == 2
+    references = [weakref.ref(w.model), weakref.ref(w.model.head.weight)]
+    del w
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+    assert len(compiled.captures) == 0
