@@ -11,8 +11,10 @@ It sees every torch function the step calls, before autograd does, and
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -64,13 +66,37 @@ class Made:
             for item in result:
                 self.add(item)
 
-    def alive(self, known: set[int]) -> list[tuple[list[int], SourceLine | None]]:
-        """Shape and line of each such tensor that still lives, other than `known` (by id)."""
-        return [
-            (list(tensor.shape), line)
-            for reference, line in self._references
-            if (tensor := reference()) is not None and id(tensor) not in known
-        ]
+    def kept(self, known: set[int]) -> tuple[list[int], SourceLine | None] | None:
+        """Shape and line of the first such tensor that a Python object still holds, other than
+        `known` (by id). Tensors that autograd alone holds (in C++) do not count."""
+        if not self._alive(known):
+            return None
+        gc.collect()
+        tensors = self._alive(known)
+        if not tensors or not _holders(tensors):
+            return None
+        for reference, line in self._references:
+            one = [tensor for tensor in tensors if tensor is reference()]
+            if one and [holder for holder in _holders(one) if holder is not tensors]:
+                return list(one[0].shape), line
+        return None
+
+    def _alive(self, known: set[int]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for reference, _ in self._references:
+            tensor = reference()
+            if tensor is not None and id(tensor) not in known:
+                found.append(tensor)
+        return found
+
+
+def _holders(tensors: list[torch.Tensor]) -> list[object]:
+    """Python objects, other than `tensors` and frames, that refer to one of the tensors."""
+    return [
+        holder
+        for holder in gc.get_referrers(*tensors)
+        if holder is not tensors and not isinstance(holder, FrameType)
+    ]
 
 
 class Redirect(TorchFunctionMode):

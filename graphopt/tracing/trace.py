@@ -7,7 +7,6 @@ autograd is recorded.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -113,19 +112,16 @@ def _attempt(
 
 def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
     """Refuse a step that keeps a traced tensor somewhere (in a list it closes over, say)."""
-    known = {id(fake) for fake in fakes}
-    if not made.alive(known):
+    kept = made.kept({id(fake) for fake in fakes})
+    if kept is None:
         return
-    gc.collect()
-    kept = made.alive(known)
-    if kept:
-        shape, line = kept[0]
-        raise CaptureError(
-            f"it keeps a tensor of shape {shape} outside the model and its return value, which"
-            " would happen at capture only",
-            location=str(line or definition_of(call)),
-            hint="return the tensor from the step and keep it outside",
-        )
+    shape, line = kept
+    raise CaptureError(
+        f"it keeps a tensor of shape {shape} outside the model and its return value, which would"
+        " happen at capture only",
+        location=str(line or definition_of(call)),
+        hint="return the tensor from the step and keep it outside",
+    )
 
 
 class _StepRun:
