@@ -77,7 +77,8 @@ class Made:
             return None
         for reference, line in self._references:
             one = [tensor for tensor in tensors if tensor is reference()]
-            if one and [holder for holder in _holders(one) if holder is not tensors]:
+            held = any(holder is not tensors for holder in _holders(one)) if one else False
+            if held:
                 return list(one[0].shape), line
         return None
 
