@@ -23,6 +23,7 @@ from graphopt.graph_utils import (
     get_outputs,
     is_dense,
     is_operator,
+    is_pointwise,
     same_kind,
     set_outputs,
 )
@@ -118,7 +119,7 @@ class _Reuse:
             return False
         if any(x is not source and storages.same(x, source) for x in node.all_input_nodes):
             return False
-        if self._occurrences(node)[source] > 1 and not _is_pointwise(node.target):
+        if self._occurrences(node)[source] > 1 and not is_pointwise(node.target):
             return False
         owner = storages.input_of(source)
         if owner is None:
@@ -233,11 +234,6 @@ def _items(node: fx.Node, sources: Any, position: int) -> Iterator[tuple[fx.Node
         yield source, results.get(index, [])
 
 
-def _is_pointwise(target: Any) -> bool:
-    """Whether an operator on single tensors may write where it reads, element by element."""
-    return isinstance(target, _compat.OpOverload) and torch.Tag.pointwise in target.tags
-
-
 @cache
 def inplace_form(target: Any) -> Any | None:
     """The operator that writes into its first argument what `target` returns, if there is one."""
@@ -245,7 +241,7 @@ def inplace_form(target: Any) -> Any | None:
         return None
     namespace, name = target._schema.name.split("::")
     listed = namespace == "aten" and name.startswith("_foreach_")
-    pointwise = namespace == "aten" and torch.Tag.pointwise in target.tags
+    pointwise = namespace == "aten" and is_pointwise(target)
     if not (listed or pointwise or target._schema.name in _ELEMENTWISE):
         return None
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)

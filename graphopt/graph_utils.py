@@ -33,6 +33,11 @@ def is_collective(node: fx.Node) -> bool:
     return target.namespace == COLLECTIVE_NAMESPACE
 
 
+def is_pointwise(target: object) -> bool:
+    """Whether a node target computes each element of its result from one of each operand."""
+    return isinstance(target, _compat.OpOverload) and torch.Tag.pointwise in target.tags
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the result may share storage with an input: views, and items of lists of views."""
     if node.target is operator.getitem:

@@ -27,6 +27,7 @@ from graphopt.graph_utils import (
     is_collective,
     is_dense,
     is_operator,
+    is_pointwise,
     is_view,
     is_wait,
     same_kind,
@@ -179,9 +180,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def _is_pointwise_update(target: Any) -> bool:
-    if not isinstance(target, _compat.OpOverload) or not target._schema.is_mutable:
-        return False
-    return bool(torch.Tag.pointwise in target.tags)
+    return is_pointwise(target) and target._schema.is_mutable
 
 
 def _keep_strides(updated: torch.Tensor) -> None:

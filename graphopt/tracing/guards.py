@@ -36,9 +36,6 @@ _OF_SCHEDULERS = frozenset(
 _OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOKS})
 """Attributes of modules that have guards of their own."""
 
-Mismatch = tuple[str, str]
-"""(kind, text): kind is "shape" for tensor arguments, "value" for numbers, else "structure"."""
-
 
 def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What a graph is specialized on about a tensor."""
