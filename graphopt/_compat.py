@@ -5,6 +5,7 @@ Written for torch 2.11 to 2.15. A branch for one version says so.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -358,3 +359,11 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning rate schedulers, which warn otherwise, that the optimizer has stepped."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------- graphs
+
+
+def copy_codegen(source: fx.Graph, destination: fx.Graph) -> None:
+    """Let `destination` take and return pytrees as `source` does."""
+    destination.set_codegen(copy.deepcopy(source._codegen))

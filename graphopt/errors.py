@@ -59,3 +59,11 @@ class LoweringError(GraphOptError, RuntimeError):
 
 class PartitionError(GraphOptError, ValueError):
     """A graph cannot be split as asked."""
+
+
+class PassError(GraphOptError, RuntimeError):
+    """A pass raised; the graph is as it was before. `__cause__` is what it raised."""
+
+
+class IterationError(GraphOptError, ValueError):
+    """Nodes cannot run one iteration late."""

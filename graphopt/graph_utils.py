@@ -55,6 +55,20 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags or target.namespace == "graphopt"
 
 
+def written(node: fx.Node) -> list[fx.Node]:
+    """Arguments that a node updates in place, by the alias annotations of its schema."""
+    target = node.target
+    if not isinstance(target, _compat.OpOverload) or not target._schema.is_mutable:
+        return []
+    found: list[fx.Node] = []
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        found += [leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, fx.Node)]
+    return found
+
+
 def is_needed(node: fx.Node) -> bool:
     """Whether a node must stay although nobody uses its result: it updates state, other ranks join
     it, or later random numbers depend on it."""
@@ -93,9 +107,30 @@ class Outputs(NamedTuple):
 
 
 def get_outputs(graph: fx.Graph) -> Outputs:
-    """What a graph in the captured or executable dialect returns (docs/ir.md)."""
-    results, updates, carried = cast(Any, get_output(graph).args[0])
-    return Outputs(list(results), list(updates), list(carried))
+    """What a graph returns, in the output convention of docs/ir.md.
+
+    Of a graph that has another output, every `copy_` returned is a state update, and every other
+    leaf a result.
+    """
+    returned = get_output(graph).args[0]
+    if follows_output_convention(graph):
+        results, updates, carried = cast(Any, returned)
+        return Outputs(list(results), list(updates), list(carried))
+    leaves = _compat.tree_leaves(returned)
+    updates = [leaf for leaf in leaves if _is_copy(leaf)]
+    return Outputs([leaf for leaf in leaves if not _is_copy(leaf)], updates, [])
+
+
+def follows_output_convention(graph: fx.Graph) -> bool:
+    """Whether a graph returns ``(user results, state updates, carried values)``, each a list."""
+    returned = get_output(graph).args[0]
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+        return False
+    return all(isinstance(part, (tuple, list)) for part in returned)
+
+
+def _is_copy(value: object) -> bool:
+    return isinstance(value, fx.Node) and is_operator(value.target, "aten::copy_")
 
 
 def set_outputs(graph: fx.Graph, outputs: Outputs) -> None:

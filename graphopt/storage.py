@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+import sys
 
 import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import Outputs, get_outputs, is_operator, is_view, is_wait
+from graphopt.graph_utils import Outputs, get_outputs, is_collective, is_operator, is_view, is_wait
 
 _UNDECLARED_VIEWS = (
     "aten::_unsafe_view",
@@ -28,15 +29,29 @@ _ONE_TENSOR_TWICE = (
 """Operators that may return one tensor as several of their results."""
 
 
+_COPY_WHAT_THEY_SEND = (
+    "_c10d_functional::all_reduce",
+    "_c10d_functional::all_reduce_coalesced",
+    "_c10d_functional::broadcast",
+)
+"""Collectives that work on a copy, or in their in-place form on the tensor itself."""
+
+
 def _read_by(node: fx.Node) -> list[fx.Node]:
     """Inputs whose values matter: the destination of a `copy_` does not."""
     if node.op == "output":
         return []
     if is_operator(node.target, "aten::copy_"):
         return [source for source in node.args[1:2] if isinstance(source, fx.Node)]
-    if is_wait(node):  # until then the collective reads what it sends
-        return [node.all_input_nodes[0], *node.all_input_nodes[0].all_input_nodes]
+    if is_wait(node):
+        launch = node.all_input_nodes[0]
+        return [launch, *(launch.all_input_nodes if _reads_until_wait(launch) else ())]
     return node.all_input_nodes
+
+
+def _reads_until_wait(node: fx.Node) -> bool:
+    """Whether a node launches a collective that reads what it sends until its wait."""
+    return is_collective(node) and not is_operator(node.target, *_COPY_WHAT_THEY_SEND)
 
 
 class Storages:
@@ -91,9 +106,12 @@ class Storages:
             source = node.all_input_nodes[0]
             if is_operator(source.target, *_ONE_TENSOR_TWICE):
                 self._join(source, node)
+        unfinished = _reads_until_wait(node) and not any(map(is_wait, node.users))
         for source in _read_by(node):
             root = self._find(source)
             self._last_read[root] = max(self._last_read.get(root, -1), self.position[node])
+            if unfinished:  # it reads what it sends until a wait in a later graph
+                self._last_read[root] = sys.maxsize
         if node.op in ("placeholder", "get_attr"):
             root = self._find(node)
             if node.op == "placeholder":

@@ -62,7 +62,7 @@ def finish(
         raw = _settled(raw, lambda: trace(call, inputs, communication), call)
     functional = functionalize(raw)
     _refuse_shared_updates(call, inputs, functional.updated)
-    names = name_placeholders(functional.graph_module.graph, [fqn for _, fqn in kinds])
+    names = name_placeholders(functional.graph_module.graph, kinds)
     functional.graph_module.recompile()
     specs = tuple(
         InputSpec(kind, fqn, name) for (kind, fqn), name in zip(kinds, names, strict=True)

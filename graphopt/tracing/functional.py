@@ -298,12 +298,14 @@ def _private_inputs(collective: fx.Node) -> list[fx.Node]:
     return chain
 
 
-def name_placeholders(graph: fx.Graph, names: Sequence[str]) -> list[str]:
-    """Name placeholders after qualified names; returns the identifiers chosen."""
+def name_placeholders(graph: fx.Graph, inputs: Sequence[tuple[str, str]]) -> list[str]:
+    """Name placeholders after the `(kind, qualified name)` of their inputs, and note both in their
+    metadata; returns the identifiers chosen."""
     taken: set[str] = set()
     chosen = []
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, name in zip(placeholders, names, strict=True):
+    for node, (kind, name) in zip(placeholders, inputs, strict=True):
+        node.meta.update(kind=kind, fqn=name)
         identifier = _identifier(name, taken)
         taken.add(identifier)
         node._rename(identifier)

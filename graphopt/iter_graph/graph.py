@@ -1,0 +1,101 @@
+"""A graph in which some nodes are marked to run one iteration late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import IterationError
+from graphopt.iter_graph.rules import refuse_move
+
+
+class IterGraph(fx.Graph):
+    """A training step as one graph, part of which runs in the next iteration.
+
+    Passes edit it like any `fx.Graph`. The marks of late nodes follow edits: an erased node loses
+    its mark, and an erased destination hands over to the node after it.
+
+    The idea, moving work across the boundary of two iterations so that communication overlaps with
+    the next forward, is that of software pipelining (Lam, "Software pipelining", PLDI 1988).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._late: dict[fx.Node, fx.Node] = {}
+
+    @property
+    def late(self) -> Mapping[fx.Node, fx.Node]:
+        """Each late node with its destination: the node of the next iteration it runs before."""
+        return MappingProxyType(self._late)
+
+    def is_late(self, node: fx.Node) -> bool:
+        """Whether `node` runs one iteration late."""
+        return node in self._late
+
+    def move_to_next_iter_before(self, nodes: Iterable[fx.Node], target_node: fx.Node) -> None:
+        """Let `nodes` run in the next iteration, just before `target_node`.
+
+        Among themselves they keep the order they have in the graph. Nodes moved before may be moved
+        again, to another destination.
+
+        Args:
+            nodes: with all their users, except state updates in the output.
+            target_node: a node of this graph that stays in its iteration; may be the output node.
+
+        Raises:
+            IterationError: the nodes feed a user output, draw random numbers, update what is read
+                before `target_node`, or have users that stay in this iteration. Nothing is moved.
+        """
+        moved = list(dict.fromkeys(nodes))
+        if not moved:
+            raise IterationError("no nodes to move were given")
+        refuse_move(self, self._late, moved, target_node)
+        for node in moved:
+            self._late[node] = target_node
+
+    def erase_node(self, to_erase: fx.Node) -> None:
+        following = to_erase.next
+        super().erase_node(to_erase)
+        self._late.pop(to_erase, None)
+        if to_erase not in self._late.values():
+            return
+        while following in self._late:
+            following = following.next
+        for node, destination in self._late.items():
+            if destination is to_erase:
+                self._late[node] = following
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> IterGraph:
+        graph, _ = copy_graph(self)
+        assert isinstance(graph, IterGraph)
+        if memo is not None:
+            memo[id(self)] = graph
+        return graph
+
+
+def copy_graph(
+    graph: fx.Graph, into: Callable[[], fx.Graph] | None = None
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Copy a graph, late marks included.
+
+    Args:
+        into: makes the new graph; None: one of the same class, `IterGraph` or `fx.Graph`.
+
+    Returns:
+        The copy, with the same node names in the same order, and the copy of each node. Metadata
+        dictionaries are copied, the values in them (`meta["val"]`) are shared.
+    """
+    late = graph.late if isinstance(graph, IterGraph) else {}
+    make = into or (IterGraph if isinstance(graph, IterGraph) else fx.Graph)
+    copy = make()
+    _compat.copy_codegen(graph, copy)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+    if isinstance(copy, IterGraph):
+        copy._late = {copies[node]: copies[destination] for node, destination in late.items()}
+    return copy, copies

@@ -1,0 +1,216 @@
+"""`IterGraphModule`: a training step, part of which runs one iteration late."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import GraphOptError
+from graphopt.graph_utils import follows_output_convention, get_output, is_collective
+from graphopt.iter_graph.derive import Derivation, Plan, plan
+from graphopt.iter_graph.graph import IterGraph, copy_graph
+from graphopt.iter_graph.running import Flight, Program
+
+Transform = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+class IterGraphModule(fx.GraphModule):
+    """A training step as one graph, of which some nodes run in the next iteration.
+
+    Passes edit `graph`, where `IterGraph.move_to_next_iter_before` marks nodes as late. What runs
+    is derived from it: `setup_gm` in the first iteration, `main_gm` in every other, `drain_gm` on
+    `flush`; `cleanup_gm` is main with nothing left in flight.
+
+    Called like the module it was made from, it returns the same. State that late nodes update is
+    exact after `flush` or a call with ``last_iter=True``.
+
+    Args:
+        graph_module: copied; left as it is.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        graph, _ = copy_graph(graph_module.graph, into=IterGraph)
+        super().__init__(graph_module, graph)
+        self.meta.update(graph_module.meta)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._frozen = False
+        self._transform: Transform | None = None
+        self._forget_derived()
+
+    def _forget_derived(self) -> None:
+        self._plan: Plan | None = None
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._flight: Flight | None = None
+
+    @property
+    def graph(self) -> IterGraph:
+        """The step as one graph."""
+        return cast(IterGraph, self._graph)
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        if not isinstance(graph, IterGraph):
+            graph, _ = copy_graph(graph, into=IterGraph)
+        self._graph = graph
+        graph.owning_module = self
+        self.recompile()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the graph is final: passes refuse it."""
+        return self._frozen
+
+    def finalize_setup(self, transform: Transform | None = None) -> None:
+        """Make the graph final: from now on it may be run but not rewritten.
+
+        Args:
+            transform: applied to each derived graph before it runs, such as
+                `graphopt.executable.finalize`.
+        """
+        self._forget_derived()
+        self._transform = transform
+        self._frozen = True
+
+    def recompile(self) -> Any:
+        """Note that `graph` has changed. Code is made when it is needed.
+
+        Raises:
+            GraphOptError: an iteration is in flight: the old graph has to finish it first.
+        """
+        if self.__dict__.get("_flight") is not None:
+            raise GraphOptError(
+                "the graph was changed while an iteration is in flight; call flush() first"
+            )
+        self._plan = None
+        self._programs = {}
+        return None
+
+    @property
+    def code(self) -> str:
+        """Python code of the step, late nodes in their own iteration."""
+        return self.graph.python_code("self").src
+
+    @property
+    def setup_gm(self) -> fx.GraphModule:
+        """What the first iteration runs."""
+        return self._derived("setup")
+
+    @property
+    def main_gm(self) -> fx.GraphModule:
+        """What every iteration but the first runs. Takes the carried values after the inputs."""
+        return self._derived("main")
+
+    @property
+    def drain_gm(self) -> fx.GraphModule:
+        """What `flush` runs: late nodes alone."""
+        return self._derived("drain")
+
+    @property
+    def cleanup_gm(self) -> fx.GraphModule:
+        """The last iteration: main, with its own late nodes as well."""
+        return self._derived("cleanup")
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether late work of the last iteration is still to be done."""
+        return self._flight is not None
+
+    @property
+    def flush_communicates(self) -> bool:
+        """Whether `flush` launches collectives, so that all ranks have to call it together."""
+        return any(is_collective(node) for node in self.graph.late)
+
+    def forward(self, *args: Any, last_iter: bool = False) -> Any:
+        """Run one iteration.
+
+        Args:
+            *args: one value per placeholder of `graph`.
+            last_iter: leave nothing in flight.
+
+        Returns:
+            What `graph` returns. A late state update is returned as the state it updates.
+        """
+        if not self.graph.late:
+            return self._packed(self._program("setup").run(args, None)[0])
+        if self._flight is not None and self._flight.done:
+            self.flush()
+        flight = self._flight
+        if flight is None:
+            results, carried = self._program("setup").run(args, None)
+        else:
+            flight.check()
+            results, carried = self._program("main").run(args, flight)
+        self._flight = Flight(carried, self._state_for_drain(args))
+        if last_iter:
+            self.flush()
+        return self._packed(results)
+
+    def flush(self) -> None:
+        """Do the late work of the last iteration, if there is any: state is then exact.
+
+        Raises:
+            GraphOptError: an iteration failed in the middle of an update, so that its state is
+                lost.
+        """
+        flight = self._flight
+        if flight is None:
+            return
+        flight.check(resumable=self._current_plan().separate)
+        if flight.done < len(self._current_plan().groups):
+            self._program("drain", flight.done).run(flight.state, flight)
+        self._flight = None
+
+    def _state_for_drain(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments that drain reads; None for the others, which need not stay alive."""
+        return tuple(
+            value if needed else None
+            for value, needed in zip(args, self._program("drain", 0).reads, strict=True)
+        )
+
+    def _packed(self, results: tuple[list[Any], list[Any], list[Any]]) -> Any:
+        """Results of a derived graph, in the form in which `graph` returns them."""
+        if follows_output_convention(self.graph):
+            return results
+        _, spec = _compat.tree_flatten(get_output(self.graph).args[0])
+        return _compat.tree_unflatten(results[0], spec)
+
+    def _current_plan(self) -> Plan:
+        if self._plan is None:
+            self._plan = plan(self.graph)
+        return self._plan
+
+    def _derived(self, name: str, *options: int) -> fx.GraphModule:
+        derivation = Derivation(self.graph, self._current_plan())
+        derived = fx.GraphModule(self, getattr(derivation, name)(*options))
+        derived.meta.update(self.meta)
+        return derived
+
+    def _program(self, name: str, *options: int) -> Program:
+        key = (name, *options)
+        if key not in self._programs:
+            carried = len(self._current_plan().carried) if name in ("setup", "main") else 0
+            self._programs[key] = Program(self._derived(name, *options), carried, self._transform)
+        return self._programs[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IterGraphModule:
+        """A copy of the program, with nothing in flight."""
+        plain, _ = copy_graph(self.graph, into=fx.Graph)
+        constants = copy.deepcopy(fx.GraphModule(self, plain), memo)
+        twin = IterGraphModule(self)
+        fx.GraphModule.__init__(twin, constants, twin.graph)
+        twin.meta.update(copy.deepcopy(self.meta, memo))
+        return twin
+
+    def __copy__(self) -> IterGraphModule:
+        return IterGraphModule(self)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an IterGraphModule cannot be pickled; graphopt.saved.save_graph(module, path) saves it"
+        )

@@ -1,0 +1,128 @@
+"""Which nodes may run one iteration late, and what is said of those that may not.
+
+Let *late* be the nodes that run in the next iteration. Then nothing of this iteration may need
+them; they may not draw random numbers, whose order is fixed; and what they update must not be read
+in the next iteration before they have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import IterationError
+from graphopt.graph_utils import get_outputs, is_operator, is_random, is_view, written
+
+_LIVE_STATE = frozenset({"parameter", "buffer", "optimizer_state", None})
+"""Kinds of placeholders that may be updated late, because whoever reads them between steps is seen.
+None: the graph was made by hand and does not say."""
+
+
+def check_late(graph_module: fx.GraphModule) -> list[str]:
+    """What is wrong with the late nodes of a graph, one text each; none for a plain GraphModule."""
+    late: Mapping[fx.Node, fx.Node] = getattr(graph_module.graph, "late", {})
+    if not late:
+        return []
+    return [*_problems(graph_module.graph, late, list(late)), *_order_problems(late, late)]
+
+
+def refuse_move(
+    graph: fx.Graph, late: Mapping[fx.Node, fx.Node], nodes: Sequence[fx.Node], target: fx.Node
+) -> None:
+    """Raise `IterationError` unless `nodes` may become late, to run before `target`."""
+    _refuse_foreign(graph, nodes, target)
+    after = {**late, **dict.fromkeys(nodes, target)}
+    if target in after:
+        raise IterationError(f"the destination {_named(target)} is itself moved")
+    near = {*nodes, *(user for node in nodes for user in node.users if user in after)}
+    problem = next(_problems(graph, after, nodes), None) or next(_order_problems(after, near), None)
+    if problem is not None:
+        raise IterationError(problem)
+
+
+def _refuse_foreign(graph: fx.Graph, nodes: Sequence[fx.Node], target: fx.Node) -> None:
+    for node in (*nodes, target):
+        if not isinstance(node, fx.Node) or node.graph is not graph:
+            raise IterationError(f"{node!r} is not a node of this graph")
+    for node in nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            raise IterationError(f"{_named(node)} is a {node.op}: only calls can be moved")
+    if target.op in ("placeholder", "get_attr"):
+        raise IterationError(
+            f"the destination {_named(target)} is a {target.op}; name the node that reads it"
+        )
+
+
+def _problems(
+    graph: fx.Graph, late: Mapping[fx.Node, fx.Node], nodes: Iterable[fx.Node]
+) -> Iterator[str]:
+    outputs = get_outputs(graph)
+    updates = set(outputs.updates)
+    returned = set(_leaves(outputs.results)) | set(_leaves(outputs.carried))
+    for node in nodes:
+        if node in returned and node not in updates:
+            yield (
+                f"{_named(node)} would run one iteration late, but the step returns it (or it stays"
+                " in .grad): a late node may not feed an output"
+            )
+        if is_random(node):
+            yield f"{_named(node)} draws random numbers, whose order is fixed: it cannot be late"
+        for user in node.users:
+            if user not in late and user.op != "output":
+                yield (
+                    f"{_named(user)} needs {_named(node)} in this iteration: move it as well, or"
+                    f" leave both"
+                )
+        for state in written(node):
+            yield from _update_problems(node, state, late)
+
+
+def _update_problems(
+    update: fx.Node, state: fx.Node, late: Mapping[fx.Node, fx.Node]
+) -> Iterator[str]:
+    destination = late[update]
+    kind = state.meta.get("kind")
+    if kind not in _LIVE_STATE:
+        yield f"{_named(update)} updates a {kind}, which may be read between two steps: keep it"
+    for reader in readers_through_views(state):
+        if reader not in late and reader < destination:
+            yield (
+                f"{_named(reader)} reads {_named(state)} before {_named(destination)}, where the"
+                f" late update {_named(update)} would stand: choose a destination that is not later"
+            )
+        earlier = reader in late and reader < update
+        if earlier and late[reader] > destination:
+            yield f"{_named(reader)} would read {_named(state)} after {_named(update)} updated it"
+
+
+def _order_problems(late: Mapping[fx.Node, fx.Node], nodes: Iterable[fx.Node]) -> Iterator[str]:
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source in late and late[node] < late[source]:
+                yield f"{_named(node)} would run before {_named(source)}, which it needs"
+
+
+def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that read the storage of `root`, directly or through views of it."""
+    found: set[fx.Node] = set()
+    pending = [root]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or user in found:
+                continue
+            found.add(user)
+            yield user
+            if is_view(user) and not is_operator(user.target, "aten::copy_"):
+                pending.append(user)
+
+
+def _leaves(values: Any) -> list[fx.Node]:
+    return [leaf for leaf in _compat.tree_leaves(values) if isinstance(leaf, fx.Node)]
+
+
+def _named(node: fx.Node) -> str:
+    source = node.meta.get("source")
+    return f"%{node.name}" + (f" ({source})" if source is not None else "")

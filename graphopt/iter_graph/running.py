@@ -1,0 +1,203 @@
+"""Run derived graphs: what is in flight between two iterations, and the code of one graph."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from graphopt.errors import GraphOptError
+
+INDEX = "carried_index"
+"""Metadata of the placeholder of a carried value: its position among them."""
+
+GROUP = "late_group"
+"""Metadata of a late node in the iteration that runs it: the number of its group."""
+
+
+@dataclass
+class Flight:
+    """Late work of one iteration that is still to be done, group by group.
+
+    A group is the late nodes with one destination. Between groups a failure loses nothing: the
+    groups that are left can be done later.
+
+    Attributes:
+        carried: what the work needs of its iteration. Values are taken out as they are needed, so
+            that each is freed after its last use.
+        state: arguments of that iteration that live on between calls, None for all others.
+        done: how many groups are done.
+    """
+
+    carried: list[Any]
+    state: tuple[Any, ...]
+    done: int = 0
+    _inside: bool = False
+    _interrupt: _HeldInterrupt | None = field(default=None, repr=False)
+
+    def enter(self) -> None:
+        """A group begins to run. Ctrl-C waits for its end."""
+        self._inside = True
+        self._interrupt = _HeldInterrupt.start()
+
+    def leave(self) -> None:
+        """The group is done."""
+        self._inside = False
+        self.done += 1
+        self.release()
+
+    def release(self) -> None:
+        """Let Ctrl-C through again."""
+        held, self._interrupt = self._interrupt, None
+        if held is not None:
+            held.stop()
+
+    def check(self, resumable: bool = True) -> None:
+        """Raise `GraphOptError` if an iteration failed where its late work cannot be resumed."""
+        if self._inside or (self.done and not resumable):
+            raise GraphOptError(
+                "an earlier call of the step failed in the middle of updating parameters, so that"
+                " some are updated and some are not\n"
+                "  hint:  load a checkpoint, call reset(), and go on from there"
+            )
+
+
+class _HeldInterrupt:
+    """Ctrl-C that comes while this is active is delivered when it stops."""
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self._handler = handler
+        self._came: list[Any] = []
+        signal.signal(signal.SIGINT, self._note)
+
+    @classmethod
+    def start(cls) -> _HeldInterrupt | None:
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(handler):
+            return None
+        return cls(handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._came.append((number, frame))
+
+    def stop(self) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+        if self._came:
+            self._handler(*self._came[0])
+
+
+def take(flight: Flight, index: int) -> Any:
+    """Take a carried value out of `flight`, which then no longer holds it."""
+    value = flight.carried[index]
+    flight.carried[index] = None
+    return value
+
+
+def look_at(flight: Flight, index: int) -> Any:
+    """A carried value that other groups need as well."""
+    return flight.carried[index]
+
+
+def enter(flight: Flight) -> None:
+    """See `Flight.enter`."""
+    flight.enter()
+
+
+def leave(flight: Flight) -> None:
+    """See `Flight.leave`."""
+    flight.leave()
+
+
+class Program:
+    """One derived graph, ready to run.
+
+    Args:
+        graph_module: the derived graph.
+        carried: how many values it leaves to the next iteration.
+        transform: rewrites the graph before it runs.
+
+    Attributes:
+        reads: per placeholder of the step, whether the graph reads or updates it.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        carried: int,
+        transform: Callable[[fx.GraphModule], fx.GraphModule] | None,
+    ) -> None:
+        placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+        self._carried = carried
+        self._takes = any(INDEX in node.meta for node in placeholders)
+        self.reads = tuple(bool(n.users) for n in placeholders if INDEX not in n.meta)
+        if transform is not None:
+            graph_module = transform(graph_module)
+        if any(GROUP in node.meta for node in graph_module.graph.nodes):
+            self._takes = True
+            _take_from_flight(graph_module)
+        graph_module.graph.lint()
+        graph_module.recompile()
+        self._call = graph_module.forward
+
+    def run(
+        self, args: Sequence[Any], flight: Flight | None
+    ) -> tuple[tuple[list[Any], list[Any], list[Any]], list[Any]]:
+        """Call the graph.
+
+        Args:
+            args: one value per placeholder of the step.
+            flight: what the previous iteration left, for graphs that take it.
+
+        Returns:
+            The results (user results, state updates, carried values of the step), and what is
+            carried to the next iteration.
+        """
+        if self._takes:
+            assert flight is not None
+            try:
+                user, updates, carried = self._call(*args, flight)
+            finally:
+                flight.release()
+        else:
+            user, updates, carried = self._call(*args)
+        split = len(carried) - self._carried
+        return (user, updates, carried[:split]), carried[split:]
+
+
+def _take_from_flight(graph_module: fx.GraphModule) -> None:
+    """Let a graph take its carried values from a `Flight`, and report which groups it has done."""
+    graph = graph_module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(placeholders[-1]):
+        flight = graph.placeholder("flight")
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for node in placeholders:
+        if INDEX not in node.meta:
+            continue
+        users = sorted((u for u in node.users if u.op != "output"), key=position.__getitem__)
+        if users:
+            several = len({user.meta.get(GROUP) for user in users}) > 1
+            with graph.inserting_before(users[0]):
+                value = graph.call_function(
+                    look_at if several else take, (flight, node.meta[INDEX])
+                )
+            value.meta[GROUP] = users[0].meta.get(GROUP)
+            node.replace_all_uses_with(value)
+        graph.erase_node(node)
+    _mark_groups(graph, flight)
+
+
+def _mark_groups(graph: fx.Graph, flight: fx.Node) -> None:
+    groups: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.meta.get(GROUP) is not None:
+            groups.setdefault(node.meta[GROUP], []).append(node)
+    for nodes in groups.values():
+        with graph.inserting_before(nodes[0]):
+            graph.call_function(enter, (flight,))
+        with graph.inserting_after(nodes[-1]):
+            graph.call_function(leave, (flight,))
