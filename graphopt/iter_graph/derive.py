@@ -148,6 +148,7 @@ class Derivation:
         self._late = set(plan.late)
         self._now: dict[fx.Node, fx.Node] = {}
         self._before: dict[fx.Node, fx.Node] = {}
+        self._states: dict[fx.Node, fx.Node] = {}
         self._updates: list[fx.Node] = []
         self._clones: dict[fx.Node, fx.Node] = {}
         self._carries = False
@@ -189,7 +190,7 @@ class Derivation:
     def _placeholders(self) -> None:
         for node in self._source.nodes:
             if node.op == "placeholder":
-                self._now[node] = self._graph.node_copy(node)
+                self._now[node] = self._states[node] = self._graph.node_copy(node)
 
     def _take_carried(self) -> None:
         for index, node in enumerate(self._plan.carried):
@@ -217,6 +218,9 @@ class Derivation:
         new = self._graph.node_copy(node, self._now.__getitem__)
         self._now[node] = new
         if is_operator(node.target, "aten::copy_"):
+            state = node.args[0]
+            assert isinstance(state, fx.Node)
+            new.update_arg(0, self._states.get(state, self._now[state]))
             self._updates.append(new)
         self._clone_if_needed(node)
 

@@ -122,6 +122,11 @@ class IterGraphModule(fx.GraphModule):
         return self._flight is not None
 
     @property
+    def resumable(self) -> bool:
+        """Whether late work in flight can still be done; False where it failed in the middle."""
+        return self._flight is None or self._flight.resumable(self._current_plan().separate)
+
+    @property
     def flush_communicates(self) -> bool:
         """Whether `flush` launches collectives, so that all ranks have to call it together."""
         return any(is_collective(node) for node in self.graph.late)
@@ -144,7 +149,7 @@ class IterGraphModule(fx.GraphModule):
         if flight is None:
             results, carried = self._program("setup").run(args, None)
         else:
-            flight.check()
+            flight.check(self._current_plan().separate)
             results, carried = self._program("main").run(args, flight)
         self._flight = Flight(carried, self._state_for_drain(args))
         if last_iter:
@@ -161,9 +166,13 @@ class IterGraphModule(fx.GraphModule):
         flight = self._flight
         if flight is None:
             return
-        flight.check(resumable=self._current_plan().separate)
+        flight.check(self._current_plan().separate)
         if flight.done < len(self._current_plan().groups):
             self._program("drain", flight.done).run(flight.state, flight)
+        self._flight = None
+
+    def drop_flight(self) -> None:
+        """Forget late work that is still to be done. State stays as it is, one update behind."""
         self._flight = None
 
     def _state_for_drain(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

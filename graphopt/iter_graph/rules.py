@@ -16,7 +16,7 @@ from graphopt import _compat
 from graphopt.errors import IterationError
 from graphopt.graph_utils import get_outputs, is_operator, is_random, is_view, written
 
-_LIVE_STATE = frozenset({"parameter", "buffer", "optimizer_state", None})
+LIVE_STATE = frozenset({"parameter", "buffer", "optimizer_state", None})
 """Kinds of placeholders that may be updated late, because whoever reads them between steps is seen.
 None: the graph was made by hand and does not say."""
 
@@ -85,7 +85,7 @@ def _update_problems(
 ) -> Iterator[str]:
     destination = late[update]
     kind = state.meta.get("kind")
-    if kind not in _LIVE_STATE:
+    if kind not in LIVE_STATE:
         yield f"{_named(update)} updates a {kind}, which may be read between two steps: keep it"
     for reader in readers_through_views(state):
         if reader not in late and reader < destination:

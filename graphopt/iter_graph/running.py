@@ -56,13 +56,17 @@ class Flight:
         if held is not None:
             held.stop()
 
-    def check(self, resumable: bool = True) -> None:
-        """Raise `GraphOptError` if an iteration failed where its late work cannot be resumed."""
-        if self._inside or (self.done and not resumable):
+    def resumable(self, separate: bool) -> bool:
+        """Whether the rest can be done; groups that are not `separate` only all at once."""
+        return not self._inside and (separate or not self.done)
+
+    def check(self, separate: bool) -> None:
+        """Raise `GraphOptError` unless the rest can be done."""
+        if not self.resumable(separate):
             raise GraphOptError(
                 "an earlier call of the step failed in the middle of updating parameters, so that"
                 " some are updated and some are not\n"
-                "  hint:  load a checkpoint, call reset(), and go on from there"
+                "  hint:  call reset() of the step, then load a checkpoint"
             )
 
 
