@@ -121,6 +121,14 @@ class _Watched:
             watch.settle()
         return self.plain
 
+    # Which names and members there are does not depend on what is in flight, and every assignment
+    # to an attribute of a module asks.
+    def __contains__(self, item: Any) -> bool:
+        return item in self.plain
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.settle()
         if isinstance(plain, list):

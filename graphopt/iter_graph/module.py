@@ -156,6 +156,11 @@ class IterGraphModule(fx.GraphModule):
             self.flush()
         return self._packed(results)
 
+    def prepare(self) -> None:
+        """Derive and compile the graphs now that calls would derive when they first need them."""
+        for program in [("setup",), ("main",), ("drain", 0)] if self.graph.late else [("setup",)]:
+            self._program(*program)
+
     def flush(self) -> None:
         """Do the late work of the last iteration, if there is any: state is then exact.
 
@@ -194,13 +199,13 @@ class IterGraphModule(fx.GraphModule):
             self._plan = plan(self.graph)
         return self._plan
 
-    def _derived(self, name: str, *options: int) -> fx.GraphModule:
+    def _derived(self, name: str, *options: Any) -> fx.GraphModule:
         derivation = Derivation(self.graph, self._current_plan())
         derived = fx.GraphModule(self, getattr(derivation, name)(*options))
         derived.meta.update(self.meta)
         return derived
 
-    def _program(self, name: str, *options: int) -> Program:
+    def _program(self, name: str, *options: Any) -> Program:
         key = (name, *options)
         if key not in self._programs:
             carried = len(self._current_plan().carried) if name in ("setup", "main") else 0

@@ -87,6 +87,8 @@ def _update_problems(
     kind = state.meta.get("kind")
     if kind not in LIVE_STATE:
         yield f"{_named(update)} updates a {kind}, which may be read between two steps: keep it"
+    if state.meta.get("returned"):
+        yield f"{_named(update)} updates {_named(state)}, which the step returns: keep it"
     for reader in readers_through_views(state):
         if reader not in late and reader < destination:
             yield (
