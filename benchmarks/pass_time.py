@@ -112,7 +112,9 @@ def table_of(results: list[dict[str, Any]]) -> Table:
             cells.append(f"{seconds:.2f} ({1e6 * seconds / result['nodes']:.0f})")
         table.add_row(row, *cells)
     table.add_row("layers", *(str(r["layers"]) for r in results))
-    table.add_row("collectives before → after", *("{} → {}".format(*r["collectives"]) for r in results))
+    table.add_row(
+        "collectives before → after", *("{} → {}".format(*r["collectives"]) for r in results)
+    )
     return table
 
 

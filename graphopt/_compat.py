@@ -367,3 +367,47 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 def copy_codegen(source: fx.Graph, destination: fx.Graph) -> None:
     """Let `destination` take and return pytrees as `source` does."""
     destination.set_codegen(copy.deepcopy(source._codegen))
+
+
+# ---------------------------------------------------------------------------- saved graphs
+
+
+def has_symbolic_shape(tensor: torch.Tensor) -> bool:
+    """Whether sizes, strides or offset of a tensor are not plain numbers."""
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return any(isinstance(number, torch.SymInt) for number in numbers)
+
+
+def known_number(value: torch.SymInt | torch.SymFloat) -> int | float | None:
+    """The value of a symbolic number that is a constant, else None."""
+    if isinstance(value, torch.SymInt):
+        return value.node.maybe_as_int()  # type: ignore[no-any-return]
+    return value.node.maybe_as_float()  # type: ignore[no-any-return]
+
+
+def new_unknown(mode: Any, integer: bool) -> torch.SymInt | torch.SymFloat:
+    """A symbolic number of which nothing is known, for fake tensors of `mode`."""
+    environment = mode.shape_env
+    with environment.ignore_fresh_unbacked_symbols():
+        if integer:
+            return environment.create_unbacked_symint()  # type: ignore[no-any-return]
+        return environment.create_unbacked_symfloat()  # type: ignore[no-any-return]
+
+
+def fake_like(
+    mode: Any, meta: torch.Tensor, device: torch.device, *, conj: bool = False, neg: bool = False
+) -> torch.Tensor:
+    """A fake tensor on `device` over the storage of a tensor on the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fake: torch.Tensor = FakeTensor(mode, meta, device)
+    with mode:
+        fake = torch.conj(fake) if conj else fake
+        return torch._neg_view(fake) if neg else fake
+
+
+def rank_among_several() -> int | None:
+    """This process's rank in the default process group; None where it is alone."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.get_rank()

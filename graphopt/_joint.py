@@ -29,6 +29,9 @@ from graphopt.tracing.trace import RawTrace, trace
 
 T = TypeVar("T")
 
+Optimize = Callable[[CapturedStep], None]
+"""Checks a captured step and applies the passes to its graph."""
+
 
 @dataclass
 class Agreed:
@@ -54,10 +57,14 @@ class JointCapture:
     A later one that differs only in arguments may happen on one rank alone (an uneven last batch,
     a branch taken here only): it averages what was agreed, zeros for what it does not use. A
     parameter that no rank has used before needs a new agreement, in which all ranks have to join.
+
+    Args:
+        topic: the same text on all ranks, different for different step functions.
+        optimize: applied to each captured step before the ranks compare their collectives.
     """
 
-    def __init__(self, topic: str) -> None:
-        self._topic = topic
+    def __init__(self, topic: str, optimize: Optimize) -> None:
+        self._topic, self._optimize = topic, optimize
         self._agreed: list[Agreed] = []
         self._joined: WeakSet[nn.Module] = WeakSet()
 
@@ -72,12 +79,14 @@ class JointCapture:
         """Capture `call`; the agreement it stands on is None under `no_sync`."""
         joined = all(root in self._joined for _, root in call.named_roots())
         if joined and not sync:
-            return capture_call(call, settled=settled), None
+            captured = capture_call(call, settled=settled)
+            self._optimize(captured)
+            return captured, None
         earlier = self._earlier(call, mode)
         if earlier is not None:
-            captured = _as_agreed(call, parallel, earlier, settled)
-            if captured is not None:
-                return captured, earlier
+            agreeing = self._as_agreed(call, parallel, earlier, settled)
+            if agreeing is not None:
+                return agreeing, earlier
         group = _compat.group_or_default(parallel.group)
         channel = Channel(group, self._topic, parallel.timeout)
         captured, agreed = self._agree(channel, call, parallel, sync, mode, earlier)
@@ -94,6 +103,21 @@ class JointCapture:
             if agreed.guards.structure_mismatch(call, mode) is None:
                 return agreed
         return None
+
+    def _as_agreed(
+        self, call: Call, parallel: DataParallel, agreed: Agreed, settled: Collection[str]
+    ) -> CapturedStep | None:
+        """Capture with the collectives agreed before; None if the step needs others."""
+        inputs = prepare(call)
+        communication = communication_for(parallel, agreed.order)
+        try:
+            raw = trace(call, inputs, communication)
+        except UnagreedParameterError:
+            return None
+        captured = finish(call, inputs, communication, raw, settled)
+        self._optimize(captured)
+        same = collective_plan(captured.graph_module.graph) == agreed.plan
+        return captured if same else None
 
     def _agree(
         self,
@@ -121,7 +145,9 @@ class JointCapture:
 
         def second() -> CapturedStep:
             again = raw if order == raw.used else trace(call, inputs, communication)
-            return finish(call, inputs, communication, again)
+            captured = finish(call, inputs, communication, again)
+            self._optimize(captured)
+            return captured
 
         captured = _or_tell(channel, second)
         plan = collective_plan(captured.graph_module.graph)
@@ -141,20 +167,6 @@ class JointCapture:
             if parallel.broadcast:
                 _broadcast(root, group)
             self._joined.add(root)
-
-
-def _as_agreed(
-    call: Call, parallel: DataParallel, agreed: Agreed, settled: Collection[str]
-) -> CapturedStep | None:
-    """Capture with the collectives agreed before; None if the step needs others."""
-    inputs = prepare(call)
-    communication = communication_for(parallel, agreed.order)
-    try:
-        raw = trace(call, inputs, communication)
-    except UnagreedParameterError:
-        return None
-    captured = finish(call, inputs, communication, raw, settled)
-    return captured if collective_plan(captured.graph_module.graph) == agreed.plan else None
 
 
 def _or_tell(channel: Channel, work: Callable[[], T]) -> T:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from graphopt import _compat
 from graphopt._joint import Agreed
+from graphopt.errors import GraphOptError
 from graphopt.graph_utils import without_autocast
+from graphopt.iter_graph import IterGraphModule
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Storage, as_tensor
 from graphopt.tracing.signature import Computed, Constant, Recipe, View
-
-Runner = Callable[..., tuple[list[Any], list[torch.Tensor], list[Any]]]
+from graphopt.watching import Watch
 
 
 class BoundStep:
@@ -24,8 +24,9 @@ class BoundStep:
 
     Args:
         captured: what was captured.
+        module: its graph after all passes, finalized.
+        call: the call it was captured from.
         guards: when it may be used.
-        runner: the executable graph, called with one value per placeholder.
         agreed: what the ranks agreed on for it; None where it does not communicate.
         number: counts the captures of a step.
     """
@@ -33,26 +34,63 @@ class BoundStep:
     def __init__(
         self,
         captured: CapturedStep,
+        module: IterGraphModule,
+        call: Call,
         guards: Guards,
-        runner: Runner,
         agreed: Agreed | None,
         number: int,
     ) -> None:
         self.captured = captured
+        self.module = module
         self.guards = guards
         self.agreed = agreed
         self.number = number
-        self._runner = runner
         inputs = captured.live
         self._holders = inputs.placeholders
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
         self._gradients = [(g.owner.tensor, id(g.owner) in dead) for g in inputs.gradients]
+        modules = [module for _, module in call.named_submodules()]
+        self._watch = Watch(modules, call.optimizer_objects(), self._finish_unasked)
 
     def __call__(self, call: Call) -> Any:
+        if not self.module.in_flight:
+            self._watch.settle_others()
         flat = self._values(call)
         with torch.no_grad(), without_autocast():
-            user, _, carried = self._runner(*flat)
-        return self._apply(call, flat, [*user, *carried])
+            user, _, carried = self.module(*flat)
+        result = self._apply(call, flat, [*user, *carried])
+        if self.module.in_flight:
+            self._watch.start()
+        return result
+
+    def flush(self) -> None:
+        """Do late work that is in flight.
+
+        Raises:
+            GraphOptError: a call failed in the middle of an update.
+        """
+        if self.module.in_flight:
+            with torch.no_grad(), without_autocast():
+                self.module.flush()
+        self._watch.stop()
+
+    def close(self) -> None:
+        """Do late work that is in flight, or drop it where an update failed in the middle."""
+        if self.module.resumable:
+            self.flush()
+        else:
+            self.module.drop_flight()
+            self._watch.stop()
+
+    def _finish_unasked(self) -> None:
+        """Flush because somebody reads state, which must not wait for other ranks."""
+        if self.module.in_flight and self.module.flush_communicates:
+            raise GraphOptError(
+                "parameters or optimizer state are read while a collective of the last step is"
+                " still to be launched, which needs all ranks\n"
+                "  hint:  call flush() of the training step on every rank first"
+            )
+        self.flush()
 
     def _values(self, call: Call) -> list[Any]:
         inputs = self.captured.live

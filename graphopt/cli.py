@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,40 @@ Examples:
     graphopt demo --link 200mbit
 
     graphopt demo --device cuda --ranks 2
+"""
+
+PASSES_EXAMPLES = """
+Examples:
+
+    graphopt passes
+
+    graphopt passes --json
+
+    graphopt passes --import my_passes.py
+"""
+
+OPTIMIZE_EXAMPLES = """
+Examples:
+
+    graphopt optimize step.pt --pipeline default --out optimized.pt
+
+    graphopt optimize step.pt --pipeline "comm_fusion_with_concat(bucket_size_mb=5)" --dump dumps
+
+    graphopt optimize graphopt-repro/01.pt --pipeline schedule_comm_wait
+
+    graphopt optimize step.pt --import my_passes.py --pipeline my_pass
+
+A graph is saved by `graphopt.saved.save_graph(train_step.graph_module, "step.pt")`.
+"""
+
+SHOW_EXAMPLES = """
+Examples:
+
+    graphopt show step.pt
+
+    graphopt show step.pt --phase communication
+
+    graphopt show step.pt --diff optimized.pt
 """
 
 app = typer.Typer(
@@ -41,6 +76,37 @@ class Backend(str, Enum):
 
     gloo = "gloo"
     nccl = "nccl"
+
+
+class Phase(str, Enum):
+    """Parts of a training step."""
+
+    forward = "forward"
+    backward = "backward"
+    communication = "communication"
+    optimizer = "optimizer"
+
+
+class Verify(str, Enum):
+    """How much of each pass is checked."""
+
+    off = "off"
+    dependencies = "dependencies"
+    equivalence = "equivalence"
+
+
+GraphFile = Annotated[
+    Path, typer.Argument(help="A graph saved by graphopt.saved.save_graph.", metavar="FILE")
+]
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        help="Import passes from a file (my_passes.py) or a module first. May be repeated.",
+        metavar="MODULE",
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -105,3 +171,72 @@ def demo(
         seed=seed,
     )
     raise typer.Exit(status)
+
+
+@app.command(epilog=PASSES_EXAMPLES)
+def passes(
+    modules: Imports = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List all passes: what each does, its options, what it needs, whether it keeps all bits."""
+    from graphopt.commands.passes import run_passes
+
+    run_passes(modules or [], as_json)
+
+
+@app.command(epilog=OPTIMIZE_EXAMPLES)
+def optimize(
+    file: GraphFile,
+    pipeline: Annotated[
+        str, typer.Option(help="Passes to apply: `name(option=value) -> name`, or `default`.")
+    ],
+    modules: Imports = None,
+    out: Annotated[Path | None, typer.Option(help="Save the resulting graph here.")] = None,
+    dump: Annotated[
+        Path | None, typer.Option(help="Write the graph and its changes after each pass here.")
+    ] = None,
+    disable: Annotated[
+        list[str] | None, typer.Option(help="Leave out a pass of this name. May be repeated.")
+    ] = None,
+    stop_after: Annotated[
+        int | None, typer.Option(min=0, help="Stop after so many passes.")
+    ] = None,
+    verify: Annotated[Verify | None, typer.Option(help="How much of each pass is checked.")] = None,
+) -> None:
+    """Apply passes to a saved graph and print what each one did.
+
+    The exit status is 1 when a pass fails or is refused, and 2 when the file or the pipeline cannot
+    be used.
+    """
+    from graphopt.commands.optimize import run_optimize
+
+    run_optimize(
+        file,
+        pipeline,
+        modules=modules or [],
+        out=out,
+        dump=dump,
+        disable=disable or [],
+        stop_after=stop_after,
+        verify=None if verify is None else verify.value,
+    )
+
+
+@app.command(epilog=SHOW_EXAMPLES)
+def show(
+    file: GraphFile,
+    phase: Annotated[Phase | None, typer.Option(help="Show this part of the step only.")] = None,
+    diff: Annotated[
+        Path | None, typer.Option(help="Show how the graph in this file differs.", metavar="OTHER")
+    ] = None,
+) -> None:
+    """Print a saved graph, or the difference between two, in colour on a terminal.
+
+    Rows are grouped by phase and marked where collectives are launched and waited for, state is
+    updated, and nodes run one iteration late.
+    """
+    if phase is not None and diff is not None:
+        raise typer.BadParameter("--phase does not go with --diff", param_hint="--phase")
+    from graphopt.commands.show import run_show
+
+    run_show(file, None if phase is None else phase.value, diff)

@@ -6,28 +6,26 @@ import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
 
-from graphopt.errors import GraphOptError, LoweringError, PipelineSyntaxError
+from graphopt.errors import GraphOptError, LoweringError
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
 
 if TYPE_CHECKING:
-    from torch import fx
-
     from graphopt._joint import JointCapture
     from graphopt._run import BoundStep
+    from graphopt.iter_graph import IterGraphModule
+    from graphopt.manager import Pass, PassManager, PassRecord
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
 
 logger = logging.getLogger("graphopt")
 
-PIPELINES = ("default", "none")
-VERIFICATIONS = ("equivalence", "dependencies", "off")
 _SHAPES_BEFORE_ADVICE = 8
 
 
@@ -44,10 +42,10 @@ class TrainStep:
         self,
         fn: Callable[..., Any],
         *,
-        pipeline: str = "default",
+        pipeline: str | Sequence[Any] | PassManager = "default",
         parallel: Parallel | None = None,
         lower: str | None = None,
-        verify: str = "equivalence",
+        verify: str | None = None,
     ) -> None:
         if not callable(fn) or isinstance(fn, (torch.nn.Module, torch.optim.Optimizer)):
             raise TypeError(
@@ -55,25 +53,25 @@ class TrainStep:
                 " graphopt.compile(train_step), where train_step(model, optimizer, batch) runs"
                 " forward, backward and optimizer.step()"
             )
-        if pipeline not in PIPELINES:
-            raise PipelineSyntaxError(
-                f"unknown pipeline {pipeline!r}: known are {', '.join(map(repr, PIPELINES))}"
-            )
-        if verify not in VERIFICATIONS:
-            raise ValueError(
-                f"unknown verify={verify!r}: known are {', '.join(map(repr, VERIFICATIONS))}"
-            )
         if lower is not None:
             raise LoweringError(f"lower={lower!r} is not available in this version; pass None")
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._parallel = parallel
         self._sync = True
+        self._entries: list[BoundStep] = []
+        self._manager = manager_for(pipeline, verify)
         self.reset()
 
     def reset(self) -> None:
-        """Forget every captured graph; the next call captures. On several ranks: on all of them."""
-        self._entries: list[BoundStep] = []
+        """Forget every captured graph; the next call captures. On several ranks: on all of them.
+
+        Late work of the last call is finished first; if that call failed in the middle of updating
+        parameters, it is dropped: load a checkpoint then.
+        """
+        for entry in self._entries:
+            entry.close()
+        self._entries = []
         self._captured = 0
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
@@ -86,9 +84,16 @@ class TrainStep:
         for position, entry in enumerate(self._entries):
             if _fits(entry, call, mode):
                 if position:
+                    self.flush()
                     self._entries.insert(0, self._entries.pop(position))
                 return entry(call)
+        self.flush()
         return self._capture(call, mode)(call)
+
+    def __del__(self) -> None:
+        for entry in vars(self).get("_entries", ()):  # not there where __init__ raised
+            if not entry.module.flush_communicates:
+                entry.close()
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -100,7 +105,16 @@ class TrainStep:
         self.flush()
 
     def flush(self) -> None:
-        """Finish work that is still in flight: afterwards parameters are exactly eager's."""
+        """Finish work that is still in flight: afterwards parameters are exactly eager's.
+
+        Reading `model.state_dict()`, `model.parameters()`, `optimizer.state` and the like does this
+        by itself. Call it before you read a parameter through a variable of your own.
+
+        Raises:
+            GraphOptError: a call failed in the middle of updating parameters.
+        """
+        for entry in self._entries:
+            entry.flush()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -118,15 +132,26 @@ class TrainStep:
         return tuple(entry.captured for entry in in_order)
 
     @property
-    def graph_module(self) -> fx.GraphModule:
-        """The graph of the latest call, in the captured dialect.
+    def graph_module(self) -> IterGraphModule:
+        """The graph of the latest call after all passes, in the captured dialect.
 
         Raises:
             GraphOptError: the step has not been called.
         """
         if not self._entries:
             raise GraphOptError("the step has not been called yet, so there is no graph")
-        return self._entries[0].captured.graph_module
+        return self._entries[0].module
+
+    @property
+    def report(self) -> list[PassRecord]:
+        """What each pass did to the graph of the latest call.
+
+        Raises:
+            GraphOptError: the step has not been called.
+        """
+        from graphopt.manager import records_of
+
+        return records_of(self.graph_module)
 
     def print_readable(self) -> None:
         """Print the graph of the latest call."""
@@ -146,9 +171,9 @@ class TrainStep:
     def _capture(self, call: Call, mode: tuple[Any, ...]) -> BoundStep:
         from graphopt._run import BoundStep
         from graphopt.executable import finalize
+        from graphopt.iter_graph import IterGraphModule
         from graphopt.tracing.capture import capture_call
         from graphopt.tracing.guards import Guards
-        from graphopt.verify import check_captured
 
         self._log_capture(call, mode)
         parallel = resolve(self._parallel)
@@ -158,23 +183,34 @@ class TrainStep:
             captured, agreed = joint.capture(call, parallel, self._sync, mode, settled)
         else:
             captured, agreed = capture_call(call, settled=settled), None
-        check_captured(captured).raise_for_failure()
+            self._optimize(captured)
+        module = captured.graph_module
+        assert isinstance(module, IterGraphModule)
+        module.finalize_setup(finalize)
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
-        runner = finalize(captured.graph_module).forward
         self._captured += 1
-        entry = BoundStep(captured, guards, runner, agreed, self._captured)
+        entry = BoundStep(captured, module, call, guards, agreed, self._captured)
         self._entries = [entry, *filter(_is_usable, self._entries)]
         for position in call.modules:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
 
+    def _optimize(self, captured: CapturedStep) -> None:
+        """Check what was captured, and apply the passes."""
+        from graphopt.iter_graph import IterGraphModule
+        from graphopt.verify import check_captured
+
+        check_captured(captured).raise_for_failure()
+        captured.graph_module = IterGraphModule(captured.graph_module)
+        self._manager.run(captured.graph_module)
+
     def _joint(self) -> JointCapture:
         if self._joint_capture is None:
             from graphopt._joint import JointCapture
 
             topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
-            self._joint_capture = JointCapture(topic)
+            self._joint_capture = JointCapture(topic, self._optimize)
         return self._joint_capture
 
     def _log_capture(self, call: Call, mode: tuple[Any, ...]) -> None:
@@ -197,6 +233,40 @@ class TrainStep:
                     _SHAPES_BEFORE_ADVICE,
                     shape,
                 )
+
+
+def default_pipeline() -> list[Pass]:
+    """What `pipeline="default"` applies to a captured step.
+
+    The last stage, which makes updates and reductions happen in place, is not a pass: see
+    `graphopt.executable.finalize`.
+    """
+    from graphopt import passes
+
+    return [
+        passes.remove_copy_from_optimizer,
+        passes.comm_fusion_with_concat,
+        passes.schedule_comm_wait,
+        passes.iter_move_grads_and_optimizers,
+    ]
+
+
+def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None) -> PassManager:
+    """The manager of a pipeline given by name, text, passes or as a manager.
+
+    Raises:
+        PipelineSyntaxError: no such pipeline or pass.
+    """
+    from graphopt import discovery
+    from graphopt.manager import PassManager
+
+    discovery.install()
+    if isinstance(pipeline, PassManager):
+        return pipeline
+    named = {"default": default_pipeline, "none": list}
+    if isinstance(pipeline, str) and pipeline in named:
+        return PassManager(named[pipeline](), verify=verify)
+    return PassManager(pipeline, verify=verify)
 
 
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
@@ -238,11 +308,14 @@ def compile(
     Args:
         fn: the step, unchanged PyTorch: modules and optimizers among its arguments; forward,
             backward and optimizer step inside; returns a pytree of tensors and constants or None.
-        **options: ``pipeline`` ("default" or "none"), ``parallel`` (None, `DataParallel` or
-            `Manual`), ``lower`` (None), ``verify``.
+        **options: ``pipeline`` ("default", "none", a textual pipeline, a list of passes or of
+            `(pass, options)`, a `PassManager`), ``parallel`` (None, `DataParallel` or `Manual`),
+            ``lower`` (None), ``verify`` ("equivalence", "dependencies", "off"; None is the
+            strongest there is).
 
     Raises:
         TypeError: `fn` is not a function, or an option is unknown.
+        PipelineSyntaxError, PassOrderError: the pipeline cannot be understood or applied.
         CaptureError: on calling the step, when it cannot be captured.
     """
     if fn is None:

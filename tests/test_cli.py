@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from torch import fx, nn
 from typer.testing import CliRunner, Result
 
 import graphopt
 from graphopt import cli
 from graphopt.demo import main as demo_main
+from graphopt.graph_utils import call_function_with_meta
+from graphopt.iter_graph import IterGraphModule
+from graphopt.manager import applied_passes, default_registry
+from graphopt.readable import graph_diff, graph_text
+from graphopt.saved import load_graph, save_graph
+from registry import isolate
 
 COMMANDS = sorted(typer.main.get_group(cli.app).commands)
 
@@ -132,3 +141,162 @@ def test_unknown_command() -> None:
     result = invoke("dmeo")
     assert result.exit_code == 2
     assert "dmeo" in result.output
+
+
+def small_graph() -> fx.GraphModule:
+    """`x.t().t() + 1`."""
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    value.meta.update(val=torch.zeros(2, 3), kind="user_input")
+    for target, args in (
+        (torch.ops.aten.t.default, ()),
+        (torch.ops.aten.t.default, ()),
+        (torch.ops.aten.add.Tensor, (1,)),
+    ):
+        value = call_function_with_meta(graph, target, (value, *args))
+        value.meta["phase"] = "forward"
+    graph.output(([value], [], []))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+PASSES = """
+import graphopt.manager
+
+@graphopt.manager.graph_optimization_pass(repeatable=True, changes_numerics=True)
+def tidy_for_tests(gm, most: int = 3, name: str | None = None) -> int:
+    "Read x in place of t(t(x))."
+    first, second = [n for n in gm.graph.nodes if n.name.startswith("t_")]
+    second.replace_all_uses_with(first.args[0])
+    return 1
+
+@graphopt.manager.graph_optimization_pass(apply_after=["tidy_for_tests"])
+def hoist_for_tests(gm):
+    list(gm.graph.nodes)[1].prepend(list(gm.graph.nodes)[3])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a saved graph and a file of passes, which are forgotten later."""
+    monkeypatch.chdir(tmp_path)
+    save_graph(small_graph(), "step.pt")
+    Path("my_passes_for_tests.py").write_text(PASSES)
+    isolate(monkeypatch)
+    monkeypatch.delitem(sys.modules, "my_passes_for_tests", raising=False)
+    return tmp_path
+
+
+IMPORT = ("--import", "my_passes_for_tests.py")
+
+
+def test_passes_are_listed(folder: Path) -> None:
+    result = invoke("passes", *IMPORT)
+    assert result.exit_code == 0
+    assert all(name in result.output for name in default_registry().names())
+    text = " ".join(result.output.split())
+    assert "tidy_for_tests Read x in place of t(t(x)). changes" in text
+    assert "most: int = 3 name: str | None = None may be applied more than once" in text
+    assert "after tidy_for_tests" in text
+
+
+def test_passes_as_json(folder: Path) -> None:
+    result = invoke("passes", "--json", *IMPORT)
+    passes = {entry["name"]: entry for entry in json.loads(result.output)}
+    assert sorted(passes) == default_registry().names()
+    assert passes["tidy_for_tests"] == {
+        "name": "tidy_for_tests",
+        "what": "Read x in place of t(t(x)).",
+        "options": [
+            {"name": "most", "type": "int", "default": 3},
+            {"name": "name", "type": "str | None", "default": None},
+        ],
+        "prerequisites": [],
+        "apply_after": [],
+        "repeatable": True,
+        "changes_numerics": True,
+        "module": "my_passes_for_tests",
+    }
+    assert passes["hoist_for_tests"]["apply_after"] == ["tidy_for_tests"]
+
+
+def test_optimize(folder: Path) -> None:
+    result = invoke(
+        "optimize", "step.pt", *IMPORT, "--pipeline", "tidy_for_tests(most=2)", "--out", "out.pt"
+    )
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert lines[0] == "pass changes nodes collectives copies seconds"
+    assert lines[1].startswith("tidy_for_tests 1 5 → 3 0 0 ")
+    assert "before: 5 nodes, 0 collectives, 0 state updates, 0 late nodes" in lines
+    assert "after: 3 nodes, 0 collectives, 0 state updates, 0 late nodes" in lines
+    assert lines[-1] == "saved: out.pt"
+    saved = load_graph("out.pt")
+    assert applied_passes(saved) == ["tidy_for_tests"]
+    again = invoke("optimize", "out.pt", *IMPORT, "--pipeline", "none")
+    assert again.output.startswith("applied before: tidy_for_tests\n")
+
+
+def test_optimize_by_default(folder: Path) -> None:
+    result = invoke("optimize", "step.pt", "--pipeline", "default", "--out", "out.pt")
+    assert result.exit_code == 0, result.output
+    saved = load_graph("out.pt")
+    assert isinstance(saved, IterGraphModule)
+    assert "schedule_comm_wait" in applied_passes(saved)
+
+
+def test_optimize_options(folder: Path) -> None:
+    pipeline = ("--pipeline", "tidy_for_tests -> hoist_for_tests")
+    stopped = invoke("optimize", "step.pt", *IMPORT, *pipeline, "--stop-after", "1", "--dump", "d")
+    assert stopped.exit_code == 0, stopped.output
+    assert "hoist_for_tests" not in stopped.output
+    assert Path("d/after_tidy_for_tests.txt").is_file()
+    disabled = invoke("optimize", "step.pt", *IMPORT, *pipeline, "--disable", "hoist_for_tests")
+    assert disabled.exit_code == 0, disabled.output
+
+
+def test_optimize_refuses_a_wrong_pass(folder: Path) -> None:
+    result = invoke("optimize", "step.pt", *IMPORT, "--pipeline", "hoist_for_tests")
+    assert result.exit_code == 1
+    assert "graphopt optimize: pass 'hoist_for_tests' was refused" in result.output
+    assert "%t_default" in result.output
+    assert Path("graphopt-repro/01.pt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("optimize nothing.pt --pipeline none", "nothing.pt: No such file"),
+        ("optimize my_passes_for_tests.py --pipeline none", "does not hold a graph"),
+        ("optimize step.pt --pipeline remove_copies_from_optimizer", "did you mean"),
+        ("optimize step.pt --pipeline (", "a pass is expected here"),
+        ("optimize step.pt --pipeline none --disable nothing", "'nothing', which is not a pass"),
+        ("optimize step.pt --pipeline none --verify maybe", "--verify"),
+        ("optimize step.pt --pipeline none --stop-after -1", "--stop-after"),
+        ("optimize step.pt --pipeline none --import nowhere", "No module named 'nowhere'"),
+        ("optimize step.pt", "--pipeline"),
+        ("show nothing.pt", "nothing.pt: No such file"),
+        ("show step.pt --phase sideways", "--phase"),
+        ("show step.pt --phase forward --diff step.pt", "--phase does not go with --diff"),
+        ("show step.pt --diff nothing.pt", "nothing.pt: No such file"),
+        ("passes --import nowhere.py", "graphopt passes: --import nowhere.py"),
+    ],
+)
+def test_misuse(folder: Path, words: str, message: str) -> None:
+    result = invoke(*words.split())
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_show(folder: Path) -> None:
+    assert invoke("show", "step.pt").output == graph_text(load_graph("step.pt"))
+    forward = invoke("show", "step.pt", "--phase", "forward").output
+    assert "%t_default" in forward and "── output ──" not in forward
+
+
+def test_show_a_difference(folder: Path) -> None:
+    invoke("optimize", "step.pt", *IMPORT, "--pipeline", "tidy_for_tests", "--out", "out.pt")
+    result = invoke("show", "step.pt", "--diff", "out.pt")
+    graphs = (load_graph("step.pt"), load_graph("out.pt"))
+    assert result.output == graph_diff(*graphs, ("step.pt", "out.pt"))
+    assert "-%t_default = aten.t.default(%x)" in result.output
+    assert invoke("show", "step.pt", "--diff", "step.pt").output == "no difference\n"

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch.distributed.run import get_args_parser
 
 import graphopt
+from graphopt import cli
+from registry import isolate
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -40,13 +43,17 @@ def test_order_of_sections() -> None:
         "Try it",
         "In a training script",
         "On several GPUs",
+        "A pass of your own",
         "Limits",
         "More",
     ]
 
 
-def test_training_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_blocks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The blocks follow one another in one program, which learns what it is shown."""
+    isolate(monkeypatch)
     namespace: dict[str, object] = {}
     for number, code in enumerate(block for block in PYTHON if block not in SCRIPTS):
         exec(compile(code, f"<README block {number}>", "exec"), namespace)
@@ -55,7 +62,9 @@ def test_training_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(loss, torch.Tensor)
     # The targets are sums of eight standard normal numbers: variance 8.
     assert loss.item() < 1.0
-    assert "'backward'" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "'backward'" in printed
+    assert "cancel_transposes: changed" in printed
 
 
 @pytest.mark.slow
@@ -97,3 +106,9 @@ def test_torchrun_options_exist() -> None:
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).is_file(), target
+
+
+def test_commands_exist() -> None:
+    named = set(re.findall(r"`graphopt (\w+)", README))
+    assert named == {"optimize", "passes", "show"}
+    assert named <= set(typer.main.get_group(cli.app).commands)

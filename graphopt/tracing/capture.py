@@ -15,9 +15,9 @@ from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.compare import fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
-from graphopt.tracing.inputs import Inputs, InputSpec, collect
+from graphopt.tracing.inputs import Inputs, InputSpec, Storage, collect
 from graphopt.tracing.reduction import Group
-from graphopt.tracing.signature import Signature
+from graphopt.tracing.signature import Live, Signature, View
 from graphopt.tracing.trace import Communication, RawTrace, trace
 
 
@@ -68,6 +68,7 @@ def finish(
         InputSpec(kind, fqn, name) for (kind, fqn), name in zip(kinds, names, strict=True)
     )
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
+    _note_returned(functional.graph_module, inputs, raw.signature)
     return CapturedStep(functional.graph_module, specs, raw.signature, inputs, mark)
 
 
@@ -125,6 +126,23 @@ def _note_dead_gradients(
         index = owners[id(gradient.owner)]
         if spec.placeholder in unread and index in replaced:
             signature.dead_gradients.append(index)
+
+
+def _note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signature) -> None:
+    """Mark inputs that the step returns themselves: whoever gets them may read them at any time."""
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    owners: dict[int, fx.Node] = {}
+    for node, holder in zip(placeholders, inputs.placeholders, strict=False):
+        members = holder.members if isinstance(holder, Storage) else [holder]
+        owners.update((id(member), node) for member in members)
+    for recipe in signature.recipes():
+        live = recipe.of if isinstance(recipe, View) else recipe
+        if not isinstance(live, Live):
+            continue
+        if live.placeholder is not None:
+            placeholders[live.placeholder].meta["returned"] = True
+        elif live.module_tensor is not None:
+            owners[id(inputs.module_tensors[live.module_tensor])].meta["returned"] = True
 
 
 def capture(

@@ -7,45 +7,19 @@ on: the arguments, the modules, the optimizers' settings, and torch's modes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs, Storage, is_number
-from graphopt.tracing.numbers import SCHEDULED, holds
+from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
+from graphopt.tracing.inputs import Inputs, Storage
+from graphopt.tracing.numbers import holds
+from graphopt.tracing.object_guards import ModuleGuard, OptimizerGuard
 from graphopt.tracing.signature import AttributeResult
-
-_PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-_OF_SCHEDULERS = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-)
-"""Entries that learning rate schedulers keep in parameter groups, and optimizers never read."""
-
-_OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOKS})
-"""Attributes of modules that have guards of their own."""
-
-
-def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a graph is specialized on about a tensor."""
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
+from graphopt.watching import unwatched
 
 
 def _environment() -> tuple[Any, ...]:
@@ -63,136 +37,6 @@ def _environment() -> tuple[Any, ...]:
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
     )
-
-
-class ModuleGuard:
-    """One module: mode, hooks, registered tensors by identity, plain attributes by value, others by
-    identity.
-
-    Args:
-        assigned: attributes that the step itself sets: a new object in one of them is its own.
-    """
-
-    def __init__(self, name: str, module: nn.Module, assigned: Collection[str]) -> None:
-        self.name = name or "the model"
-        self.attributes = vars(module)
-        self.training = module.training
-        self.hooks = tuple(tuple(self.attributes[table]) for table in _HOOKS)
-        self.children = [(key, vars(m)) for key, m in module._modules.items() if m is not None]
-        self.tensors = [
-            (table, [(key, t, None if t is None else tensor_kind(t)) for key, t in table.items()])
-            for table in (module._parameters, module._buffers)
-        ]
-        self.submodules = list(module._modules)
-        self.gradients = [
-            (p.requires_grad, _compat.hooks_of(p))
-            for p in module._parameters.values()
-            if p is not None
-        ]
-        self.others = [
-            (key, value, _items(value))
-            for key, value in self.attributes.items()
-            if key not in _OF_TORCH and not isinstance(value, torch.Tensor)
-            if _is_plain(value) or key not in assigned
-        ]
-        self.count = len(self.attributes)
-
-    def mismatch(self) -> str | None:
-        attributes = self.attributes
-        if attributes["training"] is not self.training:
-            return f"{self.name}.training became {attributes['training']}"
-        modules = attributes["_modules"]
-        if len(modules) != len(self.submodules):
-            return self._registered(modules.keys() ^ set(self.submodules))
-        for key, child in self.children:
-            if key not in modules or vars(modules[key]) is not child:
-                return f"submodule {self.name}.{key} was replaced"
-        for table, entries in self.tensors:
-            if len(table) != len(entries):
-                return self._registered(table.keys() ^ {key for key, _, _ in entries})
-            for key, tensor, kind in entries:
-                now = table.get(key)
-                if now is not tensor:
-                    return f"{self.name}.{key} was replaced{_change(kind, now)}"
-                if tensor is not None and tensor_kind(tensor) != kind:
-                    return f"{self.name}.{key}{_change(kind, tensor)}"
-        parameters = (p for p in attributes["_parameters"].values() if p is not None)
-        for (flag, hooks), parameter in zip(self.gradients, parameters, strict=True):
-            if parameter.requires_grad is not flag:
-                return f"requires_grad changed in {self.name}"
-            if _compat.hooks_of(parameter) != hooks:
-                return f"gradient hooks of {self.name} changed"
-        for key, value, items in self.others:
-            now = attributes.get(key, _MISSING)
-            if now is not value and not _same_constant(now, value):
-                return f"{self.name}.{key} became {now!r}"
-            if items is not None and not _same_items(items, now):
-                return f"what {self.name}.{key} contains changed"
-        if len(attributes) != self.count:
-            return f"attributes of {self.name} were added or removed"
-        if tuple(tuple(attributes[table]) for table in _HOOKS) != self.hooks:
-            return f"hooks of {self.name} changed"
-        return None
-
-    def _registered(self, names: set[str]) -> str:
-        listed = ", ".join(f"{self.name}.{name}" for name in sorted(names))
-        return f"{listed} was registered or dropped"
-
-
-def _change(kind: tuple[Any, ...] | None, now: Any) -> str:
-    if kind is None or not isinstance(now, torch.Tensor) or tensor_kind(now) == kind:
-        return ""
-    return f" ({_describe(kind, tensor_kind(now))})"
-
-
-_MISSING = object()
-
-
-class OptimizerGuard:
-    """One optimizer: groups, members, settings that are not scheduled, and state entries."""
-
-    def __init__(self, name: str, optimizer: Optimizer) -> None:
-        self.name = name
-        self.type = type(optimizer)
-        self.groups = [
-            (list(group["params"]), _settings(group)) for group in optimizer.param_groups
-        ]
-
-    def mismatch(self, optimizer: Optimizer) -> str | None:
-        if type(optimizer) is not self.type:
-            return f"{self.name} became a {type(optimizer).__name__}"
-        if len(optimizer.param_groups) != len(self.groups):
-            return f"{self.name} has {len(optimizer.param_groups)} parameter groups now"
-        for index, (params, settings) in enumerate(self.groups):
-            group = optimizer.param_groups[index]
-            live = group["params"]
-            if len(live) != len(params) or any(
-                a is not b for a, b in zip(live, params, strict=True)
-            ):
-                return f"the members of {self.name}.param_groups[{index}] changed"
-            now = _settings(group)
-            if now != settings:
-                key = next(k for k in now.keys() | settings.keys() if now.get(k) != settings.get(k))
-                return f"{self.name}.param_groups[{index}][{key!r}] became {now.get(key)!r}"
-        return None
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a group that the graph is specialized on; scheduled numbers by kind only.
-
-    Bookkeeping of schedulers (`initial_lr`, `max_lr`, …) is not read by optimizers.
-    """
-    found: dict[str, Any] = {}
-    for key, value in group.items():
-        if key == "params" or key in _OF_SCHEDULERS:
-            continue
-        if key not in SCHEDULED:
-            found[key] = value if _is_plain(value) else id(value)
-        elif isinstance(value, tuple):
-            found[key] = tuple(is_number(part) or id(part) for part in value)
-        else:
-            found[key] = is_number(value) or id(value)
-    return found
 
 
 class Guards:
@@ -272,7 +116,7 @@ class Guards:
     def local_mismatch(self, call: Call) -> str | None:
         """The first thing that may differ on this rank alone and is no longer as captured."""
         for value, position in zip(self.constants, call.constants, strict=True):
-            if not _same_constant(call.leaves[position], value):
+            if not same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
         if _state_entries(call) != self.state_entries:
             return "optimizer state was created, dropped or changed its kind"
@@ -315,39 +159,12 @@ class Guards:
         for position, kind in self.user:
             now = tensor_kind(call.leaves[position])
             if now != kind:
-                return f"argument {call.names[position]}: {_describe(kind, now)}"
+                return f"argument {call.names[position]}: {describe(kind, now)}"
             if kind[-1] and call.leaves[position].grad is not None:
                 return f"argument {call.names[position]} has a gradient"
         if _aliases(call) != self.aliases:
             return "which tensor arguments are the same changed"
         return None
-
-
-def _items(value: object) -> list[Any] | None:
-    """What a list or dictionary contains, to compare with later."""
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    return list(value) if isinstance(value, list) else None
-
-
-def _same_items(before: list[Any], container: object) -> bool:
-    now = _items(container)
-    if now is None or len(now) != len(before):
-        return False
-    return all(a is b or _same_constant(a, b) for a, b in zip(now, before, strict=True))
-
-
-def _same_constant(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    return type(a) is type(b) and _is_plain(a) and _is_plain(b) and bool(a == b)
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value is compared by value; all others are by identity."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
 
 
 def _layout(holder: Storage) -> list[int]:
@@ -382,7 +199,7 @@ def _state_entries(call: Call) -> list[Any]:
             for key, value in entries.items()
         )
         for optimizer in call.optimizer_objects()
-        for entries in optimizer.state.values()
+        for entries in unwatched(optimizer.state).values()
     ]
 
 
@@ -394,21 +211,7 @@ def _read_states(call: Call, inputs: Inputs) -> list[Any]:
     for state in inputs.states:
         if (state.optimizer, id(state.parameter)) != owner:
             owner = (state.optimizer, id(state.parameter))
-            entries = optimizers[state.optimizer].state.get(state.parameter.tensor, {})
+            state_of = unwatched(optimizers[state.optimizer].state)
+            entries = state_of.get(state.parameter.tensor, {})
         found.append(entries.get(state.key))
     return found
-
-
-def _describe(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    names = ("shape", "stride", "dtype", "device", "requires_grad")
-    differing = _differing(names, before, now)
-    name, old, new = next(differing)
-    if isinstance(old, torch.Size):
-        old, new = list(old), list(new)
-    return f"{name} {old} became {new}"
-
-
-def _differing(
-    names: tuple[str, ...], before: tuple[Any, ...], now: tuple[Any, ...]
-) -> Iterator[tuple[str, Any, Any]]:
-    return ((n, a, b) for n, a, b in zip(names, before, now, strict=True) if a != b)

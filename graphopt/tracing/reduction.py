@@ -34,17 +34,27 @@ class Group:
 def average(gradient: torch.Tensor, group: Group) -> torch.Tensor:
     """The mean of `gradient` over the ranks: same shape, strides and dtype."""
     scaled = torch.mul(gradient, 1.0 / group.ranks)
-    flat = scaled if scaled.is_contiguous() else _in_storage_order(scaled)
-    launched = torch.ops._c10d_functional.all_reduce(flat, "sum", group.name)
-    total = torch.ops._c10d_functional.wait_tensor(launched)
     if scaled.is_contiguous():
-        return total  # type: ignore[no-any-return]
-    return torch.as_strided(total, scaled.shape, scaled.stride(), 0)
+        return _sum(scaled, group)
+    order = _storage_order(scaled)
+    total = _sum(scaled.permute(order), group)
+    return total.permute([order.index(dim) for dim in range(len(order))])
 
 
-def _in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as the 1-D sequence of its elements in memory: collectives want that."""
-    return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
+def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of a contiguous tensor over the ranks."""
+    launched = torch.ops._c10d_functional.all_reduce(tensor, "sum", group.name)
+    return torch.ops._c10d_functional.wait_tensor(launched)  # type: ignore[no-any-return]
+
+
+def _storage_order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of a dense tensor, in the order in which it lies contiguous in memory.
+
+    Collectives want contiguous tensors. Among equal strides dimensions of size 1 come last, where
+    they keep their stride when the order is undone.
+    """
+    shape, stride = tensor.shape, tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: (-stride[dim], shape[dim] == 1))
 
 
 @dataclass

@@ -108,6 +108,13 @@ class Signature:
     stepped: list[int]
     dead_gradients: list[int] = field(default_factory=list)
 
+    def recipes(self) -> Iterator[Recipe]:
+        """How each thing that the step returns or leaves behind is found."""
+        yield from self.outputs
+        yield from (gradient.recipe for gradient in self.gradients)
+        yield from (state.recipe for state in self.states)
+        yield from (attribute.recipe for attribute in self.attributes)
+
 
 class ResultCollector:
     """Collects, at the end of a traced step, everything it leaves behind.

@@ -2,5 +2,17 @@
 
 from graphopt.spmd import check_spmd
 from graphopt.verify.captured import SpecReport, check_captured, check_graph
+from graphopt.verify.dependencies import check_dependencies
+from graphopt.verify.network import dependency_graph
+from graphopt.verify.problems import DependencyReport, Problem
 
-__all__ = ["SpecReport", "check_captured", "check_graph", "check_spmd"]
+__all__ = [
+    "DependencyReport",
+    "Problem",
+    "SpecReport",
+    "check_captured",
+    "check_dependencies",
+    "check_graph",
+    "check_spmd",
+    "dependency_graph",
+]

@@ -1,0 +1,246 @@
+"""Which all-reduces become one, and which nodes then have to move.
+
+Decided from the order of the graph alone, in one walk: near-linear, and the same on every rank
+whose collectives have the same order, sizes and kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.comm import CommBlock, argument, get_all_comm_blocks, late_nodes
+from graphopt.graph_utils import is_collective, is_operator, is_random, written
+from graphopt.storage import Storages
+
+
+class AliasClasses(Storages):
+    """Storages, with a key for each."""
+
+    def key(self, node: fx.Node) -> object:
+        """The same for nodes that may share storage."""
+        return self._find(node)
+
+
+def fusable_blocks(gm: fx.GraphModule) -> dict[fx.Node, CommBlock]:
+    """The all-reduces that may be fused at all, by launch."""
+    pinned = pinned_nodes(gm.graph)
+    blocks = get_all_comm_blocks(gm, "all_reduce")
+    return {block.comm_node: block for block in blocks if _is_fusable(block, pinned)}
+
+
+def pinned_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Late nodes and their destinations."""
+    late = late_nodes(graph)
+    return {*late, *late.values()}
+
+
+def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
+    values = [node.meta.get("val") for node in (*block.inputs, *block.wait_nodes)]
+    if len(values) != 2 or list(block.comm_node.users) != block.wait_nodes:
+        return False
+    if not all(isinstance(value, torch.Tensor) and value.is_contiguous() for value in values):
+        return False
+    if not block.nbytes:
+        return False
+    users = block.users
+    if any(user in pinned for user in (*block.node_list, *users)):
+        return False
+    return not any(_has_absolute_offset(node) for node in (*block.tail, *users))
+
+
+def _has_absolute_offset(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, _compat.OpOverload) and "as_strided" in target._schema.name
+
+
+def raise_launches(
+    graph: fx.Graph, fusable: Mapping[fx.Node, CommBlock], storages: AliasClasses
+) -> set[fx.Node]:
+    """Move each launch up to what it sends, in the order of its group. Returns those that moved."""
+    updated = {storages.key(state) for node in graph.nodes for state in written(node)}
+    previous: dict[Any, fx.Node] = {}
+    moved: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if not is_collective(node):
+            continue
+        group = argument(node, "group_name")
+        if node in fusable and storages.key(node.all_input_nodes[0]) not in updated:
+            anchor = max(node.all_input_nodes[0], previous.get(group, node.all_input_nodes[0]))
+            while anchor.next.op == "placeholder":
+                anchor = anchor.next
+            if anchor.next is not node:
+                anchor.append(node)
+                moved.add(node)
+        previous[group] = node
+    return moved
+
+
+@dataclass
+class Scaled:
+    """What an all-reduce sends, if that is a tensor times a constant, perhaps in other dimensions.
+
+    Attributes:
+        tensor: the factor that is a tensor.
+        factor: the constant.
+        views: from the product to what is sent.
+    """
+
+    tensor: fx.Node
+    factor: float
+    views: list[fx.Node]
+
+
+def scaled_input(sent: fx.Node) -> Scaled | None:
+    """None as well where others read the product, or scaling later would need a copy."""
+    views: list[fx.Node] = []
+    product = sent
+    while is_operator(product.target, "aten::view", "aten::permute") and len(product.users) == 1:
+        views.append(product)
+        product = product.all_input_nodes[0]
+    if not is_operator(product.target, "aten::mul") or len(product.users) != 1:
+        return None
+    tensor, factor = product.args
+    if not isinstance(tensor, fx.Node) or not isinstance(factor, float):
+        return None
+    value, scaled = tensor.meta["val"], product.meta["val"]
+    same = (value.shape, value.dtype) == (scaled.shape, scaled.dtype)
+    if not same or (value.stride() != scaled.stride() and (views or not scaled.is_contiguous())):
+        return None
+    return Scaled(tensor, factor, views[::-1])
+
+
+@dataclass(eq=False)
+class Bucket:
+    """All-reduces that become one.
+
+    Attributes:
+        limit: bytes at which it closes.
+        blocks: its members in launch order.
+        nbytes: what its members send.
+        sent: storages that its launch will read.
+        behind: nodes after the first member that have to stand after the fused wait.
+        read, updated: storages that the nodes behind it read and write.
+        draws: whether one of them draws random numbers.
+        is_open: whether it takes more members.
+    """
+
+    limit: int
+    blocks: list[CommBlock] = field(default_factory=list)
+    nbytes: int = 0
+    sent: set[object] = field(default_factory=set)
+    behind: list[fx.Node] = field(default_factory=list)
+    read: set[object] = field(default_factory=set)
+    updated: set[object] = field(default_factory=set)
+    draws: bool = False
+    is_open: bool = True
+
+
+class Planner:
+    """Sorts all-reduces into buckets, in one walk over the graph.
+
+    Every node is known to stand *behind* the open buckets whose results it needs, or which hold a
+    node that it must not overtake: one that reads what it writes, writes what it reads or writes,
+    or draws random numbers as it does. A collective behind an open bucket closes it. So a bucket
+    depends only on buckets whose last member comes before its own, and there are no cycles.
+    """
+
+    def __init__(
+        self,
+        fusable: Mapping[fx.Node, CommBlock],
+        storages: AliasClasses,
+        pinned: set[fx.Node],
+        limits: tuple[int, int],
+    ) -> None:
+        self._fusable = fusable
+        self._storages = storages
+        self._pinned = pinned
+        self._first_limit, self._limit = limits
+        self._open: dict[Any, Bucket] = {}
+        self._closed: list[Bucket] = []
+        self._behind: dict[fx.Node, list[Bucket]] = {}
+
+    def plan(self, graph: fx.Graph) -> list[Bucket]:
+        """Buckets of at least two members."""
+        left = len(self._fusable)
+        for node in graph.nodes:
+            if not left:
+                break
+            behind = self._buckets_before(node)
+            if is_collective(node) or node in self._pinned:
+                self._close(behind)
+            elif behind:
+                self._delay(node, behind)
+            self._close_if_overwritten(node)
+            if node in self._fusable:
+                self._add(self._fusable[node])
+                left -= 1
+        self._close(list(self._open.values()))
+        return [bucket for bucket in self._closed if len(bucket.blocks) > 1]
+
+    def _add(self, block: CommBlock) -> None:
+        key = (block.group, block.reduce_op, block.dtype, block.device)
+        bucket = self._open.get(key)
+        if bucket is None or not bucket.is_open:
+            bucket = Bucket(self._first_limit if bucket is None else self._limit)
+            self._open[key] = bucket
+        scaled = scaled_input(block.inputs[0])
+        bucket.blocks.append(block)
+        bucket.nbytes += block.nbytes
+        bucket.sent.add(self._storages.key(block.inputs[0]))
+        if scaled is not None:
+            bucket.sent.add(self._storages.key(scaled.tensor))
+        self._behind[block.comm_node] = [bucket]
+        if bucket.nbytes >= bucket.limit:
+            self._close([bucket])
+
+    def _close(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.is_open:
+                bucket.is_open = False
+                self._closed.append(bucket)
+
+    def _buckets_before(self, node: fx.Node) -> list[Bucket]:
+        """The open buckets that `node` stands behind."""
+        needed = [b for source in node.all_input_nodes for b in self._behind.get(source, ())]
+        found = dict.fromkeys(bucket for bucket in needed if bucket.is_open)
+        for bucket in self._open.values():
+            if bucket.is_open and bucket.behind and self._may_not_overtake(node, bucket):
+                found[bucket] = None
+        return list(found)
+
+    def _may_not_overtake(self, node: fx.Node, bucket: Bucket) -> bool:
+        if bucket.draws and is_random(node):
+            return True
+        read, updated = self._accesses(node)
+        return not (
+            updated.isdisjoint(bucket.read)
+            and updated.isdisjoint(bucket.updated)
+            and read.isdisjoint(bucket.updated)
+        )
+
+    def _accesses(self, node: fx.Node) -> tuple[set[object], set[object]]:
+        read = {self._storages.key(source) for source in node.all_input_nodes}
+        return read, {self._storages.key(state) for state in written(node)}
+
+    def _delay(self, node: fx.Node, buckets: list[Bucket]) -> None:
+        self._behind[node] = buckets
+        read, updated = self._accesses(node)
+        for bucket in buckets:
+            bucket.behind.append(node)
+            bucket.read |= read
+            bucket.updated |= updated
+            bucket.draws |= is_random(node)
+
+    def _close_if_overwritten(self, node: fx.Node) -> None:
+        """Close buckets of which a member is sent before `node` overwrites it."""
+        updated = {self._storages.key(state) for state in written(node)}
+        if updated:
+            behind = self._behind.get(node, ())
+            buckets = [b for b in self._open.values() if b not in behind]
+            self._close([b for b in buckets if not updated.isdisjoint(b.sent)])

@@ -1,0 +1,200 @@
+"""Communication blocks: a collective, its wait, and the views that lead to its readers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import VerificationError
+from graphopt.graph_utils import (
+    COLLECTIVE_NAMESPACE,
+    is_collective,
+    is_view,
+    is_wait,
+    tensors_in,
+    written,
+)
+from graphopt.iter_graph import IterGraph
+
+MAX_WAIT_DISTANCE = 5
+"""How many nodes a wait may be away from its launch: one for the item of a coalesced collective."""
+
+
+@dataclass
+class CommBlock:
+    """One collective and the nodes that belong to it.
+
+    Attributes:
+        shape: of the tensor sent; None where a coalesced collective sends several.
+        node_list: the launch, the nodes up to its waits, the waits and the views after them, in
+            graph order.
+        inputs: nodes that hold what is sent.
+        wait_nodes: one wait, or one for each tensor of a coalesced collective.
+        comm_node: the launch.
+        outputs: waits and views that nodes outside the block read, in graph order.
+    """
+
+    shape: torch.Size | None
+    node_list: list[fx.Node]
+    inputs: list[fx.Node]
+    wait_nodes: list[fx.Node]
+    comm_node: fx.Node
+    outputs: list[fx.Node]
+
+    @property
+    def kind(self) -> str:
+        """Name of the collective, such as ``"all_reduce"``."""
+        return kind_of(self.comm_node)
+
+    @property
+    def group(self) -> str:
+        """Name of the process group."""
+        name: str = argument(self.comm_node, "group_name")
+        return name
+
+    @property
+    def reduce_op(self) -> str | None:
+        """``"sum"``, ``"avg"``, ...; None for collectives that do not reduce."""
+        operation: str | None = argument(self.comm_node, "reduce_op")
+        return operation
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is sent; of the first tensor, where there are several."""
+        return self._sent()[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of what is sent; of the first tensor, where there are several."""
+        return self._sent()[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one rank sends."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._sent())
+
+    @property
+    def tail(self) -> list[fx.Node]:
+        """The waits and the views after them, in graph order."""
+        return sorted(node for wait in self.wait_nodes for node in view_tail(wait))
+
+    @property
+    def users(self) -> list[fx.Node]:
+        """Nodes outside the block that read its outputs, in graph order."""
+        inside = set(self.node_list)
+        found = {user for node in self.outputs for user in node.users if user not in inside}
+        return sorted(found)
+
+    def _sent(self) -> list[torch.Tensor]:
+        return list(tensors_in([node.meta["val"] for node in self.inputs]))
+
+
+def get_comm_block(node: fx.Node) -> CommBlock:
+    """The block of one collective.
+
+    Args:
+        node: the launch, a call of an operator of ``_c10d_functional``.
+
+    Raises:
+        VerificationError: `node` is not a collective, or no wait for it is near.
+    """
+    if not is_collective(node):
+        raise VerificationError(f"not the launch of a collective\n{located(node)}")
+    before, waits = _up_to_waits(node)
+    if not waits:
+        raise VerificationError(
+            f"collective %{node.name} has no wait: nothing says when its result may be read\n"
+            f"{located(node)}\n"
+            "  hint:  read the result through torch.ops._c10d_functional.wait_tensor"
+        )
+    nodes = sorted({*before, *(tail for wait in waits for tail in view_tail(wait))})
+    inside = set(nodes)
+    inputs = node.all_input_nodes
+    first = inputs[0].meta.get("val") if len(inputs) == 1 else None
+    return CommBlock(
+        shape=first.shape if isinstance(first, torch.Tensor) else None,
+        node_list=nodes,
+        inputs=inputs,
+        wait_nodes=waits,
+        comm_node=node,
+        outputs=[
+            member
+            for member in nodes
+            if member not in before and any(user not in inside for user in member.users)
+        ],
+    )
+
+
+def get_all_comm_blocks(
+    graph_module: fx.GraphModule, kinds: str | Collection[str] | None = None
+) -> list[CommBlock]:
+    """The blocks of all collectives in launch order, or of some kinds of collectives.
+
+    Args:
+        kinds: such as ``"all_reduce"`` or ``("all_reduce", "broadcast")``; None for all.
+
+    Raises:
+        VerificationError: a collective has no wait.
+    """
+    wanted = (kinds,) if isinstance(kinds, str) else kinds
+    return [
+        get_comm_block(node)
+        for node in graph_module.graph.nodes
+        if is_collective(node) and (wanted is None or kind_of(node) in wanted)
+    ]
+
+
+def kind_of(node: fx.Node) -> str:
+    """Name of the operator that a launch calls, without namespace and overload."""
+    name: str = node.target._schema.name  # type: ignore[union-attr]
+    return name.removeprefix(f"{COLLECTIVE_NAMESPACE}::")
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of an operator call that its schema calls `name`; None if it has none such."""
+    assert isinstance(node.target, _compat.OpOverload)
+    for index, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name == name:
+            return node.args[index] if index < len(node.args) else node.kwargs.get(name)
+    return None
+
+
+def view_tail(node: fx.Node) -> list[fx.Node]:
+    """`node` and the views of it, directly or through views."""
+    found = [node]
+    for member in found:  # grows while it is read
+        found += [user for user in member.users if _only_views(user, member)]
+    return found
+
+
+def late_nodes(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
+    """Nodes that run one iteration late, with their destinations; none in a plain graph."""
+    return graph.late if isinstance(graph, IterGraph) else {}
+
+
+def located(node: fx.Node) -> str:
+    """A node and the user's line it comes from, as error messages show them."""
+    source = node.meta.get("source")
+    return f"  > {node.format_node()}" + (f"\n  from:  {source}" if source is not None else "")
+
+
+def _only_views(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` is nothing but a view of `node`."""
+    return is_view(user) and not written(user) and user.all_input_nodes == [node]
+
+
+def _up_to_waits(launch: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
+    """The launch and the views of it that lead to its waits, and the waits."""
+    before, waits = {launch}, []
+    frontier = [launch]
+    for _ in range(MAX_WAIT_DISTANCE):
+        users = [user for node in frontier for user in node.users]
+        waits += [user for user in users if is_wait(user)]
+        frontier = [u for u in users if not is_wait(u) and _only_views(u, u.all_input_nodes[0])]
+        before.update(frontier)
+    return before, sorted(set(waits))

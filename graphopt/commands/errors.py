@@ -1,0 +1,32 @@
+"""How commands say that something is wrong: one message on standard error, and a status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from graphopt.errors import GraphOptError
+
+FAILED, MISUSED = 1, 2
+"""Exit status when a pass fails or is refused, and when the command cannot be carried out."""
+
+
+@contextmanager
+def reported(command: str, status: int = MISUSED) -> Iterator[None]:
+    """Errors of graphopt and of files become a message and exit status `status`."""
+    try:
+        yield
+    except (GraphOptError, OSError) as error:
+        message = Text.assemble((f"graphopt {command}: ", "bold red"), _message(error))
+        Console(stderr=True).print(message, soft_wrap=True)
+        raise typer.Exit(status) from error
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

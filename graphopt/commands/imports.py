@@ -1,0 +1,37 @@
+"""`--import`: passes that are declared elsewhere than in graphopt and in installed plugins."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from graphopt.errors import GraphOptError
+
+
+def import_passes(modules: Iterable[str]) -> None:
+    """Import each module, by its file (``my_passes.py``) or its dotted name.
+
+    Raises:
+        GraphOptError: it cannot be imported.
+    """
+    for name in modules:
+        try:
+            _import(name)
+        except Exception as error:
+            raise GraphOptError(f"--import {name}: {type(error).__name__}: {error}") from error
+
+
+def _import(name: str) -> None:
+    path = Path(name)
+    if path.suffix != ".py":
+        sys.path.insert(0, str(Path.cwd()))
+        importlib.import_module(name)
+        return
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)

@@ -1,0 +1,88 @@
+"""`graphopt optimize`: apply passes to a saved graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import fx
+
+from graphopt.commands.errors import FAILED, reported
+from graphopt.commands.imports import import_passes
+from graphopt.iter_graph import IterGraphModule
+from graphopt.manager import PassManager, PassRecord, applied_passes
+from graphopt.readable import graph_text
+from graphopt.saved import load_graph, save_graph
+from graphopt.step import manager_for
+
+
+def run_optimize(
+    file: Path,
+    pipeline: str,
+    *,
+    modules: Sequence[str],
+    out: Path | None,
+    dump: Path | None,
+    disable: Sequence[str],
+    stop_after: int | None,
+    verify: str | None,
+) -> None:
+    """Apply `pipeline` to the graph in `file`, print what each pass did, save the result.
+
+    As in `graphopt.compile`, the default pipeline works on an `IterGraphModule`, and makes one.
+    """
+    console = Console()
+    with reported("optimize"):
+        graph_module = load_graph(file)
+        if pipeline == "default" and not isinstance(graph_module, IterGraphModule):
+            graph_module = IterGraphModule(graph_module)
+        import_passes(modules)
+        manager = PassManager(
+            manager_for(pipeline, None),
+            verify=verify,
+            dump_dir=dump,
+            disable=disable,
+            stop_after=stop_after,
+        )
+    before = _summary(graph_module)
+    earlier = applied_passes(graph_module)
+    if earlier:
+        console.print(f"applied before: {' -> '.join(earlier)}", markup=False, soft_wrap=True)
+    with reported("optimize", FAILED):
+        records = manager.run(graph_module)
+    if records:
+        console.print(_table(records))
+    console.print(f"before: {before}\nafter:  {_summary(graph_module)}", highlight=False)
+    if out is not None:
+        with reported("optimize"):
+            save_graph(graph_module, out)
+        console.print(f"saved: {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _summary(graph_module: fx.GraphModule) -> str:
+    return graph_text(graph_module).partition("\n")[0]
+
+
+def _table(records: Sequence[PassRecord]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("pass", no_wrap=True)
+    for heading in ("changes", "nodes", "collectives", "copies", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for record in records:
+        changes = "" if record.changes is None else str(record.changes)
+        table.add_row(
+            escape(record.name),
+            changes,
+            _change(record.nodes_before, record.nodes_after),
+            _change(record.collectives_before, record.collectives_after),
+            _change(record.copies_before, record.copies_after),
+            f"{record.seconds:.3f}",
+        )
+    return table
+
+
+def _change(before: int, after: int) -> str:
+    return str(after) if before == after else f"{before} → {after}"

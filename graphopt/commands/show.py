@@ -1,0 +1,27 @@
+"""`graphopt show`: print a saved graph, or how two saved graphs differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from graphopt.commands.errors import reported
+from graphopt.readable import graph_diff, print_diff, print_graph
+from graphopt.saved import load_graph
+
+
+def run_show(file: Path, phase: str | None, other: Path | None) -> None:
+    """Print the graph in `file`, or its difference to the graph in `other`."""
+    console = Console()
+    with reported("show"):
+        graph = load_graph(file)
+        compared = None if other is None else load_graph(other)
+    if compared is None:
+        print_graph(graph, console, phase=phase)
+        return
+    difference = graph_diff(graph, compared, (str(file), str(other)))
+    if difference:
+        print_diff(difference, console)
+    else:
+        console.print("no difference")

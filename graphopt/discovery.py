@@ -1,0 +1,50 @@
+"""Finds passes: every file in `graphopt.passes`, and what other packages offer.
+
+A package offers passes by an entry point of the group ``graphopt.passes``, whose value is a module
+that declares passes, or ``module:name`` of one pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import pkgutil
+from functools import cache
+
+from graphopt.manager import Pass, default_registry
+
+logger = logging.getLogger("graphopt")
+
+GROUP = "graphopt.passes"
+
+
+@cache
+def install() -> None:
+    """Let the default registry find passes when it is first asked for one."""
+    default_registry().add_loader(load)
+
+
+def load() -> None:
+    """Import all modules that declare passes. An entry point that fails is logged, and left out."""
+    package = importlib.import_module("graphopt.passes")
+    for found in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"graphopt.passes.{found.name}")
+    for entry_point in importlib.metadata.entry_points(group=GROUP):
+        try:
+            _load_entry_point(entry_point)
+        except Exception as error:  # whatever a package does while it is imported
+            logger.warning(
+                "passes of %s are left out: entry point %s = %s raised %s: %s",
+                entry_point.dist.name if entry_point.dist else "an unknown package",
+                entry_point.name,
+                entry_point.value,
+                type(error).__name__,
+                error,
+            )
+
+
+def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> None:
+    loaded = entry_point.load()
+    if isinstance(loaded, Pass):
+        default_registry().register(loaded)

@@ -1,0 +1,127 @@
+"""What runs around each pass: a `PassManager` calls these, passes know nothing of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.iter_graph import IterGraphModule, check_late
+from graphopt.manager.declaration import Pass
+from graphopt.manager.problems import Refused
+from graphopt.manager.records import PassRecord
+from graphopt.manager.snapshot import Snapshot
+from graphopt.manager.text import Pipeline
+from graphopt.readable import graph_diff, graph_text
+from graphopt.verify import Problem, check_dependencies
+
+logger = logging.getLogger("graphopt")
+
+
+@dataclass
+class PassContext:
+    """One application of a pass.
+
+    Attributes:
+        gm: the graph module; in `failed` it is again what it was before the pass.
+        pass_: the pass.
+        arguments: the value of each of its options.
+        pipeline: what it is a part of.
+        index: its place there.
+        before: the graph module before the pass; not to be changed.
+        record: complete in `after_pass`, except for what other callbacks add.
+    """
+
+    gm: fx.GraphModule
+    pass_: Pass
+    arguments: Mapping[str, Any]
+    pipeline: Pipeline
+    index: int
+    before: Snapshot
+    record: PassRecord
+
+
+class PassCallback:
+    """Base of callbacks. `before_pass` is called in the order of the list, the others in reverse.
+
+    An exception in `before_pass` or `after_pass` ends the run, with the graph as before the pass.
+    """
+
+    def before_pass(self, context: PassContext) -> None:
+        """The pass is about to run."""
+
+    def after_pass(self, context: PassContext) -> None:
+        """The pass has run, and has left a well-formed graph."""
+
+    def failed(self, context: PassContext, error: BaseException) -> None:
+        """The pass raised or was refused, and the graph is restored."""
+
+
+class Timing(PassCallback):
+    """Takes the time of passes, and logs a line for each."""
+
+    def __init__(self) -> None:
+        self._start = 0.0
+
+    def before_pass(self, context: PassContext) -> None:
+        self._start = time.perf_counter()
+
+    def after_pass(self, context: PassContext) -> None:
+        context.record.seconds = time.perf_counter() - self._start
+        logger.info("%s", context.record)
+
+
+class Verification(PassCallback):
+    """Refuses a pass that loses a dependency."""
+
+    def after_pass(self, context: PassContext) -> None:
+        if not context.record.changed:
+            return
+        late = check_late(context.gm)
+        if late:
+            raise Refused([Problem(text) for text in late])
+        before = context.before
+        report = check_dependencies(before.graph, context.gm, correspondence=before.correspondence)
+        if not report.ok:
+            raise Refused(report.problems)
+
+
+class Dump(PassCallback):
+    """Writes what each pass leaves to files.
+
+    `after_<pass>.txt` is the graph, `after_<pass>.diff` what changed. For an `IterGraphModule`
+    there are `after_<pass>_setup.txt` and the same for main, drain and cleanup. A pass that comes
+    again gets `after_<pass>_2`, and so on. With several ranks, each writes to a folder of its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        rank = _compat.rank_among_several()
+        self._folder = folder if rank is None else folder / f"rank{rank}"
+
+    def after_pass(self, context: PassContext) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = self._free_stem(f"after_{context.pass_.name}")
+        for suffix, text in self._files(context):
+            (self._folder / f"{stem}{suffix}").write_text(text, encoding="utf-8")
+
+    def _free_stem(self, stem: str) -> str:
+        number, free = 1, stem
+        while (self._folder / f"{free}.txt").exists():
+            number += 1
+            free = f"{stem}_{number}"
+        return free
+
+    def _files(self, context: PassContext) -> Iterator[tuple[str, str]]:
+        gm = context.gm
+        yield ".txt", graph_text(gm)
+        name = context.pass_.name
+        yield ".diff", graph_diff(context.before.graph, gm, (f"before {name}", f"after {name}"))
+        if isinstance(gm, IterGraphModule):
+            for part in ("setup", "main", "drain", "cleanup"):
+                yield f"_{part}.txt", graph_text(getattr(gm, f"{part}_gm"))

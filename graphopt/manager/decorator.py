@@ -1,0 +1,71 @@
+"""`@graph_optimization_pass`: declares a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import fx
+
+from graphopt.errors import PassDefinitionError
+from graphopt.manager.declaration import Pass
+from graphopt.manager.records import PassRecord
+from graphopt.manager.registry import PassRegistry, default_registry
+from graphopt.manager.running import run_alone
+
+
+def graph_optimization_pass(
+    prerequisites: Iterable[Pass | str] = (),
+    apply_after: Iterable[Pass | str] = (),
+    *,
+    name: str | None = None,
+    repeatable: bool = False,
+    changes_numerics: bool = False,
+    registry: PassRegistry | None = None,
+) -> Callable[[Callable[..., int | None]], Pass]:
+    """Make a pass of a function that edits the graph of a graph module in place.
+
+        @graph_optimization_pass(prerequisites=["comm_fusion_with_concat"])
+        def my_pass(gm: fx.GraphModule, threshold: int = 3) -> int:
+            \"\"\"What it does, in one line.\"\"\"
+
+    Parameters after the first are options, which pipelines give by name; text can give those whose
+    type is int, float, str, bool, a list or tuple of these, or a union with None. The function may
+    return how many changes it made. Cleaning up, checks and records are the `PassManager`'s.
+
+    Args:
+        prerequisites: passes, or names of passes, that must have been applied before.
+        apply_after: passes, or names, that come first if both are applied.
+        name: by which pipelines know it; None: the name of the function.
+        repeatable: it may be applied to a graph more than once.
+        changes_numerics: it may change the bits of the results.
+        registry: where it is declared; None: where pipelines look for names.
+
+    Raises:
+        PassDefinitionError: the function cannot be a pass, another pass has its name, or the
+            constraints form a circle.
+    """
+    if callable(prerequisites) and not isinstance(prerequisites, Pass):
+        raise PassDefinitionError(
+            "write the decorator with parentheses:\n"
+            "    @graph_optimization_pass()\n"
+            f"    def {getattr(prerequisites, '__name__', 'my_pass')}(gm): ..."
+        )
+    chosen = default_registry() if registry is None else registry
+
+    def run(pass_: Pass, gm: fx.GraphModule, options: Mapping[str, Any]) -> PassRecord:
+        return run_alone(pass_, gm, options, chosen)
+
+    def declare(function: Callable[..., int | None]) -> Pass:
+        declared = Pass(
+            function,
+            run,
+            name=name,
+            prerequisites=prerequisites,
+            apply_after=apply_after,
+            repeatable=repeatable,
+            changes_numerics=changes_numerics,
+        )
+        return chosen.register(declared)
+
+    return declare

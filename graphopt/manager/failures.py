@@ -1,0 +1,102 @@
+"""The error of a pass that raised or was refused, and the file that reproduces it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import fx
+
+from graphopt.errors import PassError, VerificationError
+from graphopt.manager.callbacks import PassContext
+from graphopt.manager.problems import Refused
+from graphopt.manager.records import marked_text
+from graphopt.manager.text import Pipeline, is_text
+from graphopt.saved import save_graph
+from graphopt.verify import Problem
+from graphopt.verify.problems import describe
+
+FOLDER = "graphopt-repro"
+_SHOWN = 4
+"""Problems that are shown besides the first."""
+
+
+def refusal(context: PassContext, refused: Refused, folder: Path) -> VerificationError | PassError:
+    """The error for a pass that was refused. The graph must have been restored.
+
+    Args:
+        folder: where the folder with reproducers is.
+    """
+    error_type = VerificationError if refused.broken else PassError
+    head = f"pass {context.pass_.name!r} was refused: "
+    return error_type(_text(head, refused.problems, context, folder))
+
+
+def crash(context: PassContext, error: Exception, folder: Path) -> PassError:
+    """The error for a pass that raised `error`. The graph must have been restored."""
+    text = str(error).strip()
+    what = type(error).__name__ + (f": {text}" if text else "")
+    head = f"pass {context.pass_.name!r} raised "
+    return PassError(_text(head, [Problem(what)], context, folder))
+
+
+def _text(head: str, problems: Sequence[Problem], context: PassContext, folder: Path) -> str:
+    first, *more = problems
+    lines = [head + first.message]
+    lines += _node_lines(first.nodes)
+    lines += [f"  also: {problem.message}" for problem in more[:_SHOWN]]
+    if len(more) > _SHOWN:
+        lines.append(f"  and {len(more) - _SHOWN} more")
+    for name, value in (
+        ("from:", first.source),
+        ("pipeline:", marked_text(context.pipeline, context.index)),
+        ("reproduce:", _reproduce(context, folder)),
+        ("hint:", first.hint),
+    ):
+        if value is not None:
+            lines.append(f"  {name:<10} {value}")
+    return "\n".join(lines)
+
+
+def _node_lines(nodes: Sequence[fx.Node]) -> list[str]:
+    """Nodes with their equal signs below each other."""
+    parts = [describe(node).partition(" = ") for node in nodes]
+    width = max((len(name) for name, equals, _ in parts if equals), default=0)
+    texts = [f"{name:<{width}}{equals}{call}" for name, equals, call in parts]
+    return [f"  {'>' if i == 0 else ' '} {text}" for i, text in enumerate(texts)]
+
+
+def _reproduce(context: PassContext, folder: Path) -> str:
+    try:
+        path = _save(context.gm, folder / FOLDER)
+    except Exception as error:  # the error that is being explained matters more
+        return f"no file was written ({type(error).__name__}: {error})"
+    step = Pipeline([context.pipeline[context.index]])
+    if not is_text(step):
+        return f"{path} holds the graph; the options have no text form"
+    return f"graphopt optimize {shlex.quote(str(path))} --pipeline {shlex.quote(str(step))}"
+
+
+def _save(gm: fx.GraphModule, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _free_file(folder)
+    try:
+        save_graph(gm, path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _free_file(folder: Path) -> Path:
+    """A new file with the next free number. Other ranks may look for one at the same time."""
+    number = 1
+    while True:
+        path = folder / f"{number:02d}.pt"
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            number += 1
+            continue
+        return path

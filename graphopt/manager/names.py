@@ -1,0 +1,17 @@
+"""What one writes for an unknown name: the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    if names:
+        return f"; there are {', '.join(names)}"
+    return "; there are none"

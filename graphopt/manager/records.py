@@ -1,0 +1,142 @@
+"""What is known of the passes that were applied to a graph: kept on the graph module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from graphopt.graph_utils import is_collective, is_operator
+from graphopt.manager.text import Pipeline, literal
+
+META_KEY = "graphopt_passes"
+"""Where `gm.meta` holds the list of records."""
+
+
+class Counts(NamedTuple):
+    """Nodes of a graph: all, launches of collectives, `copy_`."""
+
+    nodes: int
+    collectives: int
+    copies: int
+
+
+@dataclass
+class PassRecord:
+    """One application of a pass to a graph.
+
+    Attributes:
+        name: of the pass.
+        arguments: the value of each option, defaults included; a node is given by its name.
+        nodes_before, nodes_after: number of nodes.
+        collectives_before, collectives_after: number of launched collectives.
+        copies_before, copies_after: number of `aten.copy_`.
+        seconds: for the pass, and for cleaning up after it; without verification and dumps.
+        changes: how many changes the pass says it made, None if it does not say.
+        changed: whether the graph is another than before.
+        changes_numerics: whether the pass is one that may change the bits of the results.
+        skipped: it was disabled, and did not run.
+    """
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    collectives_before: int = 0
+    collectives_after: int = 0
+    copies_before: int = 0
+    copies_after: int = 0
+    seconds: float = 0.0
+    changes: int | None = None
+    changed: bool = False
+    changes_numerics: bool = False
+    skipped: bool = False
+
+    @property
+    def before(self) -> Counts:
+        return Counts(self.nodes_before, self.collectives_before, self.copies_before)
+
+    @before.setter
+    def before(self, counts: Counts) -> None:
+        self.nodes_before, self.collectives_before, self.copies_before = counts
+
+    @property
+    def after(self) -> Counts:
+        return Counts(self.nodes_after, self.collectives_after, self.copies_after)
+
+    @after.setter
+    def after(self, counts: Counts) -> None:
+        self.nodes_after, self.collectives_after, self.copies_after = counts
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={literal(value)}" for name, value in self.arguments.items())
+        head = f"{self.name}({options})" if options else self.name
+        if self.skipped:
+            return f"{head}: skipped"
+        counts = ", ".join(
+            f"{what} {old}" if old == new else f"{what} {old} -> {new}"
+            for what, old, new in zip(Counts._fields, self.before, self.after, strict=True)
+        )
+        numerics = "; may change numerics" if self.changes_numerics else ""
+        return f"{head}: {self.outcome} in {self.seconds:.3f} s; {counts}{numerics}"
+
+    @property
+    def outcome(self) -> str:
+        """How much changed, in words."""
+        if not self.changed:
+            return "no change"
+        if self.changes is None:
+            return "changed"
+        return f"{self.changes} change{'s' * (self.changes != 1)}"
+
+
+def applied_passes(gm: fx.GraphModule) -> list[str]:
+    """Names of the passes that were applied to a graph module, first to last."""
+    return [record.name for record in records_of(gm)]
+
+
+def records_of(gm: fx.GraphModule) -> list[PassRecord]:
+    """Records of the passes that were applied to a graph module, first to last."""
+    return [_as_record(record) for record in gm.meta.get(META_KEY, ())]
+
+
+def _as_record(record: Any) -> PassRecord:
+    """A record; that of a loaded graph has the same attributes, but may lack or add some."""
+    if isinstance(record, PassRecord):
+        return record
+    known = {entry.name for entry in fields(PassRecord)}
+    return PassRecord(**{name: v for name, v in vars(record).items() if name in known})
+
+
+def add_record(gm: fx.GraphModule, record: PassRecord) -> None:
+    """Note that a pass was applied."""
+    # A new dictionary, because a copy of a graph module shares `meta` with it.
+    gm.meta = {**gm.meta, META_KEY: [*records_of(gm), record]}
+
+
+def count(graph: fx.Graph) -> Counts:
+    """Count the nodes of a graph."""
+    nodes = collectives = copies = 0
+    for node in graph.nodes:
+        nodes += 1
+        if node.op == "call_function":
+            collectives += is_collective(node)
+            copies += is_operator(node.target, "aten::copy_")
+    return Counts(nodes, collectives, copies)
+
+
+def recorded_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a record holds them: without references into the graph."""
+    return fx.node.map_aggregate(dict(options), _without_nodes)
+
+
+def _without_nodes(value: Any) -> Any:
+    return value.name if isinstance(value, fx.Node) else value
+
+
+def marked_text(pipeline: Pipeline, index: int) -> str:
+    """Text of a pipeline, with brackets around one of its passes."""
+    steps = [f"[{step}]" if i == index else str(step) for i, step in enumerate(pipeline)]
+    return " -> ".join(steps)

@@ -1,0 +1,297 @@
+"""`PassManager`: runs a pipeline on a graph, and checks, times and records each pass."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from graphopt.errors import GraphOptError, PassOrderError, PipelineSyntaxError
+from graphopt.graph_utils import eliminate_dead_code
+from graphopt.iter_graph import IterGraphModule
+from graphopt.manager.callbacks import (
+    Dump,
+    PassCallback,
+    PassContext,
+    Timing,
+    Verification,
+)
+from graphopt.manager.declaration import Pass
+from graphopt.manager.failures import crash, refusal
+from graphopt.manager.options import PassArgumentError, bind
+from graphopt.manager.order import check_order
+from graphopt.manager.problems import Refused
+from graphopt.manager.records import (
+    PassRecord,
+    add_record,
+    applied_passes,
+    count,
+    recorded_arguments,
+)
+from graphopt.manager.registry import PassRegistry, default_registry
+from graphopt.manager.settings import read_settings
+from graphopt.manager.snapshot import Snapshot
+from graphopt.manager.text import Pipeline, Step, parse_pipeline
+from graphopt.manager.wellformed import find_problem
+from graphopt.verify import Problem
+
+logger = logging.getLogger("graphopt")
+
+PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
+
+
+class PassManager:
+    """Runs passes on graphs, in the order given.
+
+    Each pass either leaves a graph that was checked, or raises, and then the graph is as it was
+    before that pass; passes before it stay applied. `str` of a manager is its pipeline as text.
+
+    Args:
+        pipeline: text, a pass, a list of passes, names and ``(pass or name, options)`` pairs, or
+            another manager, whose passes are taken over.
+        verify: "off", "dependencies" (the default) or "equivalence".
+        dump_dir: folder in which the graph is written after each pass.
+        disable: passes that are left out, by exact name.
+        stop_after: run only this many passes; to find the one that is to blame.
+        registry: where names are looked up; None: all declared passes.
+        callbacks: called around each pass, outside of timing, verification and dumps.
+
+    Where `verify`, `dump_dir`, `disable` or `stop_after` are not given, the environment variables
+    GRAPHOPT_VERIFY, GRAPHOPT_DUMP, GRAPHOPT_DISABLE and GRAPHOPT_STOP_AFTER are read, here.
+
+    Raises:
+        PipelineSyntaxError: the pipeline or a setting cannot be understood.
+        PassArgumentError: a pass has no such option, or it takes other values.
+    """
+
+    def __init__(
+        self,
+        pipeline: str | Pass | PassManager | Sequence[PipelineEntry],
+        *,
+        verify: str | None = None,
+        dump_dir: str | os.PathLike[str] | None = None,
+        disable: Iterable[str | Pass] = (),
+        stop_after: int | None = None,
+        registry: PassRegistry | None = None,
+        callbacks: Iterable[PassCallback] = (),
+    ) -> None:
+        self._registry = default_registry() if registry is None else registry
+        self.pipeline = _read_pipeline(pipeline, self._registry)
+        self._settings = read_settings(
+            verify=verify,
+            dump_dir=dump_dir,
+            disable=disable,
+            stop_after=stop_after,
+            known=lambda: {*self._registry.names(), *(s.pass_.name for s in self.pipeline)},
+        )
+        self._callbacks = tuple(callbacks)
+        if self._settings.verify == "equivalence":
+            logger.info("equivalence is not proven yet; dependencies are checked instead")
+
+    def __str__(self) -> str:
+        return str(self.pipeline)
+
+    def __repr__(self) -> str:
+        return f"PassManager({str(self)!r})"
+
+    def run(self, gm: fx.GraphModule) -> list[PassRecord]:
+        """Apply the pipeline to a graph module, in place.
+
+        Returns:
+            A record per pass that ran; `applied_passes` has their names.
+
+        Raises:
+            PassArgumentError: `gm` is not a graph module.
+            PassOrderError: the passes may not be applied to this graph; nothing is changed.
+            PassError: a pass raised something else than an error of graphopt.
+            VerificationError: a pass left a broken graph, or one that means something else.
+        """
+        _check_graph_module(gm)
+        indices = self._enabled()
+        if not indices:
+            return []
+        _check_open(gm)
+        check_order(
+            [self.pipeline[index].pass_ for index in indices],
+            applied_passes(gm),
+            self._registry,
+            self._settings.disable,
+        )
+        callbacks = self._all_callbacks()
+        before = Snapshot(gm)
+        records = []
+        for index in indices:
+            context = self._context(gm, index, before)
+            self._apply(context, callbacks)
+            records.append(context.record)
+            if context.record.changed and index != indices[-1]:
+                before = Snapshot(gm)
+            else:
+                before.note_attributes()
+        return records
+
+    def _enabled(self) -> list[int]:
+        disabled = self._settings.disable
+        indices = [i for i, step in enumerate(self.pipeline) if step.pass_.name not in disabled]
+        return indices[: self._settings.stop_after]
+
+    def _all_callbacks(self) -> list[PassCallback]:
+        settings = self._settings
+        dump = [Dump(settings.dump_dir)] if settings.dump_dir is not None else []
+        verification = [Verification()] if settings.verify != "off" else []
+        return [*self._callbacks, *dump, *verification, Timing()]
+
+    def _context(self, gm: fx.GraphModule, index: int, before: Snapshot) -> PassContext:
+        pass_, options = self.pipeline[index]
+        arguments = bind(pass_.options, options, pass_.name)
+        record = PassRecord(
+            pass_.name, recorded_arguments(arguments), changes_numerics=pass_.changes_numerics
+        )
+        record.before = count(gm.graph)
+        return PassContext(gm, pass_, arguments, self.pipeline, index, before, record)
+
+    def _apply(self, context: PassContext, callbacks: Sequence[PassCallback]) -> None:
+        try:
+            for callback in callbacks:
+                callback.before_pass(context)
+            _call(context)
+            _finish(context)
+            for callback in reversed(callbacks):
+                callback.after_pass(context)
+        except BaseException as error:
+            context.before.restore()
+            for callback in reversed(callbacks):
+                callback.failed(context, error)
+            folder = self._settings.dump_dir or Path()
+            if isinstance(error, Refused):
+                raise refusal(context, error, folder) from None
+            if isinstance(error, _Raised):
+                raise crash(context, error.cause, folder) from error.cause
+            raise
+
+
+class _Raised(Exception):
+    """A pass raised `cause`, which is not an error of graphopt."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def run_alone(
+    pass_: Pass, gm: fx.GraphModule, options: Mapping[str, Any], registry: PassRegistry
+) -> PassRecord:
+    """What calling a pass does. A pass that is disabled does not run, and its record says so."""
+    manager = PassManager([(pass_, options)], registry=registry)
+    records = manager.run(gm)
+    if records:
+        return records[0]
+    record = PassRecord(pass_.name, changes_numerics=pass_.changes_numerics, skipped=True)
+    record.before = record.after = count(gm.graph)
+    return record
+
+
+def _call(context: PassContext) -> None:
+    """Run the function of a pass, and take what it returns."""
+    name = context.pass_.name
+    try:
+        changes = context.pass_.function(context.gm, **context.arguments)
+    except PassArgumentError as error:
+        raise PassArgumentError(f"pass {name!r} does not take this: {error}") from error
+    except GraphOptError:
+        raise
+    except Exception as error:
+        raise _Raised(error) from error
+    if changes is None or (type(changes) is int and changes >= 0):
+        context.record.changes = changes
+        return
+    returned = "a graph module" if isinstance(changes, fx.GraphModule) else repr(changes)
+    hint = "a pass edits gm.graph in place, and returns how many changes it made, or nothing"
+    raise Refused([Problem(f"it returned {returned}", hint=hint)], broken=False)
+
+
+def _finish(context: PassContext) -> None:
+    """Check what a pass has left, clean it up, and complete the record."""
+    gm, before, record = context.gm, context.before, context.record
+    found = find_problem(gm, before)
+    if found is not None:
+        raise Refused([found])
+    eliminate_dead_code(gm.graph)
+    record.changed = not before.unchanged()
+    if record.changed:
+        for node in before.new_nodes():
+            made_by = (*node.meta.get("provenance", ()), record.name)
+            node.meta = {**node.meta, "provenance": made_by}
+        gm.recompile()
+    record.after = count(gm.graph)
+    add_record(gm, record)
+
+
+def _read_pipeline(pipeline: object, registry: PassRegistry) -> Pipeline:
+    if isinstance(pipeline, str):
+        return parse_pipeline(pipeline, registry)
+    if isinstance(pipeline, PassManager):
+        return pipeline.pipeline
+    entries = [pipeline] if isinstance(pipeline, Pass) else pipeline
+    if not isinstance(entries, (list, tuple)):
+        raise PipelineSyntaxError(
+            f"{pipeline!r} is not a pipeline: give text, passes, or a list of passes"
+            + _decorate(pipeline)
+        )
+    steps = Pipeline([step for entry in entries for step in _steps(entry, registry)])
+    registry.check_known([step.pass_ for step in steps])
+    return steps
+
+
+def _steps(entry: object, registry: PassRegistry) -> Sequence[Step]:
+    if isinstance(entry, Step):
+        return [entry]
+    if isinstance(entry, str):
+        return parse_pipeline(entry, registry)
+    if isinstance(entry, Pass):
+        entry = (entry, {})
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], Mapping):
+        first, options = entry
+        pass_ = registry.get(first) if isinstance(first, str) else first
+        if isinstance(pass_, Pass):
+            bind(pass_.options, options, pass_.name)
+            return [Step(pass_, dict(options))]
+    raise PipelineSyntaxError(
+        f"{entry!r} is neither a pass nor a name nor a pair of one and its options"
+        + _decorate(entry)
+    )
+
+
+def _decorate(value: object) -> str:
+    return "; decorate it with @graph_optimization_pass()" if callable(value) else ""
+
+
+def _check_graph_module(gm: object) -> None:
+    if isinstance(gm, fx.GraphModule):
+        return
+    if isinstance(getattr(gm, "graph_module", None), fx.GraphModule):
+        hint = "give its graph_module"
+    elif isinstance(gm, fx.Graph):
+        hint = "give the fx.GraphModule that it belongs to"
+    else:
+        hint = "graphopt.capture(step, …).graph_module is one"
+    raise PassArgumentError(
+        f"a pass runs on an fx.GraphModule or an IterGraphModule, not on a {type(gm).__name__}"
+        f"\n  hint:     {hint}"
+    )
+
+
+def _check_open(gm: fx.GraphModule) -> None:
+    if not isinstance(gm, IterGraphModule):
+        return
+    if gm.frozen:
+        raise PassOrderError(
+            "the graph is final: apply passes before finalize_setup()\n"
+            f"  applied:  {' -> '.join(applied_passes(gm)) or 'nothing'}"
+        )
+    if gm.in_flight:
+        raise PassOrderError("an iteration of this graph is in flight: call flush() first")

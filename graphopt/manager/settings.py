@@ -1,0 +1,135 @@
+"""Settings of a `PassManager`: arguments, and environment variables where no argument is given."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphopt.errors import PipelineSyntaxError
+from graphopt.manager.declaration import Pass
+from graphopt.manager.names import suggestion
+
+logger = logging.getLogger("graphopt")
+
+LEVELS = ("off", "dependencies", "equivalence")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How pipelines run.
+
+    Attributes:
+        verify: one of `LEVELS`.
+        dump_dir: where the graph is written after each pass; None: nowhere.
+        disable: names of passes that are left out.
+        stop_after: how many passes run at most; None: all.
+    """
+
+    verify: str
+    dump_dir: Path | None
+    disable: frozenset[str]
+    stop_after: int | None
+
+
+def read_settings(
+    *,
+    verify: str | None,
+    dump_dir: str | os.PathLike[str] | None,
+    disable: Iterable[str | Pass],
+    stop_after: int | None,
+    known: Callable[[], Iterable[str]],
+) -> Settings:
+    """Settings from arguments, then the environment, then defaults.
+
+    Args:
+        verify, dump_dir, disable, stop_after: as of `PassManager`.
+        known: gives the names of passes that `disable` may name.
+
+    Raises:
+        PipelineSyntaxError: a value cannot be understood; says where it comes from.
+    """
+    level, place = _given(verify, "verify", "GRAPHOPT_VERIFY")
+    folder, folder_place = _given(dump_dir or None, "dump_dir", "GRAPHOPT_DUMP")
+    names, names_place = _given(disable or None, "disable", "GRAPHOPT_DISABLE")
+    count, count_place = _given(stop_after, "stop_after", "GRAPHOPT_STOP_AFTER")
+    return Settings(
+        _level(level, place),
+        _folder(folder, folder_place),
+        _disabled(names, names_place, known),
+        _count(count, count_place),
+    )
+
+
+def enable_graph_optimization_dump(folder: str | os.PathLike[str] = "") -> Path:
+    """Let every `PassManager` that is made from now on write the graph after each pass.
+
+    This sets `GRAPHOPT_DUMP`, which processes that are started from here inherit.
+
+    Args:
+        folder: made if it is not there; empty: a new temporary folder.
+
+    Returns:
+        The folder.
+    """
+    chosen = Path(folder if os.fspath(folder) else tempfile.mkdtemp(prefix="graphopt-")).absolute()
+    _folder(chosen, "folder")
+    chosen.mkdir(parents=True, exist_ok=True)
+    os.environ["GRAPHOPT_DUMP"] = str(chosen)
+    logger.info("graphs are written to %s after each pass", chosen)
+    return chosen
+
+
+def _given(value: Any, argument: str, variable: str) -> tuple[Any, str]:
+    """A value and where it comes from: an argument, or a variable that is set and not empty."""
+    if value is not None:
+        return value, argument
+    return os.environ.get(variable) or None, variable
+
+
+def _level(value: Any, place: str) -> str:
+    if value is None:
+        return "dependencies"
+    if value not in LEVELS:
+        raise PipelineSyntaxError(f"{place}={value!r}: one of {', '.join(LEVELS)} is expected")
+    return str(value)
+
+
+def _folder(value: Any, place: str) -> Path | None:
+    if value is None:
+        return None
+    try:
+        folder = Path(value)
+    except TypeError:
+        raise PipelineSyntaxError(f"{place}={value!r}: a folder is expected") from None
+    if folder.exists() and not folder.is_dir():
+        raise PipelineSyntaxError(f"{place}={str(value)!r}: this is a file, not a folder")
+    return folder
+
+
+def _disabled(value: Any, place: str, known: Callable[[], Iterable[str]]) -> frozenset[str]:
+    if value is None:
+        return frozenset()
+    entries = value.split(",") if isinstance(value, str) else list(value)
+    names = [entry.name if isinstance(entry, Pass) else str(entry).strip() for entry in entries]
+    wanted = [name for name in names if name]
+    there = set(known()) if wanted else set()
+    for name in wanted:
+        if name not in there:
+            raise PipelineSyntaxError(
+                f"{place} names {name!r}, which is not a pass" + suggestion(name, there)
+            )
+    return frozenset(wanted)
+
+
+def _count(value: Any, place: str) -> int | None:
+    if value is None:
+        return None
+    text = str(value).strip()
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and text.isdecimal():
+        return int(text)
+    raise PipelineSyntaxError(f"{place}={value!r}: a number of passes is expected, 0 or more")

@@ -1,0 +1,102 @@
+"""A graph module as it is before a pass, to compare with and to return to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx, nn
+
+from graphopt.iter_graph import IterGraph, copy_graph
+
+_TABLES = ("_modules", "_parameters", "_buffers")
+
+_PLAIN = (bool, int, float, str)
+"""Types of metadata that are compared by value; all others by identity, since to compare tensors
+would compute."""
+
+
+class Snapshot:
+    """The state of a graph module when this is made.
+
+    Attributes:
+        graph: a copy of the graph, late marks included.
+        copies: node of the graph module -> its copy in `graph`.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._original = gm.graph
+        self.graph, copies = copy_graph(gm.graph)
+        self.copies: Mapping[fx.Node, fx.Node] = MappingProxyType(copies)
+        # Arguments are immutable: a changed node has other argument objects.
+        self._edges = [(n, n.args, n.kwargs, n.target, dict(n.meta)) for n in gm.graph.nodes]
+        self._late = _late(gm.graph)
+        self.note_attributes()
+        self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+        self.annotated = all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
+
+    def note_attributes(self) -> None:
+        """Take what the module and its submodules hold besides the graph as it is now."""
+        self._modules = {module: _attributes(module) for module in self._gm.modules()}
+
+    @property
+    def correspondence(self) -> dict[fx.Node, fx.Node] | None:
+        """Node of the graph module -> what it was before; None if its graph is another one."""
+        return dict(self.copies) if self._gm.graph is self._original else None
+
+    def unchanged(self) -> bool:
+        """Whether the graph is still the same: nodes, arguments, metadata, late marks."""
+        graph = self._gm.graph
+        if graph is not self._original or len(graph.nodes) != len(self._edges):
+            return False
+        return _late(graph) == self._late and all(
+            node is old and _same(node, args, kwargs, target, meta)
+            for node, (old, args, kwargs, target, meta) in zip(
+                graph.nodes, self._edges, strict=True
+            )
+        )
+
+    def new_nodes(self) -> Iterable[fx.Node]:
+        """Nodes that were not there."""
+        return [node for node in self._gm.graph.nodes if node not in self.copies]
+
+    def restore(self) -> None:
+        """Make the graph module what it was. Its nodes are then the copies."""
+        for module, attributes in self._modules.items():
+            _restore_attributes(module, attributes)
+        self._gm.graph = self.graph
+
+
+def _late(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    return dict(graph.late) if isinstance(graph, IterGraph) else {}
+
+
+def _same(node: fx.Node, args: Any, kwargs: Any, target: Any, meta: dict[str, Any]) -> bool:
+    if node.target is not target and node.target != target:
+        return False
+    if node.args is not args and node.args != args:
+        return False
+    if node.kwargs is not kwargs and node.kwargs != kwargs:
+        return False
+    return node.meta.keys() == meta.keys() and all(
+        node.meta[key] is value or (type(value) in _PLAIN and node.meta[key] == value)
+        for key, value in meta.items()
+    )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    attributes = dict(vars(module))
+    copied = {name: dict(attributes[name]) for name in (*_TABLES, "meta") if name in attributes}
+    return {**attributes, **copied}
+
+
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    current = vars(module)
+    for table in _TABLES:
+        current[table].clear()
+        current[table].update(attributes[table])
+    for name in current.keys() - attributes.keys():
+        del current[name]
+    current.update({k: v for k, v in attributes.items() if k not in _TABLES})

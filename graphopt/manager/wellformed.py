@@ -1,0 +1,98 @@
+"""Is the graph that a pass leaves a graph at all? Meaning is for `graphopt.verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from graphopt.manager.snapshot import Snapshot
+from graphopt.verify import Problem
+
+
+def find_problem(gm: fx.GraphModule, before: Snapshot) -> Problem | None:
+    """The first reason why what a pass has left is not a well-formed graph. Linear."""
+    for check in (_order, _placeholders, _output, _values):
+        found = next(check(gm, before), None)
+        if found is not None:
+            return found
+    return _lint(gm)
+
+
+def _order(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
+    seen: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        for source in node.all_input_nodes:
+            if source not in seen:
+                yield _missing(gm.graph, node, source)
+        seen.add(node)
+
+
+def _missing(graph: fx.Graph, node: fx.Node, source: fx.Node) -> Problem:
+    if source.graph is not graph:
+        return Problem(
+            "it used a node of another graph",
+            (node, source),
+            hint="copy the node with gm.graph.node_copy, or use the one of this graph",
+        )
+    if source not in set(graph.nodes):
+        return Problem(
+            "it used a node that it has erased",
+            (node, source),
+            hint="replace all uses of a node before erasing it",
+        )
+    return Problem(
+        "it moved a read before the value exists",
+        (node, source),
+        hint="insert the new reader after all of its inputs",
+    )
+
+
+def _placeholders(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
+    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    targets = [node.target for node in nodes]
+    if targets == before.placeholders:
+        return
+    added = [node for node in nodes if node.target not in set(before.placeholders)]
+    lost = [target for target in before.placeholders if target not in set(targets)]
+    if added:
+        what = "it added a placeholder"
+    elif lost:
+        what = f"it removed the placeholder {lost[0]}"
+    else:
+        what = "it changed the order of the placeholders"
+    yield Problem(
+        what, tuple(added[:1]), hint="the inputs of a graph are fixed: leave them as they are"
+    )
+
+
+def _output(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
+    outputs = [node for node in gm.graph.nodes if node.op == "output"]
+    if len(outputs) != 1:
+        yield Problem(
+            f"it left a graph with {len(outputs) or 'no'} outputs", hint="a graph has one output"
+        )
+        return
+    last = next(iter(reversed(gm.graph.nodes)))
+    if last.op != "output":
+        yield Problem("it put a node behind the output", (last,), hint="insert before the output")
+
+
+def _values(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
+    if not before.annotated:
+        return
+    for node in gm.graph.nodes:
+        if node.op != "output" and "val" not in node.meta:
+            yield Problem(
+                "it left a node without meta['val']",
+                (node,),
+                hint="insert nodes with graphopt.graph_utils.call_function_with_meta",
+            )
+
+
+def _lint(gm: fx.GraphModule) -> Problem | None:
+    try:
+        gm.graph.lint()
+    except (RuntimeError, ValueError) as error:
+        return Problem(f"the graph is malformed: {str(error).partition(chr(10))[0]}")
+    return None

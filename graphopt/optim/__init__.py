@@ -1,0 +1,25 @@
+"""Optimizers in a graph: finding them, and dividing them into independent updates."""
+
+from graphopt.optim.blocks import (
+    AdamArgs,
+    FusedAdamBlock,
+    FusedOptimizerBlock,
+    ListOptimizerBlock,
+)
+from graphopt.optim.finding import get_all_fused_optimizer_blocks, get_fused_optimizer_block
+from graphopt.optim.lists import OptimizerSplitError
+from graphopt.optim.outputs import ForeachAddBlock
+from graphopt.optim.split import split_fused_optimizer, split_updates
+
+__all__ = [
+    "AdamArgs",
+    "ForeachAddBlock",
+    "FusedAdamBlock",
+    "FusedOptimizerBlock",
+    "ListOptimizerBlock",
+    "OptimizerSplitError",
+    "get_all_fused_optimizer_blocks",
+    "get_fused_optimizer_block",
+    "split_fused_optimizer",
+    "split_updates",
+]

@@ -1,0 +1,114 @@
+"""What a graph computes, with each entry of a list operator on its own.
+
+`Elements` numbers everything that a graph computes: a node, or one entry of a list operator. The
+nodes that pick an entry have the number of that entry. An element only depends on elements with
+lower numbers.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import fx
+
+from graphopt.graph_utils import is_collective, is_operator, is_random, is_wait, written
+from graphopt.optim.lists import ListOperator, list_operator
+
+
+class Origin(IntEnum):
+    """What an element depends on; of several, the highest."""
+
+    CONSTANT = 0
+    """Hyperparameters, and state that the graph does not update."""
+    STATE = 1
+    """State that the graph updates: parameters, moments, step counters."""
+    DATA = 2
+    """The batch, gradients, random numbers, other ranks."""
+
+
+class Elements:
+    """The elements of one graph and what they depend on.
+
+    Attributes:
+        number: of every node but the output; of a list operator, that of its first entry.
+        nodes: the node that computes each element.
+        inputs: the elements that each element reads. `copy_` does not read its destination.
+        origins: one `Origin` per element.
+        lists: the list operators.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.number: dict[fx.Node, int] = {}
+        self.nodes: list[fx.Node] = []
+        self.inputs: list[list[int]] = []
+        self.origins: list[Origin] = []
+        self.lists: dict[fx.Node, ListOperator] = {}
+        self._updated = {state for node in graph.nodes for state in written(node)}
+        for node in graph.nodes:
+            if node in self.number or node.op == "output":
+                continue
+            self._add(node)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def element(self, node: fx.Node, index: int = 0) -> int:
+        """Number of what a node computes, or of an entry of a list operator."""
+        return self.number[node] + index
+
+    def is_entry(self, element: int) -> bool:
+        """Whether an element is an entry of a list operator."""
+        return self.nodes[element] in self.lists
+
+    def _add(self, node: fx.Node) -> None:
+        self.number[node] = len(self.nodes)
+        found = list_operator(node)
+        if found is None:
+            self._append(node, [self.number[source] for source in _read(node)])
+            return
+        self.lists[node] = found
+        shared = [self.number[source] for source in found.shared]
+        for index in range(found.length):
+            entry = [self.number[source] for source in found.entry(index)]
+            self._append(node, [*entry, *shared])
+        for container in found.containers():
+            self.number[container] = self.number[node]
+        for item in found.items():
+            picked = item.args[1]
+            assert isinstance(picked, int)
+            self.number[item] = self.number[node] + picked
+
+    def _append(self, node: fx.Node, inputs: list[int]) -> None:
+        self.nodes.append(node)
+        self.inputs.append(inputs)
+        self.origins.append(self._origin(node, inputs))
+
+    def _origin(self, node: fx.Node, inputs: list[int]) -> Origin:
+        if node.op == "placeholder":
+            return self._origin_of_input(node)
+        if is_collective(node) or is_wait(node) or is_random(node):
+            return Origin.DATA
+        return max((self.origins[source] for source in inputs), default=Origin.CONSTANT)
+
+    def _origin_of_input(self, node: fx.Node) -> Origin:
+        kind = node.meta.get("kind")
+        if kind in ("user_input", "gradient"):
+            return Origin.DATA
+        if node in self._updated:
+            return Origin.STATE
+        if kind is not None or _is_number(node):
+            return Origin.CONSTANT
+        return Origin.DATA
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    if is_operator(node.target, "aten::copy_"):
+        return [source for source in node.args[1:2] if isinstance(source, fx.Node)]
+    return node.all_input_nodes
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a placeholder of unknown kind can only be a hyperparameter."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.dim() == 0

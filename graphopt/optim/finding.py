@@ -1,0 +1,164 @@
+"""Find the optimizers of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import is_operator
+from graphopt.optim.blocks import (
+    FUSED_ADAM,
+    FusedAdamBlock,
+    FusedOptimizerBlock,
+    ListOptimizerBlock,
+)
+from graphopt.optim.elements import Elements, Origin
+from graphopt.optim.lists import OptimizerSplitError, list_schema
+from graphopt.optim.outputs import (
+    ForeachAddBlock,
+    copy_of,
+    entries_of,
+    is_list_optimizer,
+    items_by_index,
+)
+
+MAX_STEP_DISTANCE = 5
+"""How many nodes may stand between a fused optimizer and its step counter."""
+
+
+def get_fused_optimizer_block(node: fx.Node) -> FusedOptimizerBlock:
+    """The optimizer that a list operator belongs to.
+
+    Args:
+        node: a fused optimizer, or one of the `_foreach_*` of an optimizer.
+
+    Raises:
+        OptimizerSplitError: it belongs to none, or its step counter cannot be found.
+    """
+    if is_list_optimizer(node):
+        return _fused_block(node)
+    for block in _all_blocks(node.graph):
+        if node in block.nodes:
+            return block
+    raise OptimizerSplitError(f"%{node.name} is not part of an optimizer: {node.format_node()}")
+
+
+def get_all_fused_optimizer_blocks(gm: fx.GraphModule) -> list[FusedOptimizerBlock]:
+    """Every optimizer of list operators, in graph order. Linear in the number of nodes.
+
+    Raises:
+        OptimizerSplitError: the step counter of one cannot be found.
+    """
+    position = {node: index for index, node in enumerate(gm.graph.nodes)}
+    blocks = _all_blocks(gm.graph)
+    return sorted(blocks, key=lambda block: position[block.optim.optim_node])
+
+
+def _all_blocks(graph: fx.Graph) -> list[FusedOptimizerBlock]:
+    fused = [_fused_block(node) for node in graph.nodes if is_list_optimizer(node)]
+    return [*fused, *_foreach_blocks(graph)]
+
+
+def _fused_block(node: fx.Node) -> FusedOptimizerBlock:
+    steps = entries_of(node, "state_steps")
+    step = ForeachAddBlock.from_node(_step_counter(node, steps)) if steps else None
+    if is_operator(node.target, *FUSED_ADAM):
+        return FusedOptimizerBlock(step, FusedAdamBlock.from_node(node))
+    items = [item for _, container in items_by_index(node) for _, item in items_by_index(container)]
+    copies = [copy for item in items if (copy := copy_of(item)) is not None]
+    grads = entries_of(node, "grads")
+    return FusedOptimizerBlock(step, ListOptimizerBlock([node], grads, copies))
+
+
+def _step_counter(node: fx.Node, steps: Sequence[fx.Node]) -> fx.Node:
+    """Walk back from the step counts that an optimizer reads."""
+    level = [steps[0]]
+    for _ in range(MAX_STEP_DISTANCE):
+        found = next((n for n in level if is_operator(n.target, "aten::_foreach_add")), None)
+        if found is not None:
+            return found
+        level = [source for n in level for source in n.all_input_nodes]
+    raise OptimizerSplitError(
+        f"no _foreach_add within {MAX_STEP_DISTANCE} nodes before the step counts of"
+        f" %{node.name}\n  > {node.format_node()}"
+    )
+
+
+def _foreach_blocks(graph: fx.Graph) -> Iterator[FusedOptimizerBlock]:
+    """The optimizers that consist of several `_foreach_*` operators that depend on each other."""
+    slices = _slices(graph)
+    if not slices:
+        return
+    elements = Elements(graph)
+    for nodes in slices:
+        inside = set(nodes)
+        lists = [node for node in nodes if list_schema(node) is not None]
+        grads = list(dict.fromkeys(_gradients(elements, nodes, inside)))
+        copies = [node for node in nodes if is_operator(node.target, "aten::copy_")]
+        if not grads or not copies:
+            continue
+        counter = next((node for node in lists if _counts_steps(node)), None)
+        step = None if counter is None else ForeachAddBlock.from_node(counter)
+        counts = set(step.copies) if step else set()
+        optim = ListOptimizerBlock(
+            [node for node in lists if node is not counter],
+            grads,
+            [node for node in copies if node not in counts],
+        )
+        yield FusedOptimizerBlock(step, optim)
+
+
+def _slices(graph: fx.Graph) -> list[list[fx.Node]]:
+    """`_foreach_*` operators and all that depends on them, where connected, in graph order."""
+    parent: dict[fx.Node, fx.Node] = {}
+
+    def root(node: fx.Node) -> fx.Node:
+        while parent[node] is not node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for node in graph.nodes:
+        if node.meta.get("phase", "optimizer") != "optimizer" or node.op != "call_function":
+            continue
+        sources = [root(source) for source in node.all_input_nodes if source in parent]
+        if is_list_optimizer(node) or (not sources and list_schema(node) is None):
+            continue
+        parent[node] = node
+        for source in sources:
+            parent[root(source)] = root(node)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node in parent:
+        members.setdefault(root(node), []).append(node)
+    return list(members.values())
+
+
+def _gradients(
+    elements: Elements, nodes: Sequence[fx.Node], inside: set[fx.Node]
+) -> Iterator[fx.Node]:
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source in inside:
+                continue
+            if elements.origins[elements.number[source]] is Origin.DATA:
+                yield source
+
+
+def _counts_steps(node: fx.Node) -> bool:
+    """Whether a `_foreach_add` adds one number to state of no dimension, and stores the sum."""
+    if not is_operator(node.target, "aten::_foreach_add"):
+        return False
+    assert isinstance(node.target, _compat.OpOverload)
+    entries = entries_of(node, "self")
+    if node.target._overloadname not in ("Scalar", "Tensor") or not entries:
+        return False
+    values = [entry.meta.get("val") for entry in entries]
+    if not all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in values):
+        return False
+    return all(
+        (copy := copy_of(item)) is None or copy.args[0] is entries[index]
+        for index, item in items_by_index(node)
+    )

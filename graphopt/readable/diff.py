@@ -1,0 +1,152 @@
+"""What a pass changed, as a unified diff of two graphs in close to linear time.
+
+Nearly every line of a graph's text begins with a name of its own, so the lines that occur once in
+both texts are matched, the longest sequence of them in the same order is kept (Bram Cohen's
+patience diff), and what lies between is searched again. A node that moved is one line removed and
+one added.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import fx
+
+from graphopt.readable.text import compact_text
+
+_CONTEXT = 3
+
+Match = tuple[int, int]
+
+
+def graph_diff(
+    before: fx.GraphModule | fx.Graph | str,
+    after: fx.GraphModule | fx.Graph | str,
+    names: tuple[str, str] = ("before", "after"),
+) -> str:
+    """The difference between two graphs as unified text; empty where there is none.
+
+    Args:
+        before, after: graphs, or their `compact_text`, which stays as it is when a graph changes.
+        names: what the two are called in the first lines.
+    """
+    return text_diff(_text(before), _text(after), names)
+
+
+def text_diff(before: str, after: str, names: tuple[str, str]) -> str:
+    """The difference between two texts as unified text; empty where there is none."""
+    old, new = before.splitlines(), after.splitlines()
+    changes = list(_changes(list(matches(old, new)), len(old), len(new)))
+    if not changes:
+        return ""
+    lines = [f"--- {names[0]}", f"+++ {names[1]}"]
+    for hunk in _hunks(changes):
+        lines += _hunk_lines(hunk, old, new)
+    return "\n".join(lines) + "\n"
+
+
+def _text(graph: fx.GraphModule | fx.Graph | str) -> str:
+    return graph if isinstance(graph, str) else compact_text(graph)
+
+
+def matches(old: Sequence[str], new: Sequence[str]) -> Iterator[Match]:
+    """Positions of equal lines, increasing in both."""
+    found: list[Match] = []
+    pending = [(0, len(old), 0, len(new))]
+    while pending:
+        a, a_end, b, b_end = pending.pop()
+        while a < a_end and b < b_end and old[a] == new[b]:
+            found.append((a, b))
+            a, b = a + 1, b + 1
+        while a < a_end and b < b_end and old[a_end - 1] == new[b_end - 1]:
+            a_end, b_end = a_end - 1, b_end - 1
+            found.append((a_end, b_end))
+        anchors = _anchors(old, new, (a, a_end, b, b_end))
+        if not anchors:
+            continue
+        starts = [(a, b), *((i + 1, j + 1) for i, j in anchors)]
+        ends = [*anchors, (a_end, b_end)]
+        found += anchors
+        pending += [
+            (i, i_end, j, j_end)
+            for (i, j), (i_end, j_end) in zip(starts, ends, strict=True)
+            if i < i_end and j < j_end
+        ]
+    return iter(sorted(found))
+
+
+def _anchors(
+    old: Sequence[str], new: Sequence[str], window: tuple[int, int, int, int]
+) -> list[Match]:
+    """Lines that occur once in each part: the longest sequence in the same order."""
+    a, a_end, b, b_end = window
+    old_counts, new_counts = Counter(old[a:a_end]), Counter(new[b:b_end])
+    where = {new[j]: j for j in range(b, b_end) if new_counts[new[j]] == 1}
+    pairs = [(i, where[old[i]]) for i in range(a, a_end) if _once(old_counts, old[i], where)]
+    return _longest_increasing(pairs)
+
+
+def _once(counts: Counter[str], line: str, where: dict[str, int]) -> bool:
+    return counts[line] == 1 and line in where
+
+
+def _longest_increasing(pairs: list[Match]) -> list[Match]:
+    """The longest subsequence of `pairs` whose second numbers increase."""
+    tails: list[int] = []
+    last: list[int] = []
+    previous: list[int | None] = []
+    for index, (_, j) in enumerate(pairs):
+        place = bisect_left(tails, j)
+        previous.append(last[place - 1] if place else None)
+        tails[place : place + 1] = [j]
+        last[place : place + 1] = [index]
+    chosen: list[Match] = []
+    current = last[-1] if last else None
+    while current is not None:
+        chosen.append(pairs[current])
+        current = previous[current]
+    return chosen[::-1]
+
+
+Change = tuple[int, int, int, int]
+"""Lines `[a, a_end)` of the old text became `[b, b_end)` of the new one."""
+
+
+def _changes(equal: list[Match], old: int, new: int) -> Iterator[Change]:
+    a = b = 0
+    for i, j in [*equal, (old, new)]:
+        if i > a or j > b:
+            yield a, i, b, j
+        a, b = i + 1, j + 1
+
+
+def _hunks(changes: list[Change]) -> Iterator[list[Change]]:
+    """Changes that are close to one another."""
+    hunk: list[Change] = []
+    for change in changes:
+        if hunk and change[0] - hunk[-1][1] > 2 * _CONTEXT:
+            yield hunk
+            hunk = []
+        hunk.append(change)
+    yield hunk
+
+
+def _hunk_lines(hunk: list[Change], old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    before = min(_CONTEXT, hunk[0][0])
+    after = min(_CONTEXT, len(old) - hunk[-1][1])
+    a, a_end = hunk[0][0] - before, hunk[-1][1] + after
+    b, b_end = hunk[0][2] - before, hunk[-1][3] + after
+    yield f"@@ -{_range(a, a_end)} +{_range(b, b_end)} @@"
+    for i, i_end, j, j_end in hunk:
+        yield from (f" {text}" for text in old[a:i])
+        yield from (f"-{text}" for text in old[i:i_end])
+        yield from (f"+{text}" for text in new[j:j_end])
+        a = i_end
+    yield from (f" {text}" for text in old[a:a_end])
+
+
+def _range(start: int, end: int) -> str:
+    count = end - start
+    return f"{start + 1 if count else start},{count}"

@@ -1,0 +1,256 @@
+"""What there is to say about each node of a graph, row by row, before it is laid out as text."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import (
+    follows_output_convention,
+    get_output,
+    get_outputs,
+    is_collective,
+    is_operator,
+    is_view,
+    is_wait,
+    tensors_in,
+)
+from graphopt.iter_graph import IterGraph
+
+LAUNCH, WAIT, UPDATE, LATE = "▶", "⏸", "●", "↻"
+MARKS = {
+    LAUNCH: "launch of a collective",
+    WAIT: "wait for it",
+    UPDATE: "state update",
+    LATE: "runs one iteration late",
+}
+
+_SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+_ITEMS_SHOWN = 4
+
+
+@dataclass
+class Row:
+    """One node, or one part of the output.
+
+    Attributes:
+        marks: some of `MARKS`.
+        text: name, operator and arguments.
+        shape: dtypes and shapes of what it computes.
+        size: its bytes; None for views and numbers.
+        note: where it runs, if late.
+        place: module path or qualified name, source line, pass that made it.
+    """
+
+    text: str
+    marks: str = ""
+    shape: str = ""
+    size: int | None = None
+    note: str = ""
+    place: str = ""
+
+
+Section = tuple[str, list[Row]]
+"""A heading with rows below."""
+
+
+def sections(
+    graph: fx.Graph, *, shorten: bool = True, phase: str | None = None
+) -> Iterator[Section]:
+    """Rows of a graph in order, with a new section where the phase changes.
+
+    Args:
+        shorten: leave out most of long lists of arguments.
+        phase: give the calls of this phase only.
+    """
+    late: Mapping[fx.Node, fx.Node] = graph.late if isinstance(graph, IterGraph) else {}
+    current, rows = "", list[Row]()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        title = _title(node)
+        if phase is not None and (node.op == "placeholder" or title != phase):
+            continue
+        if title != current and rows:
+            yield current, rows
+            rows = []
+        current = title
+        rows.append(_row(node, late, shorten))
+    if rows:
+        yield current, rows
+    if phase is None:
+        yield "output", list(_output(graph, shorten))
+
+
+def _title(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        kind = node.meta.get("kind")
+        return f"inputs: {kind}" if kind else "inputs"
+    return str(node.meta.get("phase", "graph"))
+
+
+def _row(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool) -> Row:
+    row = Row(_statement(node, shorten), shape=describe(node.meta.get("val")))
+    row.size = _size(node)
+    row.place = _place(node)
+    if is_collective(node):
+        row.marks, row.size = LAUNCH, sent_bytes(node)
+    elif is_wait(node):
+        row.marks = WAIT
+    elif is_operator(node.target, "aten::copy_"):
+        row.marks = UPDATE
+    if node in late:
+        row.marks += LATE
+        row.note = f"late → before %{late[node].name}"
+    return row
+
+
+def _statement(node: fx.Node, shorten: bool) -> str:
+    if node.op == "placeholder":
+        return f"%{node.name}"
+    if node.op == "get_attr":
+        return f"%{node.name} = self.{node.target}{_constant(node)}"
+    arguments = [argument(value, shorten) for value in node.args]
+    arguments += [f"{key}={argument(value, shorten)}" for key, value in node.kwargs.items()]
+    return f"%{node.name} = {_function(node)}({', '.join(arguments)})"
+
+
+def _function(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else _function_name(target)
+
+
+@cache
+def _function_name(target: Any) -> str:
+    if isinstance(target, _compat.OpOverload):
+        return str(target)
+    module = str(target.__module__).removeprefix("_")
+    return f"{module}.{target.__name__}"
+
+
+def _constant(node: fx.Node) -> str:
+    """The value of a constant that is one number."""
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, torch.Tensor) or _compat.is_fake(value):
+        return ""
+    return f" ({value.item():g})" if value.dim() == 0 and value.device.type == "cpu" else ""
+
+
+def argument(value: Any, shorten: bool) -> str:
+    """An argument of a node in short form: nodes as ``%name``, types without ``torch.``."""
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        items = [argument(item, shorten) for item in value]
+        if shorten and len(items) > _ITEMS_SHOWN + 1:
+            items[_ITEMS_SHOWN:] = [f"… {len(items) - _ITEMS_SHOWN} more"]
+        text = ", ".join(items)
+        if isinstance(value, list):
+            return f"[{text}]"
+        return f"({text},)" if len(items) == 1 else f"({text})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {argument(v, shorten)}" for k, v in value.items()) + "}"
+    if isinstance(value, torch.dtype):
+        return _SHORT.get(value) or str(value).removeprefix("torch.")
+    if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
+        return str(value).removeprefix("torch.")
+    return repr(value)
+
+
+def describe(value: Any) -> str:
+    """A node's `meta["val"]` as text: ``f32[64, 128]``, ``float``, or a list of such."""
+    if isinstance(value, torch.Tensor):
+        kind = _SHORT.get(value.dtype) or str(value.dtype).removeprefix("torch.")
+        device = "" if value.device.type == "cpu" else f"@{value.device}"
+        return f"{kind}{device}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, (list, tuple)):
+        items = [describe(item) for item in value[:_ITEMS_SHOWN]]
+        if len(value) > _ITEMS_SHOWN:
+            items.append(f"… {len(value) - _ITEMS_SHOWN} more")
+        return f"({', '.join(items)})"
+    if isinstance(value, (torch.SymFloat, float)):
+        return "float"
+    if isinstance(value, (torch.SymInt, int)):
+        return "int"
+    return "" if value is None else type(value).__name__
+
+
+def _size(node: fx.Node) -> int | None:
+    """Bytes of what a node computes, None if it shows what another node computed."""
+    if node.target is operator.getitem or (node.op == "call_function" and is_view(node)):
+        return None
+    tensors = list(tensors_in(node.meta.get("val")))
+    return sum(_bytes(tensor) for tensor in tensors) if tensors else None
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if _compat.has_symbolic_shape(tensor):
+        return 0
+    return tensor.numel() * tensor.element_size()
+
+
+def sent_bytes(node: fx.Node) -> int:
+    """Bytes of the tensors that a collective is launched with."""
+    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    return sum(_bytes(tensor) for tensor in tensors_in(inputs))
+
+
+def _place(node: fx.Node) -> str:
+    parts = []
+    modules = node.meta.get("nn_module_stack")
+    if node.op == "placeholder":
+        parts.append(node.meta.get("fqn", ""))
+    elif modules:
+        parts.append(list(modules.values())[-1][0])
+    source = node.meta.get("source")
+    if source is not None:
+        parts.append(f"{PurePath(source.file).name}:{source.line}")
+    origin = node.meta.get("provenance", ())[-1:]
+    if origin and origin[0] != "capture":
+        parts.append(f"by {origin[0]}")
+    return "  ".join(part for part in parts if part)
+
+
+def _output(graph: fx.Graph, shorten: bool) -> Iterator[Row]:
+    if not follows_output_convention(graph):
+        yield Row(argument(get_output(graph).args[0], shorten))
+        return
+    outputs = get_outputs(graph)
+    yield Row(f"results: {argument(outputs.results, shorten)}")
+    yield Row(f"updates: {argument(outputs.updates, shorten)}")
+    yield Row(f"carried: {argument(outputs.carried, shorten)}")
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes for a person: ``512 B``, ``1.5 KiB``, ``3.0 MiB``."""
+    if count < 1024:
+        return f"{count} B"
+    amount, unit = float(count), "B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):  # noqa: B007
+        amount /= 1024
+        if amount < 1024:
+            break
+    return f"{amount:.1f} {unit}"

@@ -1,0 +1,50 @@
+"""Graphs and differences in colour."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+from torch import fx
+
+from graphopt.readable.rows import LATE, LAUNCH, UPDATE, WAIT, Row, sections
+from graphopt.readable.text import cells, graph_of, graph_text, heading, summary
+
+_STYLES = {"shape": "cyan", "size": "dim", "note": "magenta", "place": "dim"}
+_MARK_STYLES = {LAUNCH: "bold green", WAIT: "bold yellow", UPDATE: "blue", LATE: "bold magenta"}
+_DIFF_STYLES = {"-": "red", "+": "green", "@": "cyan"}
+
+
+def print_graph(
+    graph: fx.GraphModule | fx.Graph, console: Console, *, phase: str | None = None
+) -> None:
+    """Print `graph_text`, in colour where `console` has colours. Long rows are not broken."""
+    if console.color_system is None:
+        console.out(graph_text(graph, phase=phase), end="", highlight=False)
+        return
+    plain = graph_of(graph)
+    for text in (*summary(plain), ""):
+        console.out(text, highlight=False)
+    for title, rows in sections(plain, phase=phase):
+        block = Text.assemble((heading(title), "bold"))
+        for row in rows:
+            block.append_text(_coloured(row))
+        console.print(block, soft_wrap=True)
+
+
+def print_diff(difference: str, console: Console) -> None:
+    """Print a unified diff, in colour where `console` has colours."""
+    if console.color_system is None:
+        console.out(difference, end="", highlight=False)
+        return
+    for text in difference.splitlines():
+        style = "bold" if text.startswith(("---", "+++")) else _DIFF_STYLES.get(text[0])
+        console.out(text, style=style, highlight=False)
+
+
+def _coloured(row: Row) -> Text:
+    mark_style = _MARK_STYLES.get(row.marks[:1], "")
+    styles = {**_STYLES, "marks": mark_style, "text": mark_style.removeprefix("bold ")}
+    columns = [(text, styles.get(name, "")) for name, text in cells(row, bytes=True, places=True)]
+    line = Text.assemble("\n", *columns, no_wrap=True)
+    line.rstrip()
+    return line

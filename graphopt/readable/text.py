@@ -1,0 +1,101 @@
+"""A graph as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from graphopt.graph_utils import is_collective, is_operator
+from graphopt.iter_graph import IterGraph
+from graphopt.readable.rows import MARKS, Row, readable_bytes, sections, sent_bytes
+
+_TEXT_WIDTH = 64
+_SHAPE_WIDTH = 16
+
+
+def graph_text(
+    graph: fx.GraphModule | fx.Graph,
+    *,
+    bytes: bool = True,
+    places: bool = True,
+    phase: str | None = None,
+) -> str:
+    """A graph for reading: a summary, then one row per node under headings for the phases.
+
+    A row says name, operator and arguments, dtype and shape, bytes, module path, source line, and
+    which pass made the node. Marks at its left show launches, waits, updates and late nodes.
+
+    Args:
+        graph: what to show; nothing in it changes.
+        bytes: say how large values are.
+        places: say where nodes come from.
+        phase: show the calls of this phase only.
+    """
+    plain = graph_of(graph)
+    lines = [*summary(plain), ""]
+    for title, rows in sections(plain, phase=phase):
+        lines.append(heading(title))
+        lines += [line(row, bytes=bytes, places=places) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def compact_text(graph: fx.GraphModule | fx.Graph) -> str:
+    """A graph for comparison: all arguments, no padding, and nothing that moves with the user's
+    source (lines, module paths). What tests expect and what differences are taken of."""
+    lines = []
+    for title, rows in sections(graph_of(graph), shorten=False):
+        lines.append(heading(title))
+        for row in rows:
+            parts = (f"{row.marks} {row.text}".strip(), row.shape, row.note)
+            lines.append("  ".join(part for part in parts if part))
+    return "\n".join(lines) + "\n"
+
+
+def graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
+    return graph.graph if isinstance(graph, fx.GraphModule) else graph
+
+
+def heading(title: str) -> str:
+    return f"── {title} ──"
+
+
+def summary(graph: fx.Graph) -> Iterator[str]:
+    """How large a graph is, and what the marks of its rows mean."""
+    nodes = list(graph.nodes)
+    collectives = [node for node in nodes if is_collective(node)]
+    sent = readable_bytes(sum(map(sent_bytes, collectives)))
+    copies = sum(is_operator(node.target, "aten::copy_") for node in nodes)
+    late = len(graph.late) if isinstance(graph, IterGraph) else 0
+    yield ", ".join(
+        [
+            counted(len(nodes), "node"),
+            counted(len(collectives), "collective") + (f" of {sent} in all" if collectives else ""),
+            counted(copies, "state update"),
+            counted(late, "late node"),
+        ]
+    )
+    yield "marks: " + ", ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items())
+
+
+def counted(number: int, what: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def line(row: Row, *, bytes: bool, places: bool) -> str:
+    """One row in columns."""
+    return "".join(text for _, text in cells(row, bytes=bytes, places=places)).rstrip()
+
+
+def cells(row: Row, *, bytes: bool, places: bool) -> Iterator[tuple[str, str]]:
+    """The columns of a row, padded, each with its name."""
+    yield "marks", f"{row.marks:<3}"
+    yield "text", f"{row.text:<{_TEXT_WIDTH}}  "
+    yield "shape", f"{row.shape:<{_SHAPE_WIDTH}}  "
+    if bytes:
+        yield "size", f"{'' if row.size is None else readable_bytes(row.size):>10}  "
+    if row.note:
+        yield "note", f"{row.note}  "
+    if places:
+        yield "place", row.place

@@ -1,0 +1,142 @@
+"""What nodes call and with what, as JSON.
+
+Only what a table or a check of its own names is ever looked up, so that a file can call nothing but
+operators.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.saved.errors import SavedGraphError
+
+# fmt: off
+_OPERATORS = [
+    "abs", "add", "and_", "contains", "eq", "floordiv", "ge", "getitem", "gt", "invert",
+    "le", "lshift", "lt", "matmul", "mod", "mul", "ne", "neg", "not_", "or_", "pos", "pow",
+    "rshift", "sub", "truediv", "xor",
+]
+# fmt: on
+_NUMERIC = ["ceil", "exp", "floor", "log", "sqrt", "trunc"]
+_SYMBOLIC = ["sym_float", "sym_int", "sym_max", "sym_min", "sym_not"]
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS},
+    **{f"math.{name}": getattr(math, name) for name in _NUMERIC},
+    **{f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC},
+}
+_FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
+
+_TORCH_TYPES: dict[str, Any] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
+def encode_target(target: object) -> str:
+    """The qualified name of a function that a node calls.
+
+    Raises:
+        SavedGraphError: it is neither an operator nor a Python operator on numbers.
+    """
+    if isinstance(target, _compat.OpOverload):
+        return f"{target._schema.name}.{target._overloadname}"
+    name = _FUNCTION_NAMES.get(target) if callable(target) else None
+    if name is None:
+        raise SavedGraphError(f"it calls {target!r}, which is not an operator")
+    return name
+
+
+def decode_target(name: str) -> Callable[..., Any]:
+    """The function of a qualified name.
+
+    Raises:
+        SavedGraphError: there is no such operator here.
+    """
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    namespace, _, rest = name.partition("::")
+    operator_name, _, overload = rest.rpartition(".")
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)
+    except (AttributeError, RuntimeError):
+        found = None
+    if not isinstance(found, _compat.OpOverload):
+        raise SavedGraphError(
+            f"it calls the operator {name}, which is not known here: import the module that"
+            f" defines it, or use the torch version that the graph was saved with"
+        )
+    return found
+
+
+def encode(value: Any, special: Callable[[Any], Any]) -> Any:
+    """`value` as JSON: numbers, text and containers, dtypes, devices and the like.
+
+    Args:
+        special: encodes all other leaves, as an object with one key of its own.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [encode(item, special) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item, special) for item in value]}
+    if isinstance(value, dict):
+        pairs = [[encode(k, special), encode(v, special)] for k, v in value.items()]
+        return {"dict": pairs}
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return {"slice": [encode(part, special) for part in parts]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if value is Ellipsis:
+        return {"ellipsis": None}
+    for kind, torch_type in _TORCH_TYPES.items():
+        if isinstance(value, torch_type):
+            return {kind: str(value).removeprefix("torch.")}
+    return special(value)
+
+
+def decode(data: Any, special: Callable[[str, Any], Any]) -> Any:
+    """The inverse of `encode`; `special` is given the key and value of a leaf of its own."""
+    if isinstance(data, list):
+        return [decode(item, special) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, content),) = data.items()
+    if kind == "tuple":
+        return tuple(decode(item, special) for item in content)
+    if kind == "dict":
+        return {decode(key, special): decode(value, special) for key, value in content}
+    if kind == "slice":
+        return slice(*(decode(part, special) for part in content))
+    if kind == "complex":
+        return complex(*content)
+    if kind == "device":
+        return torch.device(content)
+    if kind == "ellipsis":
+        return Ellipsis
+    if kind in _TORCH_TYPES:
+        found = getattr(torch, content)
+        if not isinstance(found, _TORCH_TYPES[kind]):
+            raise ValueError(f"torch.{content} is not a {kind}")
+        return found
+    return special(kind, content)
+
+
+def not_saved(value: Any) -> Any:
+    """For `encode`: no other leaves are known.
+
+    Raises:
+        SavedGraphError: always.
+    """
+    raise SavedGraphError(f"{value!r} of type {type(value).__name__} cannot be saved")

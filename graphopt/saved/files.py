@@ -1,0 +1,186 @@
+"""Save graphs to files and load them. Loading runs no code of the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt import _compat
+from graphopt.iter_graph import IterGraph, IterGraphModule
+from graphopt.saved.arguments import decode, encode
+from graphopt.saved.errors import SavedGraphError
+from graphopt.saved.nodes import decode_graph, encode_graph
+from graphopt.saved.values import ValueDecoder, ValueEncoder
+
+FORMAT = "graphopt graph"
+VERSION = 1
+
+_DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What decoding raises for a file that holds other than `save_graph` writes."""
+
+APPLIED = "graphopt_passes"
+"""Key of `GraphModule.meta` under which the records of applied passes are kept."""
+
+
+def save_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
+    """Save a graph with all that passes look at; `load_graph` brings it back.
+
+    Kept are nodes, their order and names, what they compute (shapes, dtypes, devices, which of
+    them share storage), phases, source lines with their text, module paths, provenance, late nodes,
+    applied passes, and constants with their values. The model's parameters are not part of a graph.
+
+    Args:
+        graph_module: a `torch.fx.GraphModule` or an `IterGraphModule`, such as
+            `train_step.graph_module`.
+        path: of the file; missing folders are made.
+
+    Raises:
+        SavedGraphError: a node calls what is not an operator, or holds what cannot be described.
+    """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise SavedGraphError(
+            f"a {type(graph_module).__name__} is not a graph: save `train_step.graph_module`, or"
+            " `graphopt.capture(...).graph_module`"
+        )
+    content, tensors = _encode(graph_module)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    saved = {
+        "format": FORMAT,
+        "version": VERSION,
+        "content": json.dumps(content, separators=(",", ":")),
+        "tensors": tensors,
+    }
+    torch.save(saved, path)
+
+
+def load_graph(path: str | Path) -> fx.GraphModule:
+    """Load what `save_graph` saved: an `IterGraphModule` if it was one.
+
+    The program that the graph comes from is not needed. Custom operators are: import the module
+    that defines them first. Tensors are fakes of a new `FakeTensorMode`; random generators are new.
+    Constants of a GPU stand on the CPU where there is none.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SavedGraphError: the file holds no graph, is damaged, is of a later version of graphopt, or
+            needs an operator that is not known here.
+    """
+    saved = _read(Path(path))
+    try:
+        content = json.loads(saved["content"])
+        return _decode(content, saved["tensors"])
+    except SavedGraphError as error:
+        raise SavedGraphError(f"{path}: {error}") from None
+    except _DAMAGE as error:
+        raise SavedGraphError(f"{path} is damaged ({error}): save the graph again") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    place = None if torch.cuda.is_available() else "cpu"
+    try:
+        saved = torch.load(path, map_location=place, weights_only=True)
+    except OSError:
+        raise
+    except Exception:  # what unpickling raises for a file of another kind is not limited
+        saved = None
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise SavedGraphError(
+            f"{path} does not hold a graph, or is damaged: graphs are saved by"
+            " graphopt.saved.save_graph(train_step.graph_module, path)"
+        )
+    if saved.get("version") != VERSION:
+        raise SavedGraphError(
+            f"{path} is in version {saved['version']} of the format, and this graphopt reads"
+            f" version {VERSION}: load it with the graphopt that saved it, or save it again"
+        )
+    return saved
+
+
+def _encode(graph_module: fx.GraphModule) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    tensors: dict[str, torch.Tensor] = {}
+    values = ValueEncoder()
+    described: dict[str, Any] = {}
+    for target, value in _constants(graph_module):
+        if isinstance(value, torch.Tensor) and not _compat.is_fake(value):
+            tensors[target] = value.detach()
+        else:
+            try:
+                described[target] = values.encode(value)
+            except SavedGraphError as error:
+                raise SavedGraphError(f"the constant {target} cannot be saved: {error}") from None
+    records = [_fields(record) for record in graph_module.meta.get(APPLIED, [])]
+    content = {
+        "graph": encode_graph(graph_module.graph),
+        "iterations": isinstance(graph_module, IterGraphModule),
+        "frozen": isinstance(graph_module, IterGraphModule) and graph_module.frozen,
+        "constants": described,
+        "storages": values.storages,
+        "applied": [encode(fields, repr) for fields in records],
+        "torch": torch.__version__,
+    }
+    return content, tensors
+
+
+def _decode(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> fx.GraphModule:
+    root = nn.Module()
+    values = ValueDecoder(content["storages"])
+    described = {name: values.decode(value) for name, value in content["constants"].items()}
+    constants = {**tensors, **described}
+    for target, value in constants.items():
+        _set_constant(root, target, value)
+    graph = IterGraph() if content["iterations"] else fx.Graph()
+    decode_graph(content["graph"], graph, constants)
+    graph.lint()
+    loaded = fx.GraphModule(root, graph)
+    if content["applied"]:
+        loaded.meta[APPLIED] = [
+            SimpleNamespace(**decode(fields, _unknown)) for fields in content["applied"]
+        ]
+    if not content["iterations"]:
+        return loaded
+    iterations = IterGraphModule(loaded)
+    if content["frozen"]:
+        iterations.finalize_setup()
+    return iterations
+
+
+def _unknown(kind: str, content: Any) -> Any:
+    raise ValueError(f"a pass record holds a {kind}")
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return asdict(record) if is_dataclass(record) else dict(vars(record))  # type: ignore[arg-type]
+
+
+def _constants(graph_module: fx.GraphModule) -> Iterator[tuple[str, Any]]:
+    targets = dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr")
+    for target in targets:
+        value: Any = graph_module
+        for part in target.split("."):
+            value = getattr(value, part)
+        yield target, value
+
+
+def _set_constant(root: nn.Module, target: str, value: Any) -> None:
+    *path, name = target.split(".")
+    holder = root
+    for part in path:
+        if part not in dict(holder.named_children()):
+            holder.add_module(part, nn.Module())
+        holder = holder.get_submodule(part)
+    setattr(holder, name, value)

@@ -1,0 +1,69 @@
+"""Values that guards hold, and how they are compared with what is there now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
+
+
+def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a graph is specialized on about a tensor."""
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+def items(value: object) -> list[Any] | None:
+    """What a list or dictionary contains, to compare with later."""
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, list) else None
+
+
+def same_items(before: list[Any], container: object) -> bool:
+    now = items(container)
+    if now is None or len(now) != len(before):
+        return False
+    return all(a is b or same_constant(a, b) for a, b in zip(now, before, strict=True))
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    return type(a) is type(b) and is_plain(a) and is_plain(b) and bool(a == b)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is compared by value; all others are by identity."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def change(kind: tuple[Any, ...] | None, now: Any) -> str:
+    if kind is None or not isinstance(now, torch.Tensor) or tensor_kind(now) == kind:
+        return ""
+    return f" ({describe(kind, tensor_kind(now))})"
+
+
+def describe(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    names = ("shape", "stride", "dtype", "device", "requires_grad")
+    differing = _differing(names, before, now)
+    name, old, new = next(differing)
+    if isinstance(old, torch.Size):
+        old, new = list(old), list(new)
+    return f"{name} {old} became {new}"
+
+
+def _differing(
+    names: tuple[str, ...], before: tuple[Any, ...], now: tuple[Any, ...]
+) -> Iterator[tuple[str, Any, Any]]:
+    return ((n, a, b) for n, a, b in zip(names, before, now, strict=True) if a != b)

@@ -1,0 +1,162 @@
+"""Guards on the two kinds of objects that a step is given: modules and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphopt import _compat
+from graphopt.tracing.guard_values import (
+    change,
+    is_plain,
+    items,
+    same_constant,
+    same_items,
+    tensor_kind,
+)
+from graphopt.tracing.inputs import is_number
+from graphopt.tracing.numbers import SCHEDULED
+from graphopt.watching import unwatched
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+"""Entries that learning rate schedulers keep in parameter groups, and optimizers never read."""
+
+_OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOKS})
+"""Attributes of modules that have guards of their own."""
+
+
+class ModuleGuard:
+    """One module: mode, hooks, registered tensors by identity, plain attributes by value, others by
+    identity.
+
+    Args:
+        assigned: attributes that the step itself sets: a new object in one of them is its own.
+    """
+
+    def __init__(self, name: str, module: nn.Module, assigned: Collection[str]) -> None:
+        self.name = name or "the model"
+        self.attributes = vars(module)
+        self.training = module.training
+        self.hooks = tuple(tuple(self.attributes[table]) for table in _HOOKS)
+        self.children = [(key, vars(m)) for key, m in module._modules.items() if m is not None]
+        self.tensors = [
+            (table, [(key, t, None if t is None else tensor_kind(t)) for key, t in table.items()])
+            for table in (unwatched(module._parameters), unwatched(module._buffers))
+        ]
+        self.submodules = list(module._modules)
+        self.gradients = [
+            (p.requires_grad, _compat.hooks_of(p))
+            for p in module._parameters.values()
+            if p is not None
+        ]
+        self.others = [
+            (key, value, items(value))
+            for key, value in self.attributes.items()
+            if key not in _OF_TORCH and not isinstance(value, torch.Tensor)
+            if is_plain(value) or key not in assigned
+        ]
+        self.count = len(self.attributes)
+
+    def mismatch(self) -> str | None:
+        attributes = self.attributes
+        if attributes["training"] is not self.training:
+            return f"{self.name}.training became {attributes['training']}"
+        modules = attributes["_modules"]
+        if len(modules) != len(self.submodules):
+            return self._registered(modules.keys() ^ set(self.submodules))
+        for key, child in self.children:
+            if key not in modules or vars(modules[key]) is not child:
+                return f"submodule {self.name}.{key} was replaced"
+        for table, entries in self.tensors:
+            if len(table) != len(entries):
+                return self._registered(table.keys() ^ {key for key, _, _ in entries})
+            for key, tensor, kind in entries:
+                now = table.get(key)
+                if now is not tensor:
+                    return f"{self.name}.{key} was replaced{change(kind, now)}"
+                if tensor is not None and tensor_kind(tensor) != kind:
+                    return f"{self.name}.{key}{change(kind, tensor)}"
+        parameters = (p for p in self.tensors[0][0].values() if p is not None)
+        for (flag, hooks), parameter in zip(self.gradients, parameters, strict=True):
+            if parameter.requires_grad is not flag:
+                return f"requires_grad changed in {self.name}"
+            if _compat.hooks_of(parameter) != hooks:
+                return f"gradient hooks of {self.name} changed"
+        for key, value, contents in self.others:
+            now = unwatched(attributes.get(key, _MISSING))
+            if now is not value and not same_constant(now, value):
+                return f"{self.name}.{key} became {now!r}"
+            if contents is not None and not same_items(contents, now):
+                return f"what {self.name}.{key} contains changed"
+        if len(attributes) != self.count:
+            return f"attributes of {self.name} were added or removed"
+        if tuple(tuple(attributes[table]) for table in _HOOKS) != self.hooks:
+            return f"hooks of {self.name} changed"
+        return None
+
+    def _registered(self, names: set[str]) -> str:
+        listed = ", ".join(f"{self.name}.{name}" for name in sorted(names))
+        return f"{listed} was registered or dropped"
+
+
+_MISSING = object()
+
+
+class OptimizerGuard:
+    """One optimizer: groups, members, settings that are not scheduled, and state entries."""
+
+    def __init__(self, name: str, optimizer: Optimizer) -> None:
+        self.name = name
+        self.type = type(optimizer)
+        self.groups = [
+            (list(group["params"]), _settings(group)) for group in optimizer.param_groups
+        ]
+
+    def mismatch(self, optimizer: Optimizer) -> str | None:
+        if type(optimizer) is not self.type:
+            return f"{self.name} became a {type(optimizer).__name__}"
+        if len(optimizer.param_groups) != len(self.groups):
+            return f"{self.name} has {len(optimizer.param_groups)} parameter groups now"
+        for index, (params, settings) in enumerate(self.groups):
+            group = optimizer.param_groups[index]
+            live = unwatched(group["params"])
+            if len(live) != len(params) or any(
+                a is not b for a, b in zip(live, params, strict=True)
+            ):
+                return f"the members of {self.name}.param_groups[{index}] changed"
+            now = _settings(group)
+            if now != settings:
+                key = next(k for k in now.keys() | settings.keys() if now.get(k) != settings.get(k))
+                return f"{self.name}.param_groups[{index}][{key!r}] became {now.get(key)!r}"
+        return None
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a group that the graph is specialized on; scheduled numbers by kind only.
+
+    Bookkeeping of schedulers (`initial_lr`, `max_lr`, …) is not read by optimizers.
+    """
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key == "params" or key in _OF_SCHEDULERS:
+            continue
+        if key not in SCHEDULED:
+            found[key] = value if is_plain(value) else id(value)
+        elif isinstance(value, tuple):
+            found[key] = tuple(is_number(part) or id(part) for part in value)
+        else:
+            found[key] = is_number(value) or id(value)
+    return found

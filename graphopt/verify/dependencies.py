@@ -1,0 +1,176 @@
+"""Does a rewritten graph keep every dependency of the graph it was made from?
+
+    g0 ─ all_reduce ─ wait ─ adamw          g0 ─ cat ─ all_reduce ─ wait ─ split ─ adamw
+                                     ──>    g1 ─┘                            └──── adamw
+    g1 ─ all_reduce ─ wait ─ adamw
+
+Nodes that both graphs have are *anchors*. What a pass took out or put in lies between anchors and
+is read element by element (`graphopt.verify.flow`); a value that went through a collective from one
+anchor to another must still go through it. So of both steps above remains the same: each update
+needs its own gradient, reduced.
+
+This is not a proof that the same values are computed: an operator may have been exchanged for
+another that reads the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import fx
+
+from graphopt.verify import structure
+from graphopt.verify.labels import Labels
+from graphopt.verify.matching import End, Matching, Sink, correspondence_by_name
+from graphopt.verify.memory import Memory
+from graphopt.verify.problems import DependencyReport, Problem
+from graphopt.verify.reach import CHUNK, labelled, missing, numbers
+from graphopt.verify.sides import Place, Side
+
+_NAMED = 3
+"""How many lost sources of one reader are named."""
+
+
+def check_dependencies(
+    before: fx.GraphModule | fx.Graph,
+    after: fx.GraphModule | fx.Graph,
+    *,
+    correspondence: Mapping[fx.Node, fx.Node] | None = None,
+) -> DependencyReport:
+    """Whether `after` keeps every dependency of `before`.
+
+    Checked are: values, through views and updates in place; the order of random numbers; that
+    every collective is sent in full, has one wait, and is read after it; state updates and outputs.
+    The order in which collectives are launched is free.
+
+    Near-linear in the number of nodes. Changes nothing.
+
+    Args:
+        before: the graph that a pass was given, or a copy of it.
+        after: what the pass made of it.
+        correspondence: node of `after` -> node of `before`; None: nodes of one name correspond.
+    """
+    old, new = _graph_of(before), _graph_of(after)
+    problems = list(structure.topology(new))
+    if problems:
+        return DependencyReport(problems)
+    if correspondence is None:
+        correspondence = correspondence_by_name(old, new)
+    return DependencyReport(_Comparison(old, new, correspondence).problems())
+
+
+def _graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
+    return graph.graph if isinstance(graph, fx.GraphModule) else graph
+
+
+class _Comparison:
+    """Two graphs, what they do to memory, and how they correspond."""
+
+    def __init__(
+        self, before: fx.Graph, after: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]
+    ) -> None:
+        self._before = before, Memory(before)
+        self._after = after, Memory(after)
+        self._matching = Matching(self._before, self._after, correspondence)
+        self._labels = Labels()
+        self._uncut: Side | None = None
+        self._position = {node: index for index, node in enumerate(after.nodes)}
+
+    def problems(self) -> list[Problem]:
+        same = self._matching.same
+        (before, _), (after, memory) = self._before, self._after
+        return [
+            *structure.interface(before, after),
+            *structure.late_nodes(after),
+            *structure.waits(after, memory),
+            *structure.totals(before, after, same),
+            *structure.state(self._before, self._after, same),
+            *structure.write_order(self._before[1], after, same),
+            *structure.randomness(before, after, same),
+            *(
+                Problem(f"{_end_name(end)} is a constant that it was not, or none any more")
+                for end in self._matching.constants
+            ),
+            *self._lost(),
+        ]
+
+    def _lost(self) -> list[Problem]:
+        """What sinks needed in the graph before, and do not need any more."""
+        sinks = self._matching.sinks
+        if not sinks:
+            return []
+        places = [Place(sink.before, sink.end is not None) for sink in sinks]
+        self._old = Side(*self._before, places, self._labels, self._matching.anchors_before)
+        places = [Place(sink.after, sink.end is not None) for sink in sinks]
+        self._new = Side(*self._after, places, self._labels, self._matching.anchors)
+        pairs = [
+            (old, new) for new, old in self._matching.anchors.items() if old in self._old.begins
+        ]
+        lost: dict[int, list[_Lost]] = {}
+        for start in range(0, len(pairs), CHUNK):
+            for sink, sources in self._lost_of(pairs[start : start + CHUNK], places):
+                lost.setdefault(sink, []).extend(sources)
+        return [self._problem(sinks[sink], found) for sink, found in sorted(lost.items())]
+
+    def _lost_of(
+        self, pairs: list[tuple[fx.Node, fx.Node]], places: list[Place]
+    ) -> Iterator[tuple[int, list[_Lost]]]:
+        """For each sink, which sources among the pairs (before, after) it has lost.
+
+        Nearly always what a sink needs reaches it without passing another anchor; only the rest is
+        looked for in the whole graph.
+        """
+        old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        lost = self._missing(self._old.states(old), self._new.states(new))
+        if lost:
+            lost = self._missing(lost, self._whole(places).states(new))
+        for sink, state in lost.items():
+            yield (
+                sink,
+                [
+                    _Lost(new[number], label)
+                    for label, bits in labelled(state)
+                    for number in numbers(bits, _NAMED)
+                ],
+            )
+
+    def _missing(self, wanted: dict[int, int], found: dict[int, int]) -> dict[int, int]:
+        lost = {
+            sink: missing(state, found.get(sink, 0), self._labels) for sink, state in wanted.items()
+        }
+        return {sink: state for sink, state in lost.items() if state}
+
+    def _whole(self, places: list[Place]) -> Side:
+        """The graph after, without cutting it at anchors."""
+        if self._uncut is None:
+            self._uncut = Side(*self._after, places, self._labels)
+        return self._uncut
+
+    def _problem(self, sink: Sink, lost: list[_Lost]) -> Problem:
+        reader = sink.after.node
+        source, label = lost[0]
+        subject = f"%{reader.name}" if sink.end is None else _end_name(sink.end)
+        through = self._labels.text(label)
+        if sink.end is None and self._position[source] > self._position[reader]:
+            message = f"{subject} stands before %{source.name} now, which it needs"
+        elif through:
+            message = f"{subject} does not get %{source.name} through {through} any more"
+        else:
+            message = f"{subject} does not depend on %{source.name} any more"
+        sources = tuple(dict.fromkeys(node for node, _ in lost[:_NAMED]))
+        if len(sources) > 1:
+            message += ", nor on others" if len(lost) > _NAMED else ", nor on the other(s) below"
+        return Problem(message, (reader, *(node for node in sources if node is not reader)))
+
+
+class _Lost(NamedTuple):
+    source: fx.Node
+    label: int
+
+
+def _end_name(end: End) -> str:
+    kind, slot = end
+    if isinstance(slot, fx.Node):
+        return f"the update of %{slot.name}"
+    return f"{'result' if kind == 'result' else 'carried value'} {slot} of the step"

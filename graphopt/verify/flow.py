@@ -1,0 +1,223 @@
+"""From where each value of a graph comes, element by element.
+
+A list operator (`_fused_adamw`, `_foreach_add`) is a tuple of independent operations, and the parts
+that `split` takes from a `cat` are what went into it, also with a collective and pointwise
+operators between. Read as single nodes they would make every gradient a source of every parameter.
+
+A `Flow` is a graph of *vertices*: integers in topological order, of which a node has one or, as a
+list or a concatenation, several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.verify.labels import Labels, signature_of
+from graphopt.verify.memory import Memory, Write
+from graphopt.verify.segments import (
+    Items,
+    Segments,
+    Value,
+    concatenates_vectors,
+    concatenation,
+    size_of,
+    slice_range,
+    split_ends,
+)
+from graphopt.verify.traits import traits_of
+
+
+class Flow:
+    """The vertices of one graph.
+
+    Args:
+        memory: the accesses of the graph.
+        labels: collectives that values pass through, shared by the flows that are compared.
+        cut: nodes at which the flow begins anew: their vertices have no predecessors.
+        needed: nodes that get vertices, beside those in `cut`; None for all.
+
+    Attributes:
+        predecessors: for each vertex, the vertices it is computed from.
+        launched: vertex -> number of the collective that it launches.
+        begins: the nodes in `cut` that something reads, in the order in which it does.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        memory: Memory,
+        labels: Labels,
+        cut: Container[fx.Node] = (),
+        needed: Container[fx.Node] | None = None,
+    ) -> None:
+        self.predecessors: list[list[int]] = []
+        self.launched: dict[int, int] = {}
+        self.begins: dict[fx.Node, int] = {}
+        self._memory = memory
+        self._labels = labels
+        self._values: dict[fx.Node, Value] = {}
+        self._elements: dict[fx.Node, list[int]] = {}
+        for node in graph.nodes:
+            if node.op != "output" and node not in cut and (needed is None or node in needed):
+                self._values[node] = self._compute(node)
+
+    def vertex(self, node: fx.Node, item: int | None = None) -> int:
+        """The vertex of a node as a whole, or of one element of a list operator."""
+        if item is not None and node in self._elements:
+            return self._elements[node][item]
+        return self._whole(self._value(node))
+
+    def known(self, node: fx.Node) -> int | None:
+        """The vertex of a node as a whole; None if nothing that is needed reads it."""
+        return self.vertex(node) if node in self._values else None
+
+    def sources(self, node: fx.Node) -> list[int]:
+        """The vertices that a node as a whole is computed from."""
+        overwritten = self._memory.overwritten(node)
+        read = [source for source in node.all_input_nodes if source not in overwritten]
+        writes = self._memory.implicit.get(node, {}).values()
+        return [*map(self.vertex, read), *(self.vertex(*write) for write in writes)]
+
+    def _value(self, node: fx.Node) -> Value:
+        if node not in self._values:  # a node at which the flow is cut
+            self._values[node] = self.begins[node] = self._new(())
+        return self._values[node]
+
+    def _new(self, predecessors: Iterable[int]) -> int:
+        self.predecessors.append(list(predecessors))
+        return len(self.predecessors) - 1
+
+    def _whole(self, value: Value) -> int:
+        if isinstance(value, int):
+            return value
+        if value.joined is None:
+            value.joined = self._new([self._whole(part) for part in value.values])
+        return value.joined
+
+    def _compute(self, node: fx.Node) -> Value:
+        traits = traits_of(node)
+        if traits.item:
+            return self._item(node)
+        if traits.listed:
+            return self._list(node)
+        if traits.elements and node not in self._memory.implicit:
+            by_element = self._by_element(node)
+            if by_element is not None:
+                return by_element
+        return self._computed(node, self.sources(node))
+
+    def _computed(self, node: fx.Node, needs: Iterable[int]) -> int:
+        vertex = self._new(needs)
+        if traits_of(node).collective:
+            self.launched[vertex] = self._labels.number(signature_of(node))
+        return vertex
+
+    def _item(self, node: fx.Node) -> Value:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        value = self._value(source)
+        if isinstance(value, Items) and isinstance(index, int) and index < len(value.values):
+            return value.values[index]
+        return self._whole(value)
+
+    def _list(self, node: fx.Node) -> Value:
+        """Element number i needs element i of each list, and all that is not a list."""
+        updated = self._memory.implicit.get(node, {})
+        needs = self._entries(node.args[0], updated)
+        if needs is None:
+            return self._computed(node, self.sources(node))
+        shared: list[int] = []
+        for argument in (*node.args[1:], *node.kwargs.values()):
+            entries = self._entries(argument, updated)
+            if entries is None or len(entries) != len(needs):
+                fx.node.map_arg(argument, lambda n: shared.append(self.vertex(n)))
+                continue
+            for need, entry in zip(needs, entries, strict=True):
+                need += entry
+        if len(shared) > 1:
+            shared = [self._new(shared)]
+        elements = [self._computed(node, [*need, *shared]) for need in needs]
+        self._elements[node] = elements
+        several = node.meta.get("val")
+        if isinstance(several, (list, tuple)) and several and isinstance(several[0], (list, tuple)):
+            return Items([Items(elements)] * len(several))
+        return Items(elements)
+
+    def _entries(self, argument: Any, updated: dict[fx.Node, Write]) -> list[list[int]] | None:
+        """The vertices of each entry of a list, or of a node that is one; None for other values."""
+        if isinstance(argument, fx.Node):
+            value = self._value(argument)
+            if not isinstance(value, Items):
+                return None
+            return [[self._whole(part)] for part in value.values]
+        if not isinstance(argument, (list, tuple)):
+            return None
+        entries: list[list[int]] = []
+        for entry in argument:
+            vertices = [self.vertex(entry)] if isinstance(entry, fx.Node) else []
+            if entry in updated:
+                vertices.append(self.vertex(*updated[entry]))
+            entries.append(vertices)
+        return entries
+
+    def _by_element(self, node: fx.Node) -> Value | None:
+        """The value of an operator that keeps elements apart; None where it does not."""
+        kind = traits_of(node).elements
+        if kind == "cat":
+            return self._cat(node)
+        if kind == "pointwise":
+            return self._pointwise(node)
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        value = self._value(source)
+        if kind == "same":
+            return value if isinstance(value, Segments) or traits_of(node).wait else None
+        if not isinstance(value, Segments):
+            return None
+        if kind == "slice":
+            run = slice_range(node, source.meta["val"])
+            return None if run is None else value.part(*run)
+        ends = split_ends(node)
+        if ends is None:
+            return None
+        return Items([value.part(*run) for run in zip([0, *ends], ends, strict=False)])
+
+    def _cat(self, node: fx.Node) -> Value | None:
+        parts = node.args[0]
+        if not concatenates_vectors(node) or not isinstance(parts, (list, tuple)):
+            return None
+        nodes = [part for part in parts if isinstance(part, fx.Node)]
+        sizes = [size_of(part.meta.get("val")) for part in nodes]
+        if None in sizes:
+            return None
+        return concatenation(
+            (size or 0, self._value(part)) for size, part in zip(sizes, nodes, strict=True)
+        )
+
+    def _pointwise(self, node: fx.Node) -> Value | None:
+        """Segments of one layout, combined with each other and with single elements."""
+        segments: list[Segments] = []
+        single: list[int] = []
+        for source in node.all_input_nodes:
+            value = self._value(source)
+            if isinstance(value, Segments):
+                segments.append(value)
+            elif _is_single(source):
+                single.append(self._whole(value))
+            else:
+                return None
+        if not segments or size_of(node.meta.get("val")) != segments[0].bounds[-1]:
+            return None
+        if any(other.bounds != segments[0].bounds for other in segments[1:]):
+            return None
+        runs: Iterable[Sequence[int]] = zip(*(part.values for part in segments), strict=True)
+        return Segments(segments[0].bounds, [self._computed(node, [*run, *single]) for run in runs])
+
+
+def _is_single(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or size_of(value) == 1

@@ -1,0 +1,72 @@
+"""Which collectives a value passes through on its way from one node to another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from graphopt.graph_utils import tensors_in
+from graphopt.verify.traits import traits_of
+
+Signature = tuple[str, ...]
+"""A collective without its tensors: what it does, how it reduces or from where, and the group."""
+
+
+def signature_of(launch: fx.Node) -> Signature:
+    """For example ``("all_reduce", "sum", "0")``; variants of one collective have the same."""
+    settings = [a for a in launch.args[1:] if isinstance(a, (str, int))]
+    return (traits_of(launch).reduction, *(str(setting) for setting in settings))
+
+
+def signature_text(signature: Signature) -> str:
+    """``all_reduce(sum, group 0)``."""
+    name, *settings, group = signature
+    return f"{name}({', '.join((*settings, f'group {group}'))})"
+
+
+def sent_tensors(launch: fx.Node) -> list[Any]:
+    """The values that a collective sends."""
+    first = launch.args[0]
+    nodes = first if isinstance(first, (list, tuple)) else [first]
+    values = [node.meta.get("val") for node in nodes if isinstance(node, fx.Node)]
+    return list(tensors_in(values))
+
+
+class Labels:
+    """Numbers for signatures of collectives, and for sets of them (*labels*). 0 is the empty set.
+
+    One instance serves all flows that are compared.
+    """
+
+    def __init__(self) -> None:
+        self._signatures: list[Signature] = []
+        self._numbers: dict[Signature, int] = {}
+        self._sets: list[frozenset[int]] = [frozenset()]
+        self._labels: dict[frozenset[int], int] = {frozenset(): 0}
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def number(self, signature: Signature) -> int:
+        if signature not in self._numbers:
+            self._numbers[signature] = len(self._signatures)
+            self._signatures.append(signature)
+        return self._numbers[signature]
+
+    def through(self, label: int, number: int) -> int:
+        """The label of what had `label` before it went through collective `number`."""
+        found = self._sets[label] | {number}
+        if found not in self._labels:
+            self._labels[found] = len(self._sets)
+            self._sets.append(found)
+        return self._labels[found]
+
+    def including(self, label: int) -> list[int]:
+        """The labels with at least the collectives of `label`."""
+        wanted = self._sets[label]
+        return [other for other, found in enumerate(self._sets) if wanted <= found]
+
+    def text(self, label: int) -> str:
+        """The collectives of a label for a reader; empty if there are none."""
+        return " and ".join(signature_text(self._signatures[n]) for n in sorted(self._sets[label]))

@@ -1,0 +1,104 @@
+"""What a check of a rewritten graph has to say: problems, and the report that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import VerificationError
+
+_SHOWN_PROBLEMS = 10
+_SHOWN_ITEMS = 4
+_LINE = 110
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        message: the fact, in one sentence.
+        nodes: the offending node first, then those it should agree with. Nodes that a pass removed
+            are those of the graph before it.
+        hint: what to do instead, or None.
+    """
+
+    message: str
+    nodes: tuple[fx.Node, ...] = ()
+    hint: str | None = None
+
+    @property
+    def source(self) -> object | None:
+        """The user's line that the first offending node with one comes from."""
+        lines = (node.meta.get("source") for node in self.nodes)
+        return next((line for line in lines if line is not None), None)
+
+    def __str__(self) -> str:
+        marks = (">", *" " * len(self.nodes))
+        shown = [f"  {m} {describe(n)}" for m, n in zip(marks, self.nodes, strict=False)]
+        lines = [self.message, *shown]
+        if self.source is not None:
+            lines.append(f"  from:      {self.source}")
+        if self.hint is not None:
+            lines.append(f"  hint:      {self.hint}")
+        return "\n".join(lines)
+
+
+@dataclass
+class DependencyReport:
+    """The outcome of comparing the dependencies of two graphs."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        if self.ok:
+            return "the graph keeps every dependency"
+        count = len(self.problems)
+        lines = [f"the graph breaks dependencies in {count} place(s):"]
+        lines += [str(problem) for problem in self.problems[:_SHOWN_PROBLEMS]]
+        if count > _SHOWN_PROBLEMS:
+            lines.append(f"... and {count - _SHOWN_PROBLEMS} more")
+        return "\n".join(lines)
+
+    def raise_for_failure(self) -> None:
+        """Raise `VerificationError` with the problems, if there are any."""
+        if not self.ok:
+            raise VerificationError(str(self))
+
+
+def operator_name(node: fx.Node) -> str:
+    """What a node does, as in ``aten.add.Tensor``, ``getitem`` or ``placeholder``."""
+    if node.op != "call_function":
+        return node.op
+    if isinstance(node.target, _compat.OpOverload):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def describe(node: fx.Node) -> str:
+    """A node in one line: ``%add = aten.add.Tensor(%mm, %wait_tensor_3)``."""
+    if node.op in ("placeholder", "get_attr"):
+        return f"%{node.name} = {node.op}[{node.target}]"
+    arguments = [_text(argument) for argument in node.args]
+    arguments += [f"{key}={_text(value)}" for key, value in node.kwargs.items()]
+    text = f"{operator_name(node)}({', '.join(arguments)})"
+    line = text if node.op == "output" else f"%{node.name} = {text}"
+    return line if len(line) <= _LINE else line[: _LINE - 4] + " ..."
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        return f"%{argument.name}"
+    if not isinstance(argument, (list, tuple)):
+        return str(argument)
+    items = [_text(item) for item in argument[:_SHOWN_ITEMS]]
+    if len(argument) > _SHOWN_ITEMS:
+        items.append(f"... {len(argument)} items")
+    return f"[{', '.join(items)}]"

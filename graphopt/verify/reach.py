@@ -1,0 +1,100 @@
+"""Which of many sources each vertex is computed from, as bits of an integer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from graphopt.verify.flow import Flow
+from graphopt.verify.labels import Labels
+
+CHUNK = 8192
+"""Sources that are followed at a time. Bits for all of them would be quadratic memory."""
+
+_MASK = (1 << CHUNK) - 1
+
+
+class Reach:
+    """The sources that reach the vertices of one flow.
+
+    A state is an integer: for each label, `CHUNK` bits say which sources reach a vertex along paths
+    through the collectives of the label.
+    """
+
+    def __init__(self, flow: Flow, labels: Labels) -> None:
+        self._flow = flow
+        self._labels = labels
+        self._successors: list[list[int]] = [[] for _ in flow.predecessors]
+        for vertex, needs in enumerate(flow.predecessors):
+            for need in needs:
+                self._successors[need].append(vertex)
+
+    def states(self, sources: Mapping[int, int]) -> dict[int, int]:
+        """The state of every vertex reached from `sources` (vertex -> number of its bit)."""
+        states: dict[int, int] = {}
+        for vertex in self._reached(sources):
+            state = 1 << sources[vertex] if vertex in sources else 0
+            for need in self._flow.predecessors[vertex]:
+                state |= states.get(need, 0)
+            launched = self._flow.launched.get(vertex)
+            states[vertex] = state if launched is None else self._through(state, launched)
+        return states
+
+    def _reached(self, sources: Iterable[int]) -> Sequence[int]:
+        """Vertices reached from `sources`, in topological order."""
+        found = set(sources)
+        pending = list(found)
+        while pending:
+            for successor in self._successors[pending.pop()]:
+                if successor not in found:
+                    found.add(successor)
+                    pending.append(successor)
+        return sorted(found)
+
+    def _through(self, state: int, collective: int) -> int:
+        found = 0
+        for label, bits in labelled(state):
+            found |= bits << (self._labels.through(label, collective) * CHUNK)
+        return found
+
+
+def union(states: Mapping[int, int], vertices: Iterable[int]) -> int:
+    """The state of a reader of `vertices`."""
+    state = 0
+    for vertex in vertices:
+        state |= states.get(vertex, 0)
+    return state
+
+
+def missing(wanted: int, found: int, labels: Labels) -> int:
+    """What is in state `wanted` and not in `found`: what came through collectives must still come
+    through them, and may come through more."""
+    if not wanted & ~found:
+        return 0
+    available = dict(labelled(found))
+    lost = 0
+    for label, bits in labelled(wanted):
+        for other in labels.including(label):
+            bits &= ~available.get(other, 0)
+        lost |= bits << (label * CHUNK)
+    return lost
+
+
+def labelled(state: int) -> Iterable[tuple[int, int]]:
+    """(label, bits) of the labels that occur in a state."""
+    label = 0
+    while state:
+        bits = state & _MASK
+        if bits:
+            yield label, bits
+        state >>= CHUNK
+        label += 1
+
+
+def numbers(bits: int, limit: int) -> list[int]:
+    """The first `limit` numbers of set bits."""
+    found: list[int] = []
+    while bits and len(found) < limit:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return found

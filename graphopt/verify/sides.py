@@ -1,0 +1,81 @@
+"""What the sinks of one of two graphs are computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphopt.verify.flow import Flow
+from graphopt.verify.labels import Labels
+from graphopt.verify.memory import Memory, Write
+from graphopt.verify.reach import Reach, union
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where sources are asked for: at a node, or `end`: at a value that leaves the graph."""
+
+    write: Write
+    end: bool
+
+
+class Side:
+    """One graph, between its anchors or as a whole.
+
+    Args:
+        places: in the same order for all sides that are compared.
+        cut: the anchors, beyond which nothing is followed; None: there are none.
+
+    Attributes:
+        begins: the anchors that something between anchors, or a place, reads.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        memory: Memory,
+        places: Sequence[Place],
+        labels: Labels,
+        cut: Container[fx.Node] | None = None,
+    ) -> None:
+        needed = None if cut is None else _needed(graph, memory, places, cut)
+        self._flow = Flow(graph, memory, labels, cut or (), needed)
+        self._needs = [
+            [self._flow.vertex(*place.write)] if place.end else self._flow.sources(place.write.node)
+            for place in places
+        ]
+        self._reach = Reach(self._flow, labels)
+        self.begins = self._flow.begins
+
+    def states(self, sources: Sequence[fx.Node]) -> dict[int, int]:
+        """Number of each place that `sources` reach -> which of them, by number."""
+        bits: dict[int, int] = {}
+        for number, source in enumerate(sources):
+            vertex = self._flow.known(source)
+            if vertex is not None:
+                bits[vertex] = number
+        states = self._reach.states(bits)
+        found = ((place, union(states, needs)) for place, needs in enumerate(self._needs))
+        return {place: state for place, state in found if state}
+
+
+def _needed(
+    graph: fx.Graph, memory: Memory, places: Sequence[Place], cut: Container[fx.Node]
+) -> set[fx.Node]:
+    """Nodes outside `cut` that lie between it and the places."""
+    needed: set[fx.Node] = set()
+    for place in places:
+        nodes = [place.write.node] if place.end else _inputs(place.write.node, memory)
+        needed.update(node for node in nodes if node not in cut)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(source for source in _inputs(node, memory) if source not in cut)
+    return needed
+
+
+def _inputs(node: fx.Node, memory: Memory) -> list[fx.Node]:
+    """The nodes whose values `node` reads, those of implicit reads included."""
+    writes = memory.implicit.get(node, {})
+    return [*node.all_input_nodes, *(write.node for write in writes.values())]

@@ -1,0 +1,219 @@
+"""What must hold of a rewritten graph as it stands: order, random numbers, collectives, state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+from torch import fx
+
+from graphopt.graph_utils import get_outputs
+from graphopt.iter_graph import IterGraph
+from graphopt.verify.labels import Signature, sent_tensors, signature_of, signature_text
+from graphopt.verify.memory import Memory, Write
+from graphopt.verify.problems import Problem
+from graphopt.verify.segments import size_of
+from graphopt.verify.traits import traits_of
+
+Same = Mapping[fx.Node, fx.Node]
+
+
+def topology(graph: fx.Graph) -> Iterator[Problem]:
+    """Every node stands after what it reads."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            if source not in seen:
+                yield Problem(
+                    f"%{node.name} reads %{source.name} before the value exists",
+                    (node, source),
+                    "insert the new reader after all of its inputs",
+                )
+        seen.add(node)
+
+
+def interface(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
+    """The graph takes the same inputs and returns as much as before."""
+    old, new = ([n.target for n in g.nodes if n.op == "placeholder"] for g in (before, after))
+    if old != new:
+        yield Problem("the placeholders are not those of the graph before, in the same order")
+    was, now = get_outputs(before), get_outputs(after)
+    if (len(was.results), len(was.carried)) != (len(now.results), len(now.carried)):
+        yield Problem(
+            f"the graph returned {len(was.results)} results and {len(was.carried)} carried values,"
+            f" now {len(now.results)} and {len(now.carried)}"
+        )
+
+
+def late_nodes(graph: fx.Graph) -> Iterator[Problem]:
+    """Nothing of this iteration reads what is computed in the next."""
+    late = graph.late if isinstance(graph, IterGraph) else {}
+    for node in late:
+        for user in node.users:
+            if user not in late and user.op != "output":
+                yield Problem(
+                    f"%{user.name} reads %{node.name}, which runs one iteration later",
+                    (user, node),
+                    "move the reader to the next iteration as well, or leave both",
+                )
+
+
+def randomness(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
+    """The same random numbers are drawn, in the same order."""
+    old, new = ([n for n in g.nodes if traits_of(n).random] for g in (before, after))
+    kept = {same[node] for node in new if node in same}
+    for was, now in zip_longest(old, new):
+        if was is None:
+            yield Problem(f"%{now.name} draws random numbers that were not drawn before", (now,))
+        elif now is None:
+            yield Problem(f"the random numbers of %{was.name} are not drawn any more", (was,))
+        elif same.get(now) is not was and (now in same or was in kept or was.target != now.target):
+            yield Problem(
+                f"%{now.name} draws random numbers where %{was.name} drew them before",
+                (now, was),
+                "keep the order of random nodes, and neither add nor remove one",
+            )
+        else:
+            continue
+        return
+
+
+def waits(graph: fx.Graph, memory: Memory) -> Iterator[Problem]:
+    """Every collective has one wait for each of its results, and nobody reads a result before."""
+    for node in graph.nodes:
+        if traits_of(node).collective:
+            yield from _waits_of(node)
+    for reader, sources in memory.implicit.items():
+        for source, write in sources.items():
+            if traits_of(write.node).collective:
+                yield Problem(
+                    f"%{reader.name} reads %{source.name} while %{write.node.name} is under way",
+                    (reader, write.node),
+                    "read the result of the wait",
+                )
+
+
+def _waits_of(launch: fx.Node) -> Iterator[Problem]:
+    found: dict[Any, list[fx.Node]] = {result: [] for result in _results(launch)}
+    pending: list[tuple[fx.Node, Any]] = [(launch, None)]
+    while pending:
+        node, result = pending.pop()
+        for user in node.users:
+            traits = traits_of(user)
+            if traits.wait:
+                found.setdefault(result, []).append(user)
+            elif traits.item and node is launch:
+                pending.append((user, user.args[1]))
+            elif traits.view and not traits.writes:
+                pending.append((user, result))
+            else:
+                yield Problem(
+                    f"%{user.name} reads the result of %{launch.name} before its wait",
+                    (user, launch),
+                    "read the result of the wait",
+                )
+    if None in found and not found[None] and len(found) > 1:
+        del found[None]
+    for result, ending in found.items():
+        if len(ending) != 1:
+            which = "" if result is None else f" for result {result}"
+            yield Problem(
+                f"the collective %{launch.name} has {len(ending)} waits{which}; it needs one",
+                (launch, *ending),
+                "end each collective with one wait_tensor of its result",
+            )
+
+
+def _results(launch: fx.Node) -> list[int | None]:
+    value = launch.meta.get("val")
+    return list(range(len(value))) if isinstance(value, (list, tuple)) else [None]
+
+
+def totals(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
+    """As many elements are communicated as before. More are padding."""
+    old, new = _totals(before), _totals(after)
+    for key, (count, launches) in old.items():
+        left = new[key][0] if key in new else 0
+        if left >= count:
+            continue
+        signature, dtype = key
+        kept = set(same.values())
+        gone = tuple(launch for launch in launches if launch not in kept)
+        yield Problem(
+            f"{signature_text(signature)} sends {left} elements of {dtype}, before it was {count}",
+            gone[:3],
+            "other ranks join every collective: fuse or split them, but keep all that they send",
+        )
+
+
+def _totals(graph: fx.Graph) -> dict[tuple[Signature, str], tuple[int, list[fx.Node]]]:
+    counts: Counter[tuple[Signature, str]] = Counter()
+    launches: dict[tuple[Signature, str], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if not traits_of(node).collective:
+            continue
+        for tensor in sent_tensors(node):
+            key = signature_of(node), str(tensor.dtype)
+            counts[key] += size_of(tensor) or 0
+            launches.setdefault(key, []).append(node)
+    return {key: (counts[key], launches[key]) for key in launches}
+
+
+def state(
+    before: tuple[fx.Graph, Memory], after: tuple[fx.Graph, Memory], same: Same
+) -> Iterator[Problem]:
+    """The same placeholders are updated, the output lists it, and nobody reads them afterwards."""
+    was = {node.target: (node, write.node) for node, write in before[1].final.items()}
+    now = {node.target: (node, write.node) for node, write in after[1].final.items()}
+    listed = set(get_outputs(before[0]).updates), set(get_outputs(after[0]).updates)
+    for target, (placeholder, update) in was.items():
+        if target not in now:
+            yield Problem(f"%{placeholder.name} is not updated any more", (update,))
+        elif update in listed[0] and now[target][1] not in listed[1]:
+            yield Problem(
+                f"the update of %{placeholder.name} is not among the state updates in the output",
+                (now[target][1],),
+            )
+    for target, (placeholder, update) in now.items():
+        if target not in was:
+            yield Problem(f"%{placeholder.name} is updated, which it was not before", (update,))
+    yield from _stale_reads(before[1], after[1], same)
+
+
+def write_order(before: Memory, after: fx.Graph, same: Same) -> Iterator[Problem]:
+    """Writes to one storage keep their order."""
+    now = {old: new for new, old in same.items()}
+    position = {node: index for index, node in enumerate(after.nodes)}
+    for first, second, kind in before.hazards:
+        if kind != "WAW" or first not in now or second not in now:
+            continue
+        if position[now[first]] > position[now[second]]:
+            yield Problem(
+                f"%{first.name} and %{second.name} write one storage, now in the other order",
+                (now[second], now[first]),
+            )
+
+
+def _stale_reads(before: Memory, after: Memory, same: Same) -> Iterator[Problem]:
+    """Reads of what has been overwritten, unless the graph before read it so, too."""
+    for reader, sources in after.implicit.items():
+        old = same.get(reader)
+        expected = {} if old is None else before.implicit.get(old, {})
+        for source, write in sources.items():
+            was = expected.get(same.get(source, source))
+            if traits_of(write.node).collective or _is_same_write(was, write, same):
+                continue
+            verb = "still sends" if traits_of(reader).wait else "reads"
+            done = f"%{write.node.name} has overwritten it"
+            instead = "" if was is None else f", and not what %{was.node.name} wrote there"
+            yield Problem(
+                f"%{reader.name} {verb} %{source.name} after {done}{instead}",
+                (reader, write.node),
+                "read the result of the update, or read before it",
+            )
+
+
+def _is_same_write(old: Write | None, new: Write, same: Same) -> bool:
+    return old is not None and same.get(new.node) is old.node and new.item == old.item

@@ -1,0 +1,222 @@
+"""Fuse all-reduces into buckets.
+
+Before:                                      After:
+
+    mul          = mul(grad_b, 0.5)              view     = view(grad_w, [16])
+    all_reduce   = all_reduce(mul)               cat      = cat([grad_b, view])
+    mul_1        = mul(grad_w, 0.5)              mul      = mul(cat, 0.5)
+    all_reduce_1 = all_reduce(mul_1)             all_reduce = all_reduce(mul)
+    wait         = wait_tensor(all_reduce)       wait     = wait_tensor(all_reduce)
+    wait_1       = wait_tensor(all_reduce_1)     split    = split_with_sizes(wait, [16, 16])
+    add          = add(b, wait)                  getitem  = split[0]; getitem_1 = split[1]
+    add_1        = add(w, wait_1)                view_1   = view(getitem_1, [4, 4])
+                                                 add      = add(b, getitem)
+                                                 add_1    = add(w, view_1)
+
+A launch first moves up to the gradient that it sends; launches of one group keep their order, which
+all ranks share. In that order all-reduces of one group, operation, dtype and device fill a bucket.
+As in DistributedDataParallel, the first bucket of each such kind closes at 1 MB, so that
+communication starts early, and later ones at `bucket_size_mb`. A bucket is launched where its last
+member was. Nodes that stood before the fused wait and need a member move after it, in order.
+
+Left as they are: a bucket of one; a late node; an all-reduce of a tensor that is not contiguous; a
+result read through `as_strided`, whose offset counts from the beginning of the bucket. A collective
+that needs a member closes the bucket before it, so no dependent pair is ever fused.
+
+Members begin at multiples of 64 bytes, with zeros in between where sizes are odd: matrix-vector
+kernels give other bits at other alignments. A result that leaves the graph (a gradient that stays
+in `.grad`) is copied out of its bucket, as DistributedDataParallel does. Gradients that are all
+scaled by one constant are scaled together.
+
+Numerics: each element is the sum of the same terms. With two ranks the bits are the same; a ring of
+more ranks adds them in an order that depends on where in a bucket an element lies.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.buckets import (
+    AliasClasses,
+    Bucket,
+    Planner,
+    Scaled,
+    fusable_blocks,
+    pinned_nodes,
+    raise_launches,
+    scaled_input,
+)
+from graphopt.comm import CommBlock
+from graphopt.graph_utils import call_function_with_meta, move_after
+from graphopt.manager import PassArgumentError, graph_optimization_pass
+
+aten = torch.ops.aten
+
+MEGABYTE = 2**20
+FIRST_BUCKET_BYTES = MEGABYTE
+ALIGNMENT_BYTES = 64
+
+
+@graph_optimization_pass()
+def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = 25) -> int:
+    """Fuse all-reduces into buckets of a given size. Returns how many all-reduces changed."""
+    limits = _limits(bucket_size_mb)
+    storages = AliasClasses(gm.graph)
+    fusable = fusable_blocks(gm)
+    changed = raise_launches(gm.graph, fusable, storages)
+    received: dict[fx.Node, fx.Node] = {}
+    for bucket in Planner(fusable, storages, pinned_nodes(gm.graph), limits).plan(gm.graph):
+        changed.update(block.comm_node for block in bucket.blocks)
+        received |= _fuse(gm.graph, bucket)
+    for wait, result in received.items():
+        if storages.leaves_the_graph(wait):
+            received[wait] = _copy_out(gm.graph, result, wait)
+    _replace(received)
+    for wait in received:
+        launch = wait.all_input_nodes[0]
+        gm.graph.erase_node(wait)
+        gm.graph.erase_node(launch)
+    return len(changed)
+
+
+def _limits(bucket_size_mb: float) -> tuple[int, int]:
+    """Bytes at which the first bucket and later ones close."""
+    is_number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
+    if not is_number or not bucket_size_mb > 0:
+        raise PassArgumentError(
+            f"bucket_size_mb={bucket_size_mb!r}: give the size of a bucket in megabytes, a number"
+            " above 0 (DistributedDataParallel's is 25)"
+        )
+    size = sys.maxsize if math.isinf(bucket_size_mb) else math.ceil(bucket_size_mb * MEGABYTE)
+    return min(FIRST_BUCKET_BYTES, size), size
+
+
+def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
+    """Insert one all-reduce for those of a bucket. Returns what each of their waits becomes."""
+    last = bucket.blocks[-1].comm_node
+    waits = [block.wait_nodes[0] for block in bucket.blocks]
+    first_wait = min(waits)
+    with graph.inserting_before(last):
+        launch, sizes, places = _launch(graph, bucket.blocks)
+    with graph.inserting_before(first_wait if last < first_wait else last.next):
+        results = _receive(graph, launch, waits, sizes, places)
+    old = set(waits)
+    move_after([node for node in bucket.behind if node < last and node not in old], results[-1])
+    return dict(zip(waits, results, strict=True))
+
+
+def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list[int], list[int]]:
+    """Send all members in one tensor.
+
+    Returns:
+        The launch, the sizes of the parts of what it sends, and which part is which member.
+    """
+    like = blocks[-1].comm_node
+    members, factor = _members(graph, blocks)
+    alignment = ALIGNMENT_BYTES // blocks[-1].dtype.itemsize
+    parts: list[fx.Node] = []
+    sizes: list[int] = []
+    places: list[int] = []
+    zeros: dict[int, fx.Node] = {}
+    for index, member in enumerate(members):
+        places.append(len(parts))
+        parts.append(member)
+        sizes.append(member.meta["val"].numel())
+        gap = -sizes[-1] % alignment
+        if gap and index + 1 < len(members):
+            if gap not in zeros:
+                zeros[gap] = _new(graph, aten.new_zeros.default, (member, [gap]), like)
+            parts.append(zeros[gap])
+            sizes.append(gap)
+    sent = _new(graph, aten.cat.default, (parts,), like)
+    if factor is not None:
+        sent = _new(graph, aten.mul.Tensor, (sent, factor), like)
+    launch = _new(graph, like.target, (sent, *like.args[1:]), like)
+    return launch, sizes, places
+
+
+def _members(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[list[fx.Node], float | None]:
+    """What each member sends, as 1-D tensors, and a constant to multiply all of them by."""
+    scaled = [scaled_input(block.inputs[0]) for block in blocks]
+    factors = {None if entry is None else entry.factor for entry in scaled}
+    if len(factors) == 1 and None not in factors:
+        return [
+            _flat(graph, _unscaled(graph, entry, block.comm_node), block.comm_node)
+            for entry, block in zip(scaled, blocks, strict=True)
+            if entry is not None
+        ], factors.pop()
+    return [_flat(graph, block.inputs[0], block.comm_node) for block in blocks], None
+
+
+def _unscaled(graph: fx.Graph, scaled: Scaled, like: fx.Node) -> fx.Node:
+    node = scaled.tensor
+    if not scaled.views and not node.meta["val"].is_contiguous():
+        options = {"memory_format": torch.contiguous_format}
+        return _new(graph, aten.clone.default, (node,), like, options)
+    for view in scaled.views:
+        node = _new(graph, view.target, (node, *view.args[1:]), like)
+    return node
+
+
+def _flat(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
+    value = node.meta["val"]
+    if value.dim() == 1:
+        return node
+    return _new(graph, aten.view.default, (node, [value.numel()]), like)
+
+
+def _receive(
+    graph: fx.Graph,
+    launch: fx.Node,
+    waits: Sequence[fx.Node],
+    sizes: Sequence[int],
+    places: Sequence[int],
+) -> list[fx.Node]:
+    """Wait for a bucket and cut it into what `waits` gave."""
+    wait = _new(graph, waits[-1].target, (launch,), waits[-1])
+    split = _new(graph, aten.split_with_sizes.default, (wait, list(sizes)), waits[-1])
+    results = []
+    for old, place in zip(waits, places, strict=True):
+        result = _new(graph, operator.getitem, (split, place), old)
+        shape = old.meta["val"].shape
+        if len(shape) != 1:
+            result = _new(graph, aten.view.default, (result, list(shape)), old)
+        results.append(result)
+    return results
+
+
+def _copy_out(graph: fx.Graph, result: fx.Node, wait: fx.Node) -> fx.Node:
+    """A copy of `result`, made just before the first node that reads `wait`."""
+    with graph.inserting_before(min(wait.users)):
+        return _new(graph, aten.clone.default, (result,), result)
+
+
+def _replace(replacements: Mapping[fx.Node, fx.Node]) -> None:
+    """Exchange nodes in all their users. One at a time it would be quadratic for long lists."""
+
+    def replaced(node: fx.Node) -> fx.Node:
+        return replacements.get(node, node)
+
+    for user in dict.fromkeys(user for node in replacements for user in node.users):
+        user.args = fx.map_arg(user.args, replaced)
+        user.kwargs = fx.map_arg(user.kwargs, replaced)
+
+
+def _new(
+    graph: fx.Graph,
+    target: Callable[..., Any] | str,
+    args: tuple[Any, ...],
+    like: fx.Node,
+    kwargs: dict[str, Any] | None = None,
+) -> fx.Node:
+    assert callable(target)
+    node = call_function_with_meta(graph, target, args, kwargs, like=like)
+    node.meta["phase"] = "communication"
+    return node

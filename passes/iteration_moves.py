@@ -1,0 +1,177 @@
+"""Wait for gradients and update parameters in the next iteration.
+
+    mm = mm(x, w)                            add' = add(w, wait(bucket'), -lr')   of the last step
+    g = …                                    w' = copy_(w, add')
+    bucket = all_reduce(g)            ==>    mm = mm(x, w')
+    add = add(w, wait(bucket), -lr)          g = …
+    copy_(w, add)                            bucket = all_reduce(g)      still under way at the end
+
+The wait of a bucket and the update of its parameters move to just before the first read of these
+parameters in the next iteration. The collective then has the end of the step, whatever the program
+does between two steps, and the beginning of the next forward to finish.
+
+Which buckets move. Collectives of a group finish in the order in which they were launched. So a
+step that waits for one of them has waited for all before it, and moving those gains nothing: what
+moves is the longest run of buckets, counted from the last one launched, that can move at all. A
+bucket can move if nobody needs its gradients or the new parameters in this iteration: the step
+returns none of them, and clears `.grad` before it ends.
+
+Where to. A bucket goes before the first read of its parameters, or of those of a bucket launched
+after it, whichever comes first: work that is ready must not stand behind a wait that is not.
+
+Needs optimizers that update each parameter on its own; the lists of fused and foreach optimizers
+are split (`graphopt.optim.split_updates`). Bitwise: every element is computed as before.
+
+With `target_comm_node`, that collective itself moves as well, with everything that follows from it.
+Flushing then communicates, so that all ranks have to do it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from graphopt.comm import CommBlock, get_all_comm_blocks, get_comm_block
+from graphopt.errors import IterationError
+from graphopt.graph_utils import (
+    get_output,
+    get_outputs,
+    is_collective,
+    is_random,
+    move_before,
+    written,
+)
+from graphopt.iter_graph import IterGraph, IterGraphModule
+from graphopt.iter_graph.rules import LIVE_STATE, readers_through_views
+from graphopt.manager import graph_optimization_pass
+from graphopt.optim import split_updates
+
+REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
+
+
+@graph_optimization_pass(
+    prerequisites=["remove_copy_from_optimizer"], apply_after=["schedule_comm_wait"]
+)
+def iter_move_grads_and_optimizers(
+    gm: IterGraphModule,
+    target_comm_node: str | None = None,
+    target_dest_node: str | None = None,
+) -> int:
+    """Wait for gradients and update their parameters one iteration late.
+
+    Args:
+        target_comm_node: name of one collective to move, with all that follows from it; None: the
+            waits and updates of every bucket whose move helps.
+        target_dest_node: name of the node to move before; None: the first read of the parameters.
+
+    Returns:
+        How many buckets moved.
+
+    Raises:
+        IterationError: no such node, or it cannot move.
+    """
+    if not isinstance(gm, IterGraphModule):
+        raise IterationError(
+            "only an IterGraphModule has a next iteration: wrap the graph in"
+            " graphopt.IterGraphModule(gm)"
+        )
+    destination = None if target_dest_node is None else _named(gm.graph, target_dest_node)
+    if target_comm_node is not None:
+        return _move_collective(gm, _named(gm.graph, target_comm_node), destination)
+    blocks = _blocks_to_move(gm)
+    updates = split_updates(gm, [block.outputs for block in blocks]) if blocks else []
+    moved = [[*block.tail, *update] for block, update in zip(blocks, _once(updates), strict=True)]
+    end = get_output(gm.graph)
+    for nodes in moved:
+        move_before(nodes, end)
+    for nodes, before in zip(moved, _destinations(gm.graph, moved), strict=True):
+        gm.graph.move_to_next_iter_before(nodes, destination or before)
+    return len(blocks)
+
+
+def _move_collective(gm: IterGraphModule, launch: fx.Node, destination: fx.Node | None) -> int:
+    if not is_collective(launch):
+        raise IterationError(f"%{launch.name} is not a collective: {launch.format_node()}")
+    block = get_comm_block(launch)
+    (update,) = split_updates(gm, [block.outputs])
+    nodes = _in_order(gm.graph, [launch, *block.tail, *update])
+    before = destination or _destinations(gm.graph, [nodes])[0]
+    gm.graph.move_to_next_iter_before(nodes, before)
+    return 1
+
+
+def _named(graph: fx.Graph, name: str) -> fx.Node:
+    for node in graph.nodes:
+        if node.name == name:
+            return node  # type: ignore[no-any-return]
+    raise IterationError(f"the graph has no node named {name!r}")
+
+
+def _blocks_to_move(gm: IterGraphModule) -> list[CommBlock]:
+    """The longest run of gradient buckets, counted from the last one launched, that can move."""
+    graph = gm.graph
+    blocks = [
+        block
+        for block in get_all_comm_blocks(gm, kinds=REDUCTIONS)
+        if not any(graph.is_late(wait) for wait in block.wait_nodes)
+    ]
+    blocked = _blocked(graph)
+    chosen: list[CommBlock] = []
+    for block in reversed(blocks):
+        if not blocked.isdisjoint(block.outputs):
+            break
+        chosen.insert(0, block)
+    return chosen
+
+
+def _blocked(graph: IterGraph) -> set[fx.Node]:
+    """Nodes that must run in this iteration, and all that they need."""
+    outputs = get_outputs(graph)
+    pending = [n for n in (*outputs.results, *outputs.carried) if isinstance(n, fx.Node)]
+    pending += [node for node in graph.nodes if _stays(node)]
+    blocked = set(pending)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in blocked:
+                blocked.add(source)
+                pending.append(source)
+    return blocked
+
+
+def _stays(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.meta.get("phase", "optimizer") not in ("optimizer", "communication"):
+        return True
+    if is_random(node) or is_collective(node):
+        return True
+    return any(
+        state.meta.get("kind") not in LIVE_STATE or state.meta.get("returned")
+        for state in written(node)
+    )
+
+
+def _once(updates: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Updates that several buckets share, with the last of them alone."""
+    last = {id(update): index for index, update in enumerate(updates)}
+    return [update if last[id(update)] == index else [] for index, update in enumerate(updates)]
+
+
+def _destinations(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
+    """Per set of nodes, the first read of what it or a later set updates."""
+    late = {node for nodes in moved for node in nodes}
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    earliest = get_output(graph)
+    found: list[fx.Node] = []
+    for nodes in reversed(moved):
+        states = dict.fromkeys(state for node in nodes for state in written(node))
+        readers = [r for state in states for r in readers_through_views(state) if r not in late]
+        earliest = min([*readers, earliest], key=position.__getitem__)
+        found.insert(0, earliest)
+    return found
+
+
+def _in_order(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    wanted = set(nodes)
+    return [node for node in graph.nodes if node in wanted]

@@ -1,0 +1,117 @@
+"""Remove the copies that tracing an optimizer leaves and nobody reads.
+
+Before:                                            After:
+
+    wait      = wait_tensor(all_reduce)                wait      = wait_tensor(all_reduce)
+    fused     = _fused_adam([param], [wait], ...)      fused     = _fused_adam([param], [wait], ...)
+    getitem   = fused[0]; getitem_1 = getitem[0]       getitem   = fused[0]; getitem_1 = getitem[0]
+    copy_     = copy_(param, getitem_1)                copy_     = copy_(param, getitem_1)
+    getitem_2 = fused[1]; getitem_3 = getitem_2[0]     output(([loss], [copy_], []))
+    copy__1   = copy_(wait, getitem_3)
+    output(([loss], [copy_], []))
+
+An *orphan* is a `copy_` without users; one that is listed among the outputs has a user. An orphan
+is removed when a `_foreach_*` or `_fused_*` operator is at most five nodes above it and nobody
+reads what it writes. Nodes that lose their last user go with it. Numerics do not change.
+
+Who reads the destination of a copy:
+
+- later nodes of the step, directly or through any alias;
+- whoever gets the results of the step, if its storage is among them;
+- for an input of the step and a constant of the module: the next iteration, and the user between
+  two steps. What the step leaves there always counts as read. Such an orphan goes only if, later in
+  the same step and before any read, another `copy_` overwrites the same destination.
+
+So an orphan that updates a parameter stays, although it should have been listed as an update. Late
+nodes stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.comm import late_nodes
+from graphopt.graph_utils import is_operator
+from graphopt.manager import graph_optimization_pass
+from graphopt.storage import Storages
+
+MAX_OPTIMIZER_DISTANCE = 5
+
+
+@graph_optimization_pass()
+def remove_copy_from_optimizer(gm: fx.GraphModule) -> int:
+    """Remove orphan copies of an optimizer that nobody reads. Returns how many."""
+    late = late_nodes(gm.graph)
+    orphans = {n for n in gm.graph.nodes if _is_copy(n) and not n.users and n not in late}
+    if not orphans:
+        return 0
+    near = _near_optimizer(gm.graph)
+    unread = _unread(gm.graph, orphans)
+    removable = [copy for copy in unread if copy in near]
+    for copy in removable:
+        gm.graph.erase_node(copy)
+    return len(removable)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return is_operator(node.target, "aten::copy_")
+
+
+def _near_optimizer(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes at most `MAX_OPTIMIZER_DISTANCE` below an operator on lists of tensors."""
+    distance: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        above = [distance[source] for source in node.all_input_nodes if source in distance]
+        steps = 0 if _is_list_operator(node) else min(above, default=MAX_OPTIMIZER_DISTANCE) + 1
+        if steps <= MAX_OPTIMIZER_DISTANCE:
+            distance[node] = steps
+    return set(distance)
+
+
+def _is_list_operator(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, _compat.OpOverload):
+        return False
+    return target._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+
+
+def _unread(graph: fx.Graph, orphans: set[fx.Node]) -> list[fx.Node]:
+    """Those of `orphans` whose destinations nobody reads afterwards."""
+    storages = Storages(graph)
+    unread: list[fx.Node] = []
+    overwritten_next: dict[fx.Node, fx.Node] = {}  # input of the step -> destination of a copy_
+    for node in reversed(graph.nodes):
+        if _is_copy(node):
+            destination = node.args[0]
+            assert isinstance(destination, fx.Node)
+            owner = storages.input_of(destination)
+            if node in orphans and (
+                overwritten_next.get(owner) is destination
+                if owner is not None
+                else _is_private(storages, node, destination)
+            ):
+                unread.append(node)
+            if owner is not None:
+                overwritten_next[owner] = destination
+        for source in _read_by(node):
+            owner = storages.input_of(source)
+            if owner is not None:
+                overwritten_next.pop(owner, None)
+    return unread
+
+
+def _is_private(storages: Storages, copy: fx.Node, destination: fx.Node) -> bool:
+    """Whether nobody can see that `copy` writes into a value computed by the step."""
+    if storages.leaves_the_graph(destination):
+        return False
+    return not storages.read_after(destination, storages.position[copy])
+
+
+def _read_by(node: fx.Node) -> Iterator[fx.Node]:
+    """Inputs whose values matter: the destination of a `copy_` does not."""
+    for source in node.all_input_nodes:
+        if not _is_copy(node) or source is not node.args[0] or source is node.args[1]:
+            yield source

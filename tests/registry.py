@@ -1,0 +1,17 @@
+"""A test declares passes that no other test sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphopt import discovery
+from graphopt.manager import default_registry
+
+
+def isolate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget, after the test, what it declares in the default registry."""
+    discovery.install()
+    default_registry().names()  # loads what there is: a module declares its passes only once
+    known = vars(default_registry())
+    for name in list(known):
+        monkeypatch.setitem(known, name, known[name].copy())

@@ -1,0 +1,173 @@
+"""Communication blocks: what belongs to a collective, and what is wrong with one."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import graphopt
+from graphopt.comm import get_all_comm_blocks, get_comm_block
+from graphopt.tracing import SourceLine
+from sketch import Sketch, c10d
+
+aten = torch.ops.aten
+
+
+def test_block_of_an_all_reduce() -> None:
+    s = Sketch()
+    x = s.input("x", 2, 3)
+    scaled = s.call(aten.mul.Tensor, x, 0.5)
+    launch = s.all_reduce(scaled)
+    wait = s.wait(launch)
+    flat = s.call(aten.view.default, wait, [6])
+    left, right = (s.call(aten.slice.Tensor, flat, 0, i, i + 3) for i in (0, 3))
+    unread = s.call(aten.detach.default, wait)
+    first, second = (s.call(aten.neg.default, part) for part in (left, right))
+    third = s.call(aten.exp.default, wait)
+    s.step([first, second, third])
+    block = get_comm_block(launch)
+    assert block.comm_node is launch
+    assert block.shape == (2, 3)
+    assert block.inputs == [scaled]
+    assert block.wait_nodes == [wait]
+    assert block.node_list == [launch, wait, flat, left, right, unread]
+    assert block.tail == [wait, flat, left, right, unread]
+    assert block.outputs == [wait, left, right]
+    assert block.users == [first, second, third]
+    assert (block.kind, block.group, block.reduce_op) == ("all_reduce", "0", "sum")
+    assert (block.dtype, block.device, block.nbytes) == (torch.float32, torch.device("cpu"), 24)
+
+
+def test_split_and_items_belong_to_the_block() -> None:
+    s = Sketch()
+    launch = s.all_reduce(s.input("x", 6))
+    wait = s.wait(launch)
+    split = s.call(aten.split_with_sizes.default, wait, [2, 4])
+    items = [s.call(operator.getitem, split, i) for i in range(2)]
+    shaped = s.call(aten.reshape.default, items[1], [2, 2])
+    s.step([items[0], s.call(aten.neg.default, shaped)])
+    block = get_comm_block(launch)
+    assert block.node_list == [launch, wait, split, *items, shaped]
+    assert block.outputs == [items[0], shaped]
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "reduce_op"),
+    [
+        ("all_reduce", ("max", "g"), "max"),
+        ("broadcast", (0, "g"), None),
+        ("all_gather_into_tensor", (2, "g"), None),
+        ("reduce_scatter_tensor", ("sum", 2, "g"), "sum"),
+        ("all_to_all_single", ([2, 2], [2, 2], "g"), None),
+    ],
+)
+def test_every_collective(kind: str, args: tuple[Any, ...], reduce_op: str | None) -> None:
+    s = Sketch()
+    x = s.input("x", 4, 3, dtype=torch.bfloat16)
+    launch = s.call(getattr(c10d, kind).default, x, *args)
+    wait = s.wait(launch)
+    gm = s.step([wait])
+    (block,) = get_all_comm_blocks(gm)
+    assert (block.kind, block.group, block.reduce_op) == (kind, "g", reduce_op)
+    assert (block.dtype, block.nbytes, block.shape) == (torch.bfloat16, 24, (4, 3))
+    assert block.outputs == [wait]
+    assert get_all_comm_blocks(gm, kind)[0].comm_node is launch
+    assert get_all_comm_blocks(gm, ("isend", "irecv")) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        ("all_reduce_coalesced", ("sum", "g")),
+        ("all_gather_into_tensor_coalesced", (2, "g")),
+        ("reduce_scatter_tensor_coalesced", ("sum", 2, "g")),
+    ],
+)
+def test_coalesced_collectives(kind: str, args: tuple[Any, ...]) -> None:
+    """One launch sends several tensors, and each is waited for."""
+    s = Sketch()
+    sent = [s.input("x", 4), s.input("y", 2, 3)]
+    launch = s.call(getattr(c10d, kind).default, sent, *args)
+    items = [s.call(operator.getitem, launch, i) for i in range(2)]
+    waits = [s.wait(item) for item in items]
+    gm = s.step([s.call(aten.neg.default, wait) for wait in waits])
+    (block,) = get_all_comm_blocks(gm, [kind])
+    assert block.inputs == sent
+    assert block.shape is None
+    assert block.nbytes == 40
+    assert block.wait_nodes == block.outputs == waits
+    assert block.node_list == [launch, *items, *waits]
+    assert block.group == "g"
+
+
+def test_names_do_not_matter() -> None:
+    s = Sketch()
+    launch = s.all_reduce(s.input("x", 4))
+    wait = s.wait(launch)
+    neg = s.call(aten.neg.default, wait)
+    s.step([neg])
+    launch._rename("wait_tensor_7")
+    wait._rename("view")
+    neg._rename("getitem")
+    block = get_comm_block(launch)
+    assert (block.node_list, block.users) == ([launch, wait], [neg])
+
+
+def test_blocks_in_launch_order() -> None:
+    s = Sketch()
+    launches = [s.all_reduce(s.input(name, 4)) for name in "abc"]
+    gm = s.step([s.wait(launch) for launch in reversed(launches)])
+    assert [block.comm_node for block in get_all_comm_blocks(gm)] == launches
+
+
+def chain(distance: int) -> tuple[fx.Node, fx.GraphModule]:
+    """A launch whose wait is `distance` nodes away."""
+    s = Sketch()
+    launch = node = s.all_reduce(s.input("x", 4))
+    for _ in range(distance - 1):
+        node = s.call(aten.alias.default, node)
+    return launch, s.step([s.wait(node)])
+
+
+def test_wait_at_a_distance() -> None:
+    launch, _ = chain(5)
+    assert len(get_comm_block(launch).node_list) == 6
+
+
+def test_wait_too_far_away() -> None:
+    launch, gm = chain(6)
+    with pytest.raises(graphopt.VerificationError, match=r"%all_reduce.* has no wait"):
+        get_comm_block(launch)
+    with pytest.raises(graphopt.VerificationError, match=r"%all_reduce.* has no wait"):
+        get_all_comm_blocks(gm)
+
+
+def test_collective_without_wait_names_the_line() -> None:
+    s = Sketch()
+    x = s.input("x", 4)
+    launch = s.all_reduce(x)
+    launch.meta["source"] = SourceLine("train.py", 41, "train_step")
+    s.step([s.call(aten.neg.default, x)])
+    with pytest.raises(graphopt.VerificationError) as caught:
+        get_comm_block(launch)
+    text = str(caught.value)
+    assert f"%{launch.name} " in text
+    assert "train.py:41" in text
+    assert "hint:" in text
+
+
+def test_not_a_collective() -> None:
+    s = Sketch()
+    wait = s.wait(s.all_reduce(s.input("x", 4)))
+    s.step([wait])
+    with pytest.raises(graphopt.VerificationError, match="not the launch of a collective"):
+        get_comm_block(wait)
+
+
+def test_graph_without_communication() -> None:
+    s = Sketch()
+    assert get_all_comm_blocks(s.step([s.input("x", 4)])) == []

@@ -1,0 +1,507 @@
+"""Running pipelines: order, records, settings, callbacks, dumps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from graphopt.errors import PassDefinitionError, PassOrderError, PipelineSyntaxError
+from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator
+from graphopt.iter_graph import IterGraphModule
+from graphopt.manager import (
+    Pass,
+    PassArgumentError,
+    PassCallback,
+    PassContext,
+    PassManager,
+    PassRegistry,
+    applied_passes,
+    enable_graph_optimization_dump,
+    graph_optimization_pass,
+    records_of,
+)
+from graphopt.saved import load_graph, save_graph
+from graphs import inputs_of, training_step
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def registry() -> PassRegistry:
+    return PassRegistry()
+
+
+@pytest.fixture
+def gm() -> fx.GraphModule:
+    return training_step(1, ranks=None)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable in ("VERIFY", "DUMP", "DISABLE", "STOP_AFTER"):
+        monkeypatch.delenv(f"GRAPHOPT_{variable}", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def declare(registry: PassRegistry, called: str, *constraints: Any, **options: Any) -> Pass:
+    """A pass that changes nothing."""
+
+    def function(gm: fx.GraphModule, size: int = 1) -> int:
+        return 0
+
+    function.__name__ = called
+    return graph_optimization_pass(*constraints, registry=registry, **options)(function)
+
+
+def double_negation(registry: PassRegistry, **options: Any) -> Pass:
+    @graph_optimization_pass(registry=registry, **options)
+    def negate_twice(gm: fx.GraphModule, target: str = "aten::gelu") -> int:
+        """Negate an activation, and take it back."""
+        found = find_nodes(gm.graph, lambda node: is_operator(node.target, target))
+        for node in found:
+            users = list(node.users)
+            with gm.graph.inserting_after(node):
+                once = call_function_with_meta(gm.graph, aten.neg.default, (node,), like=node)
+            with gm.graph.inserting_after(once):
+                twice = call_function_with_meta(gm.graph, aten.neg.default, (once,), like=node)
+            for user in users:
+                user.replace_input_with(node, twice)
+        return len(found)
+
+    return negate_twice
+
+
+def test_a_pass_edits_the_graph_and_is_recorded(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    negate = double_negation(registry)
+    inputs = inputs_of(gm)
+    expected = gm(*copy.deepcopy(inputs))[0]
+    nodes = len(gm.graph.nodes)
+    (record,) = PassManager("negate_twice", registry=registry).run(gm)
+    assert applied_passes(gm) == ["negate_twice"] and records_of(gm) == [record]
+    assert (record.name, record.changes, record.changed) == ("negate_twice", 1, True)
+    assert record.arguments == {"target": "aten::gelu"}
+    assert (record.nodes_before, record.nodes_after) == (nodes, nodes + 2)
+    assert record.copies_before == record.copies_after > 0
+    assert record.collectives_before == record.collectives_after == 0
+    assert record.seconds > 0
+    assert str(record).startswith("negate_twice(target='aten::gelu'): 1 change in ")
+    assert f"nodes {nodes} -> {nodes + 2}, collectives 0, copies" in str(record)
+    made = find_nodes(gm.graph, lambda node: node.target is aten.neg.default)
+    assert [node.meta["provenance"][-1] for node in made] == ["negate_twice"] * 2
+    assert torch.equal(gm(*copy.deepcopy(inputs))[0][0], expected[0]), "it was recompiled"
+    assert negate.options["target"].default == "aten::gelu"
+
+
+def test_nodes_that_stay_keep_their_provenance(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    before = {node: dict(node.meta) for node in gm.graph.nodes}
+    double_negation(registry)(gm)
+    assert {node: node.meta for node in gm.graph.nodes if node in before} == before
+
+
+def test_a_pass_called_directly_is_the_same(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    negate = double_negation(registry)
+    twin = copy.deepcopy(gm)
+    record = negate(gm, target="aten::mm")
+    (other,) = PassManager([(negate, {"target": "aten::mm"})]).run(twin)
+    assert str(gm.graph) == str(twin.graph)
+    assert record.arguments == other.arguments and record.changes == other.changes
+    assert applied_passes(gm) == applied_passes(twin)
+
+
+def test_options_by_position(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    one = declare(registry, "one", repeatable=True)
+    assert one(gm, 3).arguments == one(gm, size=3).arguments == {"size": 3}
+    with pytest.raises(PassArgumentError, match="takes 1 options, not 2"):
+        one(gm, 3, 4)
+    with pytest.raises(PassArgumentError, match="'size' of pass 'one' is given twice"):
+        one(gm, 3, size=4)
+    with pytest.raises(PassArgumentError, match="no option 'siz'; did you mean 'size'"):
+        one(gm, siz=4)
+    with pytest.raises(TypeError, match=r"takes int, not 2\.5"):
+        one(gm, size=2.5)
+    assert len(applied_passes(gm)) == 2
+
+
+def test_an_option_without_a_default(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    @graph_optimization_pass(registry=registry)
+    def sized(gm: fx.GraphModule, size: int) -> None: ...
+
+    with pytest.raises(PassArgumentError, match="pass 'sized' needs a value for 'size'"):
+        sized(gm)
+    with pytest.raises(PassArgumentError, match="pass 'sized' needs a value for 'size'"):
+        PassManager([sized])
+    assert sized(gm, 3).arguments == {"size": 3}
+
+
+def test_what_was_applied_survives_copies(
+    registry: PassRegistry, gm: fx.GraphModule, tmp_path: Path
+) -> None:
+    one, two = declare(registry, "one"), declare(registry, "two", ["one"])
+    one(gm)
+    twin = copy.deepcopy(gm)
+    two(twin)
+    assert (applied_passes(gm), applied_passes(twin)) == (["one"], ["one", "two"])
+    module = IterGraphModule(gm)
+    two(copy.deepcopy(module))
+    assert applied_passes(module) == ["one"]
+    save_graph(twin, tmp_path / "saved.pt")
+    loaded = load_graph(tmp_path / "saved.pt")
+    assert records_of(loaded) == records_of(twin)
+    with pytest.raises(PassOrderError, match="applied to this graph already"):
+        one(loaded)
+
+
+def test_prerequisites(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    ran = []
+
+    @graph_optimization_pass(registry=registry)
+    def first(gm: fx.GraphModule) -> None:
+        ran.append("first")
+
+    declare(registry, "one")
+    declare(registry, "two", ["one"])
+    for pipeline, hint in (
+        ("first -> two", "run one -> two"),
+        ("first -> two -> one", "put 'one' before 'two' in the pipeline"),
+    ):
+        with pytest.raises(PassOrderError) as caught:
+            PassManager(pipeline, registry=registry).run(gm)
+        assert str(caught.value) == (
+            "pass 'two' needs 'one' to have been applied before\n"
+            f"  applied:  first\n  hint:     {hint}"
+        )
+    assert ran == [] and applied_passes(gm) == [], "nothing may run if the order is wrong"
+    PassManager("one -> first -> two", registry=registry).run(gm)
+    assert applied_passes(gm) == ["one", "first", "two"]
+
+
+def test_prerequisites_may_be_on_the_graph_already(
+    registry: PassRegistry, gm: fx.GraphModule
+) -> None:
+    one = declare(registry, "one")
+    two = declare(registry, "two", [one])
+    one(gm)
+    assert two(gm).name == "two"
+
+
+def test_apply_after(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    one = declare(registry, "one")
+    two = declare(registry, "two", apply_after=[one])
+    twin = copy.deepcopy(gm)
+    PassManager([one, two], registry=registry).run(twin)
+    two(gm)
+    with pytest.raises(PassOrderError) as caught:
+        one(gm)
+    assert str(caught.value) == (
+        "pass 'one' comes too late: 'two', which has to come after it, was applied before\n"
+        "  applied:  two\n  hint:     put 'one' before 'two'"
+    )
+    with pytest.raises(PassOrderError, match="'one' comes too late"):
+        PassManager([two, one], registry=registry).run(training_step(1, ranks=None))
+
+
+def test_twice(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    one, again = declare(registry, "one"), declare(registry, "again", repeatable=True)
+    PassManager([one, again, again], registry=registry).run(gm)
+    again(gm)
+    with pytest.raises(PassOrderError, match="'one' was applied to this graph already"):
+        one(gm)
+    with pytest.raises(PassOrderError, match="applied:  again -> one"):
+        PassManager("again -> one -> one", registry=registry).run(training_step(1, ranks=None))
+
+
+def test_a_repeatable_pass_may_follow_what_it_precedes(
+    registry: PassRegistry, gm: fx.GraphModule
+) -> None:
+    clean = declare(registry, "clean", repeatable=True)
+    two = declare(registry, "two", apply_after=[clean])
+    PassManager([clean, two, clean], registry=registry).run(gm)
+
+
+def test_unknown_constraints_are_not_ignored(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    one = declare(registry, "one", apply_after=["othr"])
+    declare(registry, "other")
+    with pytest.raises(PassDefinitionError, match=r"names 'othr', .* did you mean 'other'"):
+        one(gm)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (nn.Linear(1, 1), "not on a Linear\n  hint:     graphopt.capture"),
+        (fx.Graph(), "not on a Graph\n  hint:     give the fx.GraphModule"),
+        (None, "not on a NoneType"),
+    ],
+)
+def test_what_is_not_a_graph_module(registry: PassRegistry, value: Any, hint: str) -> None:
+    one = declare(registry, "one")
+    for run in (one, PassManager([one], registry=registry).run, PassManager([]).run):
+        with pytest.raises(PassArgumentError, match=hint):
+            run(value)  # type: ignore[operator]
+
+
+def test_a_final_graph(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    one = declare(registry, "one")
+    module = IterGraphModule(gm)
+    module.finalize_setup()
+    with pytest.raises(PassOrderError, match=r"apply passes before finalize_setup\(\)"):
+        one(module)
+    assert applied_passes(module) == []
+
+
+def test_disable(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    one, two = declare(registry, "one"), declare(registry, "two", ["one"])
+    records = PassManager("one -> two", registry=registry, disable=["two"]).run(gm)
+    assert [record.name for record in records] == applied_passes(gm) == ["one"]
+    for disable in (["one"], [one], "one", "one,"):
+        manager = PassManager([one, two], registry=registry, disable=disable)
+        assert str(manager) == "one -> two"
+        with pytest.raises(PassOrderError, match="'one' is disabled: disable 'two' as well"):
+            manager.run(training_step(1, ranks=None))
+    with pytest.raises(PipelineSyntaxError, match=r"disable names 'tow', .* did you mean 'two'"):
+        PassManager("one", registry=registry, disable=["tow"])
+
+
+def test_stop_after(registry: PassRegistry) -> None:
+    for name in ("one", "two", "three"):
+        declare(registry, name)
+    for count, expected in ((0, []), (1, ["one"]), (2, ["one", "three"]), (9, ["one", "three"])):
+        gm = training_step(1, ranks=None)
+        PassManager(
+            "one -> two -> three", registry=registry, disable=["two"], stop_after=count
+        ).run(gm)
+        assert applied_passes(gm) == expected
+
+
+def test_settings_from_the_environment(
+    registry: PassRegistry, gm: fx.GraphModule, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, two = declare(registry, "one"), declare(registry, "two")
+    before = PassManager([one, two], registry=registry)
+    monkeypatch.setenv("GRAPHOPT_DISABLE", "two")
+    monkeypatch.setenv("GRAPHOPT_DUMP", str(tmp_path / "dump"))
+    after = PassManager([two, one], registry=registry, disable=["one"])
+    assert two(gm).skipped and "skipped" in str(two(gm))
+    one(gm)
+    assert applied_passes(gm) == ["one"]
+    assert (tmp_path / "dump" / "after_one.txt").exists()
+    monkeypatch.setenv("GRAPHOPT_STOP_AFTER", "0")
+    for manager, expected in ((before, ["one", "two"]), (after, ["two"])):
+        graph = training_step(1, ranks=None)
+        manager.run(graph)
+        assert applied_passes(graph) == expected, "settings are read when a manager is made"
+    assert PassManager([one], registry=registry).run(training_step(1, ranks=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("GRAPHOPT_VERIFY", "strict", "GRAPHOPT_VERIFY='strict': one of off, dependencies"),
+        ("GRAPHOPT_STOP_AFTER", "-1", "GRAPHOPT_STOP_AFTER='-1': a number of passes is expected"),
+        ("GRAPHOPT_STOP_AFTER", "two", "GRAPHOPT_STOP_AFTER='two'"),
+        ("GRAPHOPT_DISABLE", "one,tow", "GRAPHOPT_DISABLE names 'tow', .* did you mean 'two'"),
+        ("GRAPHOPT_DUMP", __file__, "GRAPHOPT_DUMP=.*: this is a file, not a folder"),
+    ],
+)
+def test_errors_name_the_variable(
+    registry: PassRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    message: str,
+) -> None:
+    declare(registry, "two")
+    one = declare(registry, "one")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(PipelineSyntaxError, match=message):
+        PassManager([one], registry=registry)
+    monkeypatch.setenv(variable, "")
+    PassManager([one], registry=registry)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"verify": "some"},
+        {"stop_after": -1},
+        {"stop_after": True},
+        {"stop_after": 1.0},
+        {"dump_dir": 3},
+    ],
+)
+def test_wrong_settings(registry: PassRegistry, settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(PipelineSyntaxError, match=f"{name}="):
+        PassManager([], registry=registry, **settings)
+
+
+def test_one_line_in_the_log_for_each_pass(
+    registry: PassRegistry, gm: fx.GraphModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    double_negation(registry)
+    declare(registry, "one")
+    with caplog.at_level(logging.INFO, "graphopt"):
+        records = PassManager("one -> negate_twice", registry=registry).run(gm)
+    assert caplog.messages == [str(record) for record in records]
+    assert "one(size=1): no change in" in caplog.messages[0]
+    assert "negate_twice(target='aten::gelu'): 1 change in" in caplog.messages[1]
+
+
+def test_equivalence_says_what_it_does(
+    registry: PassRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "graphopt"):
+        PassManager([], registry=registry, verify="equivalence")
+    assert caplog.messages == ["equivalence is not proven yet; dependencies are checked instead"]
+
+
+class Noting(PassCallback):
+    """Notes what it is called with."""
+
+    def __init__(self, name: str, notes: list[tuple[str, ...]]) -> None:
+        self.name, self.notes = name, notes
+
+    def before_pass(self, context: PassContext) -> None:
+        self.notes.append((self.name, "before", context.pass_.name))
+
+    def after_pass(self, context: PassContext) -> None:
+        seconds = context.record.seconds
+        assert seconds > 0 and applied_passes(context.gm)[-1] == context.pass_.name
+        self.notes.append((self.name, "after", context.pass_.name))
+
+    def failed(self, context: PassContext, error: BaseException) -> None:
+        assert str(context.gm.graph) == str(context.before.graph)
+        self.notes.append((self.name, "failed", context.pass_.name, type(error).__name__))
+
+
+def test_callbacks(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    notes: list[tuple[str, ...]] = []
+    declare(registry, "one")
+    negate = double_negation(registry)
+    manager = PassManager(
+        "one -> negate_twice",
+        registry=registry,
+        callbacks=[Noting("outer", notes), Noting("inner", notes)],
+    )
+    manager.run(gm)
+    one_pass = [("outer", "before"), ("inner", "before"), ("inner", "after"), ("outer", "after")]
+    assert notes == [(*n, "one") for n in one_pass] + [(*n, "negate_twice") for n in one_pass]
+    assert negate.name == "negate_twice"
+
+
+def test_a_callback_that_raises_ends_the_run(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    class Refusing(PassCallback):
+        def after_pass(self, context: PassContext) -> None:
+            if context.record.changed:
+                raise ZeroDivisionError("no changes, please")
+
+    declare(registry, "one")
+    double_negation(registry)
+    text = str(gm.graph)
+    notes: list[tuple[str, ...]] = []
+    callbacks = [Noting("noting", notes), Refusing()]
+    manager = PassManager("one -> negate_twice", registry=registry, callbacks=callbacks)
+    with pytest.raises(ZeroDivisionError, match="no changes, please"):
+        manager.run(gm)
+    assert applied_passes(gm) == ["one"] and str(gm.graph) == text
+    assert notes[-1] == ("noting", "failed", "negate_twice", "ZeroDivisionError")
+
+
+def test_dumps(registry: PassRegistry, gm: fx.GraphModule, tmp_path: Path) -> None:
+    again = declare(registry, "again", repeatable=True)
+    negate = double_negation(registry)
+    PassManager([again, negate, again], registry=registry, dump_dir=tmp_path / "made").run(gm)
+    files = {path.name: path.read_text() for path in (tmp_path / "made").iterdir()}
+    stems = ("after_again", "after_again_2", "after_negate_twice")
+    assert sorted(files) == sorted(f"{stem}.{end}" for stem in stems for end in ("diff", "txt"))
+    assert "neg" in files["after_negate_twice.txt"]
+    difference = files["after_negate_twice.diff"]
+    assert "--- before negate_twice" in difference and "+++ after negate_twice" in difference
+    assert sum("neg" in line for line in difference.splitlines() if line[0] == "+") >= 2
+    assert files["after_again.diff"] == files["after_again_2.diff"] == ""
+
+
+def test_dumps_of_what_runs(registry: PassRegistry, gm: fx.GraphModule, tmp_path: Path) -> None:
+    one = declare(registry, "one")
+    PassManager([one], registry=registry, dump_dir=tmp_path).run(IterGraphModule(gm))
+    names = {path.name for path in tmp_path.iterdir()}
+    parts = {f"after_one_{part}.txt" for part in ("setup", "main", "drain", "cleanup")}
+    assert names == {"after_one.txt", "after_one.diff", *parts}
+
+
+def test_enable_dumps(
+    registry: PassRegistry, gm: fx.GraphModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHOPT_DUMP", "")
+    one = declare(registry, "one", repeatable=True)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    temporary = enable_graph_optimization_dump()
+    assert temporary.is_dir() and temporary.parent == tmp_path
+    one(gm)
+    assert (temporary / "after_one.txt").is_file()
+    chosen = enable_graph_optimization_dump(tmp_path / "a" / "b")
+    assert chosen == tmp_path / "a" / "b" and os.environ["GRAPHOPT_DUMP"] == str(chosen)
+    one(gm)
+    assert (chosen / "after_one.txt").is_file()
+    with pytest.raises(PipelineSyntaxError, match="this is a file"):
+        enable_graph_optimization_dump(__file__)
+
+
+def test_a_graph_without_metadata(registry: PassRegistry) -> None:
+    """Made by hand: the pass is not to blame for what was missing before."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + 1
+
+    @graph_optimization_pass(registry=registry)
+    def to_abs(gm: fx.GraphModule) -> int:
+        for node in find_nodes(gm.graph, lambda node: node.target is torch.relu):
+            node.target = torch.abs
+        return 1
+
+    gm = fx.symbolic_trace(function)
+    to_abs(gm)
+    assert gm(torch.tensor(-3.0)) == 4
+
+
+def test_dead_code_goes_and_counts_as_a_change(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    one = declare(registry, "one", repeatable=True)
+    first = next(n for n in gm.graph.nodes if n.op == "call_function")
+    with gm.graph.inserting_after(first):
+        call_function_with_meta(gm.graph, aten.neg.default, (first,), like=first)
+    record = one(gm)
+    assert record.changed and record.nodes_before == record.nodes_after + 1
+    assert not one(gm).changed
+
+
+def test_late_marks_are_changes(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    @graph_optimization_pass(registry=registry)
+    def move(gm: IterGraphModule) -> int:
+        copies = find_nodes(gm.graph, lambda node: is_operator(node.target, "aten::copy_"))
+        gm.graph.move_to_next_iter_before(copies[-1:], next(iter(copies[-1].args[0].users)))
+        return 1
+
+    module = IterGraphModule(gm)
+    record = move(module)
+    assert record.changed and record.nodes_before == record.nodes_after
+    assert len(module.graph.late) == 1
+
+
+def test_options_that_are_nodes(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    """Only Python can give them; a record holds their names."""
+
+    @graph_optimization_pass(registry=registry)
+    def look(gm: fx.GraphModule, nodes: list[fx.Node], again: fx.Node | None = None) -> int:
+        assert all(node.graph is gm.graph for node in nodes)
+        return 0
+
+    nodes = list(gm.graph.nodes)[:2]
+    record = look(gm, nodes, again=nodes[0])
+    assert record.arguments == {"nodes": [n.name for n in nodes], "again": nodes[0].name}

@@ -1,0 +1,158 @@
+"""Whole pipelines on real gloo ranks against DistributedDataParallel, with steps left in flight.
+
+Each training is one scenario: several steps without anyone looking, a flush, a checkpoint that is
+saved and loaded, a batch of another size, accumulation under `no_sync`, a learning rate that
+changes in every step. State is compared after each of these, outputs in every step.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import graphopt
+from gloo import Pool, pool
+from scenario import NO_ACCUMULATION, PIPELINES, Scenario
+from twins import assert_same
+from zoo import MODELS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Pool]:
+    with pool(2) as ranks:
+        yield ranks
+
+
+def run_scenario(rank: int, model: str, optimizer: str, pipeline: str, accumulates: bool) -> int:
+    scenario = Scenario(rank, model, optimizer, pipeline=pipeline)
+    return scenario.run(accumulates=accumulates)
+
+
+# All models with all optimizers: benchmarks/exactness.py --pipeline.
+@pytest.mark.parametrize("model", MODELS)
+def test_model(two_ranks: Pool, model: str) -> None:
+    accumulates = model not in NO_ACCUMULATION
+    pipeline = PIPELINES["default" if model == "gpt" else "small buckets"]
+    flights = two_ranks.run(run_scenario, model, "adamw-fused", pipeline, accumulates)
+    assert min(flights) > 0
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam-loop", "adamw-foreach", "adamw-amsgrad-fused", "sgd-nesterov-foreach", "nadam-foreach"],
+)
+def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
+    flights = two_ranks.run(run_scenario, "mlp", optimizer, PIPELINES["small buckets"], True)
+    assert min(flights) > 0
+
+
+@pytest.mark.parametrize("pipeline", ["copies", "fusion", "waits", "moves"])
+def test_each_pass_alone(two_ranks: Pool, pipeline: str) -> None:
+    flights = two_ranks.run(run_scenario, "mlp", "adamw-foreach", PIPELINES[pipeline], True)
+    assert (min(flights) > 0) == (pipeline == "moves")
+
+
+# Who reads state while a step is in flight
+
+
+def readers() -> dict[str, Any]:
+    return {
+        "state_dict": lambda w: w.model.state_dict(),
+        "load_state_dict": lambda w: w.model.load_state_dict(
+            {k: v + 1 for k, v in w.model.state_dict().items()}
+        ),
+        "parameters": lambda w: [p.detach().clone() for p in w.model.parameters()],
+        "one parameter": lambda w: w.model.head.weight.detach().clone(),
+        "deepcopy": lambda w: copy.deepcopy(w.model).state_dict(),
+        "forward": lambda w: w.model(torch.ones(2, 8)).detach(),
+        "optimizer.state_dict": lambda w: w.optimizer.state_dict(),
+        "param_groups": lambda w: [
+            p.detach().clone() for g in w.optimizer.param_groups for p in g["params"]
+        ],
+        "average": lambda w: torch.optim.swa_utils.AveragedModel(w.model).module.state_dict(),
+        "in-place change": lambda w: [p.data.mul_(0.5) for p in w.model.parameters()][:0],
+    }
+
+
+def read_in_flight(rank: int, reader: str) -> None:
+    scenario = Scenario(rank, "mlp", "adamw-fused", pipeline="default")
+    for _ in range(2):
+        scenario.steps(3)
+        assert scenario.twins.compiled.graph_module.in_flight
+        scenario.twins.both(readers()[reader])
+    scenario.twins.finish()
+
+
+@pytest.mark.parametrize("reader", readers())
+def test_readers_of_state_see_it_finished(two_ranks: Pool, reader: str) -> None:
+    two_ranks.run(read_in_flight, reader)
+
+
+def flush_on_rank_0(rank: int) -> None:
+    scenario = Scenario(rank, "mlp", "adamw-foreach", pipeline="default")
+    scenario.steps(3)
+    if rank == 0:
+        torch.save(scenario.twins.captured.model.state_dict(), io.BytesIO())
+    scenario.steps(2)
+    scenario.twins.finish()
+
+
+def test_rank_0_may_flush_alone(two_ranks: Pool) -> None:
+    """A checkpoint on one rank does not wait for the others: flushing does not communicate."""
+    two_ranks.run(flush_on_rank_0)
+
+
+def moved_collective(rank: int) -> None:
+    scenario = Scenario(rank, "mlp", "sgd-loop", pipeline="none")
+    scenario.steps(2)
+    name = next(
+        node.name
+        for node in scenario.twins.compiled.graph_module.graph.nodes
+        if "all_reduce" in str(node.target)
+    )
+    pipeline: list[Any] = ["remove_copy_from_optimizer"]
+    pipeline.append(("iter_move_grads_and_optimizers", {"target_comm_node": name}))
+    scenario = Scenario(rank, "mlp", "sgd-loop", pipeline=pipeline)
+    scenario.steps(3)
+    with pytest.raises(graphopt.GraphOptError, match=r"call flush\(\).*every rank"):
+        scenario.twins.captured.model.state_dict()
+    scenario.twins.compiled.flush()
+    scenario.twins.finish()
+
+
+def test_a_collective_in_flight_is_flushed_by_all_ranks(two_ranks: Pool) -> None:
+    two_ranks.run(moved_collective)
+
+
+def two_steps_on_one_model(rank: int) -> None:
+    def half(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x).sum(-1), y.float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    scenario = Scenario(rank, "mlp", "adamw-fused", pipeline="default")
+    other = graphopt.compile(half, pipeline="default")
+    for _ in range(3):
+        scenario.steps(2)
+        batch = MODELS["mlp"].batch(rank)
+        w, eager = scenario.twins.captured, scenario.twins.eager
+        loss = other(w.model, w.optimizer, *batch)
+        expected = half(scenario.twins._eager_models[0], eager.optimizer, *batch)
+        assert_same(loss, expected.detach(), "loss")
+    scenario.twins.compare_state()
+
+
+def test_two_steps_train_one_model(two_ranks: Pool) -> None:
+    two_ranks.run(two_steps_on_one_model)
