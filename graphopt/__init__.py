@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from graphopt.errors import (
     CaptureError,
     GraphOptError,
+    IterationError,
     LoweringError,
     PartitionError,
     PassDefinitionError,
+    PassError,
     PassOrderError,
     PipelineSyntaxError,
     SpmdMismatchError,
@@ -18,6 +20,17 @@ from graphopt.errors import (
 )
 
 if TYPE_CHECKING:
+    from graphopt.discovery import (
+        PassManager,
+        PassRegistry,
+        applied_passes,
+        enable_graph_optimization_dump,
+        graph_optimization_pass,
+        parse_pipeline,
+        registry,
+    )
+    from graphopt.iter_graph import IterGraph, IterGraphModule
+    from graphopt.manager import PassRecord
     from graphopt.parallel import DataParallel, Manual
     from graphopt.step import TrainStep, compile
     from graphopt.tracing import CapturedStep
@@ -30,17 +43,29 @@ __all__ = [
     "CapturedStep",
     "DataParallel",
     "GraphOptError",
+    "IterGraph",
+    "IterGraphModule",
+    "IterationError",
     "LoweringError",
     "Manual",
     "PartitionError",
     "PassDefinitionError",
+    "PassError",
+    "PassManager",
     "PassOrderError",
+    "PassRecord",
+    "PassRegistry",
     "PipelineSyntaxError",
     "SpmdMismatchError",
     "TrainStep",
     "VerificationError",
+    "applied_passes",
     "capture",
     "compile",
+    "enable_graph_optimization_dump",
+    "graph_optimization_pass",
+    "parse_pipeline",
+    "registry",
 ]
 
 
@@ -48,10 +73,20 @@ __all__ = [
 _HOMES = {
     "CapturedStep": "graphopt.tracing",
     "DataParallel": "graphopt.parallel",
+    "IterGraph": "graphopt.iter_graph",
+    "IterGraphModule": "graphopt.iter_graph",
     "Manual": "graphopt.parallel",
+    "PassManager": "graphopt.discovery",
+    "PassRecord": "graphopt.manager",
+    "PassRegistry": "graphopt.discovery",
     "TrainStep": "graphopt.step",
+    "applied_passes": "graphopt.discovery",
     "capture": "graphopt.tracing",
     "compile": "graphopt.step",
+    "enable_graph_optimization_dump": "graphopt.discovery",
+    "graph_optimization_pass": "graphopt.discovery",
+    "parse_pipeline": "graphopt.discovery",
+    "registry": "graphopt.discovery",
 }
 
 

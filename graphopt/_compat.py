@@ -401,6 +401,8 @@ def fake_like(
     from torch._subclasses.fake_tensor import FakeTensor
 
     fake: torch.Tensor = FakeTensor(mode, meta, device)
+    if not (conj or neg):
+        return fake
     with mode:
         fake = torch.conj(fake) if conj else fake
         return torch._neg_view(fake) if neg else fake

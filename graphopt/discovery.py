@@ -2,6 +2,8 @@
 
 A package offers passes by an entry point of the group ``graphopt.passes``, whose value is a module
 that declares passes, or ``module:name`` of one pass.
+
+`graphopt` takes the names below from here, so that whoever uses them has all passes to choose from.
 """
 
 from __future__ import annotations
@@ -12,17 +14,32 @@ import logging
 import pkgutil
 from functools import cache
 
-from graphopt.manager import Pass, default_registry
+from graphopt.manager import (
+    Pass,
+    PassManager,
+    PassRegistry,
+    applied_passes,
+    default_registry,
+    enable_graph_optimization_dump,
+    graph_optimization_pass,
+    parse_pipeline,
+)
+
+__all__ = [
+    "PassManager",
+    "PassRegistry",
+    "applied_passes",
+    "enable_graph_optimization_dump",
+    "graph_optimization_pass",
+    "parse_pipeline",
+    "registry",
+]
 
 logger = logging.getLogger("graphopt")
 
 GROUP = "graphopt.passes"
 
-
-@cache
-def install() -> None:
-    """Let the default registry find passes when it is first asked for one."""
-    default_registry().add_loader(load)
+registry = default_registry()
 
 
 def load() -> None:
@@ -47,4 +64,13 @@ def load() -> None:
 def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> None:
     loaded = entry_point.load()
     if isinstance(loaded, Pass):
-        default_registry().register(loaded)
+        registry.register(loaded)
+
+
+@cache
+def install() -> None:
+    """Let the default registry find passes when it is first asked for one."""
+    registry.add_loader(load)
+
+
+install()

@@ -257,10 +257,8 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
     Raises:
         PipelineSyntaxError: no such pipeline or pass.
     """
-    from graphopt import discovery
-    from graphopt.manager import PassManager
+    from graphopt.discovery import PassManager
 
-    discovery.install()
     if isinstance(pipeline, PassManager):
         return pipeline
     named = {"default": default_pipeline, "none": list}

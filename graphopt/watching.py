@@ -51,7 +51,7 @@ class Watch:
         if self._replaced:
             return
         for owner, key in self._places():
-            stand_in = _stand_in(owner[key], self)
+            stand_in: Any = _stand_in(owner[key], self)
             if stand_in is not None:
                 owner[key] = stand_in
                 self._replaced.append((owner, key, stand_in))
@@ -62,7 +62,7 @@ class Watch:
         replaced, self._replaced = self._replaced, []
         for owner, key, stand_in in replaced:
             if owner.get(key) is stand_in:
-                owner[key] = stand_in.plain
+                owner[key] = unwatched(stand_in)
         _active.discard(self)
 
     def settle(self) -> None:

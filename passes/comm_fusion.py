@@ -54,7 +54,7 @@ from graphopt.buckets import (
     scaled_input,
 )
 from graphopt.comm import CommBlock
-from graphopt.graph_utils import call_function_with_meta, move_after
+from graphopt.graph_utils import call_function_with_meta, is_collective, move_after
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 
 aten = torch.ops.aten
@@ -83,6 +83,8 @@ def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = 25) -> i
         launch = wait.all_input_nodes[0]
         gm.graph.erase_node(wait)
         gm.graph.erase_node(launch)
+    if received:  # single launches may have waited for their turn behind members of a bucket
+        changed |= raise_launches(gm.graph, fusable, storages)
     return len(changed)
 
 
@@ -102,14 +104,25 @@ def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
     """Insert one all-reduce for those of a bucket. Returns what each of their waits becomes."""
     last = bucket.blocks[-1].comm_node
     waits = [block.wait_nodes[0] for block in bucket.blocks]
-    first_wait = min(waits)
+    overtaken = [node for node in bucket.behind if node < last]
     with graph.inserting_before(last):
         launch, sizes, places = _launch(graph, bucket.blocks)
-    with graph.inserting_before(first_wait if last < first_wait else last.next):
+    with graph.inserting_before(_first_reader(last, min(waits), set(overtaken))):
         results = _receive(graph, launch, waits, sizes, places)
     old = set(waits)
-    move_after([node for node in bucket.behind if node < last and node not in old], results[-1])
+    move_after([node for node in overtaken if node not in old], results[-1])
     return dict(zip(waits, results, strict=True))
+
+
+def _first_reader(last: fx.Node, first_wait: fx.Node, overtaken: set[fx.Node]) -> fx.Node:
+    """Where the fused wait has to stand: before the first old wait, but after `last` and the
+    launches that follow it and do not need a member."""
+    if last < first_wait:
+        return first_wait
+    node = last.next
+    while is_collective(node) and overtaken.isdisjoint(node.all_input_nodes):
+        node = node.next
+    return node
 
 
 def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list[int], list[int]]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import fx
 
 from graphopt.comm import get_all_comm_blocks
@@ -208,3 +210,35 @@ def test_overwriting_what_a_member_sends() -> None:
     second = s.all_reduce(s.input("y", 4))
     results = [s.call(aten.neg.default, s.wait(launch)) for launch in (first, second)]
     fused(s.step(results, [updated]), changes=0)
+
+
+# Any order of launches, readers, random numbers and updates
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), max_size=24))
+def test_random_programs(program: list[tuple[int, int]]) -> None:
+    """Verified, the same bits, and nothing left for a second run."""
+    s = Sketch()
+    states = [s.input(name, 4, kind="parameter") for name in "pqr"]
+    values = [s.input("x", 4), s.input("y", 4)]
+    pending: list[fx.Node] = []
+    updates: list[fx.Node] = []
+    for instruction, number in program:
+        value = values[number % len(values)]
+        if instruction <= 2:
+            pending.append(s.all_reduce(value, "max") if instruction else s.average(value))
+        elif instruction == 3 and pending:
+            values.append(s.wait(pending.pop(number % len(pending))))
+        elif instruction == 4:
+            values.append(s.call(aten.bernoulli.p, value, 0.5))
+        elif instruction == 5 and len(updates) < len(states):
+            updates.append(s.call(aten.copy_.default, states[len(updates)], value))
+            values.append(updates[-1])
+        elif instruction == 6:
+            values.append(s.call(aten.mul.Tensor, value, states[number % len(states)]))
+        else:
+            values.append(s.call(aten.sin.default, value))
+    values += [s.wait(launch) for launch in pending]
+    fused(s.step([s.call(aten.neg.default, value) for value in values], updates))

@@ -17,7 +17,7 @@ from graphopt.graph_utils import (
     get_outputs,
     set_outputs,
 )
-from graphopt.iter_graph import IterGraphModule
+from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.verify import check_dependencies
 from graphopt.verify.flow import Flow
 from graphopt.verify.labels import Labels
@@ -235,17 +235,6 @@ def return_less(step: fx.GraphModule) -> None:
     set_outputs(step.graph, get_outputs(step.graph)._replace(results=[]))
 
 
-def exchange_random(step: fx.GraphModule) -> None:
-    first, second, *_ = nodes_of(step, aten.native_dropout.default)
-    later = [n for n in step.graph.nodes if first < n < second]
-    second.append(first)
-    for node in reversed(later):
-        if first in node.all_input_nodes or not set(node.all_input_nodes).isdisjoint(later):
-            first.append(node)
-    second.replace_input_with(second.args[0], first.args[0])
-    first.prepend(second)
-
-
 def draw_less(step: fx.GraphModule) -> None:
     drawn = nodes_of(step, aten.native_dropout.default)
     drawn[-1].replace_all_uses_with(drawn[0])
@@ -338,7 +327,7 @@ def test_random_numbers_keep_their_order() -> None:
     x = graph.placeholder("x")
     first, second = (graph.call_function(aten.bernoulli.p, (x, p)) for p in (0.1, 0.2))
     graph.output(([first, second], [], []))
-    before, copies = snapshot(fx.GraphModule({}, graph))
+    before, copies = copy_graph(graph)
     second.append(first)
     report = check_dependencies(before, graph, correspondence=copies)
     assert [str(problem).splitlines()[0] for problem in report.problems] == [
@@ -424,7 +413,7 @@ def test_reads_and_writes_of_one_storage_keep_their_order(
     moved: str, after: str, said: str
 ) -> None:
     graph, nodes = in_place_trace()
-    before, copies = snapshot(fx.GraphModule({}, graph))
+    before, copies = copy_graph(graph)
     nodes[after].append(nodes[moved])
     report = check_dependencies(before, graph, correspondence=copies)
     assert said in str(report)
@@ -432,7 +421,7 @@ def test_reads_and_writes_of_one_storage_keep_their_order(
 
 def test_list_writes_are_read_element_by_element() -> None:
     graph, nodes = in_place_trace()
-    before, copies = snapshot(fx.GraphModule({}, graph))
+    before, copies = copy_graph(graph)
     lists = nodes["lists"]
     lists.args = ([nodes["p"], nodes["q"]], [nodes["h"], nodes["g"]])
     report = check_dependencies(before, graph, correspondence=copies)
@@ -446,7 +435,7 @@ def test_a_collective_in_place_is_read_after_its_wait() -> None:
     graph.call_function(c10d.wait_tensor.default, (launch,))
     reader = graph.call_function(aten.add.Tensor, (x, p))
     graph.output(([reader], [], []))
-    before, copies = snapshot(fx.GraphModule({}, graph))
+    before, copies = copy_graph(graph)
     assert check_dependencies(before, graph, correspondence=copies).ok
     launch.append(reader)
     report = check_dependencies(before, graph, correspondence=copies)
@@ -463,7 +452,7 @@ def test_coalesced_collectives_have_a_wait_for_each_result() -> None:
     items = [graph.call_function(operator.getitem, (launch, index)) for index in range(2)]
     waits = [graph.call_function(c10d.wait_tensor.default, (item,)) for item in items]
     graph.output((waits, [], []))
-    before, copies = snapshot(fx.GraphModule({}, graph))
+    before, copies = copy_graph(graph)
     assert check_dependencies(before, graph, correspondence=copies).ok
     waits[0].args, waits[1].args = waits[1].args, waits[0].args
     report = check_dependencies(before, graph, correspondence=copies)
@@ -495,7 +484,7 @@ def test_more_sources_than_are_followed_at_a_time() -> None:
     listed = graph.call_function(aten._foreach_neg.default, (inputs,))
     items = [graph.call_function(operator.getitem, (listed, i)) for i in range(len(inputs))]
     graph.output((items, [], []))
-    before, copies = snapshot(fx.GraphModule({}, graph))
+    before, copies = copy_graph(graph)
     listed.args = ([inputs[-1], *inputs[1:-1], inputs[0]],)
     report = check_dependencies(before, graph, correspondence=copies)
     assert [problem.message for problem in report.problems] == [

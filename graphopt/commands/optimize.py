@@ -55,7 +55,9 @@ def run_optimize(
         records = manager.run(graph_module)
     if records:
         console.print(_table(records))
-    console.print(f"before: {before}\nafter:  {_summary(graph_module)}", highlight=False)
+    console.print(
+        f"before: {before}\nafter:  {_summary(graph_module)}", highlight=False, soft_wrap=True
+    )
     if out is not None:
         with reported("optimize"):
             save_graph(graph_module, out)
@@ -67,7 +69,7 @@ def _summary(graph_module: fx.GraphModule) -> str:
 
 
 def _table(records: Sequence[PassRecord]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("pass", no_wrap=True)
     for heading in ("changes", "nodes", "collectives", "copies", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)

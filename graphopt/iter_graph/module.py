@@ -158,8 +158,10 @@ class IterGraphModule(fx.GraphModule):
 
     def prepare(self) -> None:
         """Derive and compile the graphs now that calls would derive when they first need them."""
-        for program in [("setup",), ("main",), ("drain", 0)] if self.graph.late else [("setup",)]:
-            self._program(*program)
+        self._program("setup")
+        if self.graph.late:
+            self._program("main")
+            self._program("drain", 0)
 
     def flush(self) -> None:
         """Do the late work of the last iteration, if there is any: state is then exact.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -28,10 +30,11 @@ class Snapshot:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._original = gm.graph
-        self.graph, copies = copy_graph(gm.graph)
+        with _collector_paused():
+            self.graph, copies = copy_graph(gm.graph)
+            # Arguments are immutable: a changed node has other argument objects.
+            self._nodes = [(node, _content(node), dict(node.meta)) for node in gm.graph.nodes]
         self.copies: Mapping[fx.Node, fx.Node] = MappingProxyType(copies)
-        # Arguments are immutable: a changed node has other argument objects.
-        self._edges = [(n, n.args, n.kwargs, n.target, dict(n.meta)) for n in gm.graph.nodes]
         self._late = _late(gm.graph)
         self.note_attributes()
         self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
@@ -49,13 +52,11 @@ class Snapshot:
     def unchanged(self) -> bool:
         """Whether the graph is still the same: nodes, arguments, metadata, late marks."""
         graph = self._gm.graph
-        if graph is not self._original or len(graph.nodes) != len(self._edges):
+        if graph is not self._original or len(graph.nodes) != len(self._nodes):
             return False
         return _late(graph) == self._late and all(
-            node is old and _same(node, args, kwargs, target, meta)
-            for node, (old, args, kwargs, target, meta) in zip(
-                graph.nodes, self._edges, strict=True
-            )
+            node is old and _same(_content(node), content) and _same_meta(node.meta, meta)
+            for node, (old, content, meta) in zip(graph.nodes, self._nodes, strict=True)
         )
 
     def new_nodes(self) -> Iterable[fx.Node]:
@@ -69,20 +70,35 @@ class Snapshot:
         self._gm.graph = self.graph
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """While active, garbage is not looked for: it would be, over and over, among growing numbers of
+    new nodes, and that would take longer than to make them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _late(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return dict(graph.late) if isinstance(graph, IterGraph) else {}
 
 
-def _same(node: fx.Node, args: Any, kwargs: Any, target: Any, meta: dict[str, Any]) -> bool:
-    if node.target is not target and node.target != target:
-        return False
-    if node.args is not args and node.args != args:
-        return False
-    if node.kwargs is not kwargs and node.kwargs != kwargs:
-        return False
-    return node.meta.keys() == meta.keys() and all(
-        node.meta[key] is value or (type(value) in _PLAIN and node.meta[key] == value)
-        for key, value in meta.items()
+def _content(node: fx.Node) -> tuple[Any, ...]:
+    return node.name, node.target, node.args, node.kwargs
+
+
+def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return all(a is b or a == b for a, b in zip(content, other, strict=True))
+
+
+def _same_meta(meta: dict[str, Any], other: dict[str, Any]) -> bool:
+    return meta.keys() == other.keys() and all(
+        meta[key] is value or (type(value) in _PLAIN and meta[key] == value)
+        for key, value in other.items()
     )
 
 

@@ -123,9 +123,9 @@ class Division:
 
     def _refuse_in_place(self) -> None:
         for element, node in enumerate(self.elements.nodes):
-            if is_operator(node.target, "aten::copy_") or not written(node):
+            if self.components.set_of(element) == NONE or node.op != "call_function":
                 continue
-            if self.components.set_of(element) != NONE:
+            if not is_operator(node.target, "aten::copy_") and written(node):
                 raise OptimizerSplitError(
                     f"%{node.name} updates its arguments in place, so that the updates cannot be"
                     f" told apart\n  > {node.format_node()}"

@@ -44,7 +44,7 @@ class Elements:
         self.inputs: list[list[int]] = []
         self.origins: list[Origin] = []
         self.lists: dict[fx.Node, ListOperator] = {}
-        self._updated = {state for node in graph.nodes for state in written(node)}
+        self._updated = {state for node in graph.nodes for state in _updates(node)}
         for node in graph.nodes:
             if node in self.number or node.op == "output":
                 continue
@@ -100,6 +100,13 @@ class Elements:
         if kind is not None or _is_number(node):
             return Origin.CONSTANT
         return Origin.DATA
+
+
+def _updates(node: fx.Node) -> list[fx.Node]:
+    """As `written`, which is slower for the most frequent operator."""
+    if is_operator(node.target, "aten::copy_") and isinstance(node.args[0], fx.Node):
+        return [node.args[0]]
+    return written(node)
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

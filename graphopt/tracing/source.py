@@ -18,6 +18,7 @@ from graphopt import _compat
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _GRAPHOPT = str(Path(__file__).resolve().parent.parent) + "/"
 _TRACE = _GRAPHOPT + "tracing/trace.py"
+_AROUND_OPTIMIZERS = "noticed"  # the step calls it in place of `optimizer.step`
 _FORWARD_CODE = _compat.module_call_code()
 
 
@@ -78,7 +79,8 @@ def current_modules() -> list[torch.nn.Module]:
 def inside_step(frame: types.FrameType | None) -> SourceLine | None:
     """The innermost user frame from `frame` outwards that the traced step is running."""
     for current in _frames(frame):
-        if current.f_code.co_filename == _TRACE:
+        code = current.f_code
+        if code.co_filename == _TRACE and code.co_name != _AROUND_OPTIMIZERS:
             return None
         if not is_library_file(current.f_code.co_filename):
             return SourceLine(current.f_code.co_filename, current.f_lineno, current.f_code.co_name)

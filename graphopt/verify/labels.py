@@ -45,9 +45,6 @@ class Labels:
         self._sets: list[frozenset[int]] = [frozenset()]
         self._labels: dict[frozenset[int], int] = {frozenset(): 0}
 
-    def __len__(self) -> int:
-        return len(self._sets)
-
     def number(self, signature: Signature) -> int:
         if signature not in self._numbers:
             self._numbers[signature] = len(self._signatures)

@@ -118,7 +118,7 @@ class Matching:
             for slot, (was, now) in enumerate(zip(olds, news, strict=False)):
                 if isinstance(was, fx.Node) and isinstance(now, fx.Node):
                     self._compare_end((name, slot), Write(was), Write(now))
-                elif isinstance(was, fx.Node) or isinstance(now, fx.Node) or was != now:
+                elif not self._equal(now, was):
                     self.constants.append((name, slot))
 
     def _compare_state(self, before: Memory, after: Memory) -> None:

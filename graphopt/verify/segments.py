@@ -52,7 +52,7 @@ Value: TypeAlias = int | Items | Segments
 
 def concatenation(parts: Iterable[tuple[int, Value]]) -> Segments:
     """The parts, each with its number of elements, one after another. Nested ones are dissolved."""
-    bounds, values = [0], []
+    bounds, values = [0], list[int]()
     for size, part in parts:
         start = bounds[-1]
         if isinstance(part, Segments):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,10 +78,10 @@ def traits_of(node: fx.Node) -> Traits:
     """What is known of the target of a node."""
     if node.op != "call_function":
         return _PLAIN
-    return _traits(node.target)  # type: ignore[arg-type]
+    return _traits(node.target)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _traits(target: Callable[..., Any]) -> Traits:
     if target is operator.getitem:
         return _GETITEM
