@@ -68,6 +68,13 @@ ALIGNMENT_BYTES = 64
 def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = 25) -> int:
     """Fuse all-reduces into buckets of a given size. Returns how many all-reduces changed."""
     limits = _limits(bucket_size_mb)
+    changed = 0
+    while changed_now := _fuse_all(gm, limits):  # each bucket may let more launches move up
+        changed += changed_now
+    return changed
+
+
+def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
     storages = AliasClasses(gm.graph)
     fusable = fusable_blocks(gm)
     changed = raise_launches(gm.graph, fusable, storages)
@@ -83,8 +90,6 @@ def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = 25) -> i
         launch = wait.all_input_nodes[0]
         gm.graph.erase_node(wait)
         gm.graph.erase_node(launch)
-    if received:  # single launches may have waited for their turn behind members of a bucket
-        changed |= raise_launches(gm.graph, fusable, storages)
     return len(changed)
 
 

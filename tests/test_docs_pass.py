@@ -57,7 +57,7 @@ def test_every_block(
                 assert result.exit_code == 0, result.output
     # In a new process this imports the pass; here the pass replaces itself.
     (reproduce,) = re.findall(r"reproduce: graphopt (.*)", DOCUMENT)
-    result = CliRunner().invoke(cli.app, [*shlex.split(reproduce), "--import", "wrong.py"])
+    result = CliRunner().invoke(cli.app, shlex.split(reproduce))
     assert result.exit_code == 1
     assert "pass 'products_first' was refused" in result.output
 

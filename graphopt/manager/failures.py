@@ -10,9 +10,9 @@ from torch import fx
 
 from graphopt.errors import PassError, VerificationError
 from graphopt.manager.callbacks import PassContext
+from graphopt.manager.declaration import Pass
 from graphopt.manager.problems import Refused
-from graphopt.manager.records import marked_text
-from graphopt.manager.text import Pipeline, is_text
+from graphopt.manager.text import Pipeline, is_text, marked_text
 from graphopt.saved import save_graph
 from graphopt.verify import Problem
 from graphopt.verify.problems import describe
@@ -75,7 +75,18 @@ def _reproduce(context: PassContext, folder: Path) -> str:
     step = Pipeline([context.pipeline[context.index]])
     if not is_text(step):
         return f"{path} holds the graph; the options have no text form"
-    return f"graphopt optimize {shlex.quote(str(path))} --pipeline {shlex.quote(str(step))}"
+    command = f"graphopt optimize {shlex.quote(str(path))} --pipeline {shlex.quote(str(step))}"
+    return command + _import_option(context.pass_)
+
+
+def _import_option(pass_: Pass) -> str:
+    """What lets the command find a pass that is not one of graphopt's own."""
+    file = Path(pass_.source.rpartition(":")[0])
+    if pass_.module.startswith("graphopt.") or not file.is_file():
+        return ""
+    if file.is_relative_to(Path.cwd()):
+        file = file.relative_to(Path.cwd())
+    return f" --import {shlex.quote(str(file))}"
 
 
 def _save(gm: fx.GraphModule, folder: Path) -> Path:

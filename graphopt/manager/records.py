@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphopt.graph_utils import is_collective, is_operator
-from graphopt.manager.text import Pipeline, literal
+from graphopt.manager.literals import literal
 
 META_KEY = "graphopt_passes"
 """Where `gm.meta` holds the list of records."""
@@ -134,9 +134,3 @@ def recorded_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_nodes(value: Any) -> Any:
     return value.name if isinstance(value, fx.Node) else value
-
-
-def marked_text(pipeline: Pipeline, index: int) -> str:
-    """Text of a pipeline, with brackets around one of its passes."""
-    steps = [f"[{step}]" if i == index else str(step) for i, step in enumerate(pipeline)]
-    return " -> ".join(steps)

@@ -38,8 +38,8 @@ class PassRegistry:
         other = self._passes.get(pass_.name)
         if other is not None and other.identity != pass_.identity:
             raise PassDefinitionError(
-                f"two passes are named {pass_.name!r}: {_place(other)} and {_place(pass_)}; give"
-                " one of them another name="
+                f"two passes are named {pass_.name!r}: {_function(other)} and {_function(pass_)};"
+                " give one of them another name="
             )
         passes = {**self._passes, pass_.name: pass_}
         _refuse_circle(_constraints(passes.values()), pass_)
@@ -130,6 +130,10 @@ def default_registry() -> PassRegistry:
 
 def _place(pass_: Pass) -> str:
     return f"{pass_.name!r} ({pass_.source})"
+
+
+def _function(pass_: Pass) -> str:
+    return f"{pass_.function.__name__} ({pass_.source})"
 
 
 def _constraints(passes: Iterable[Pass]) -> nx.DiGraph:

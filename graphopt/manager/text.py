@@ -8,7 +8,6 @@ and line breaks may stand between any two parts. Empty text is a pipeline withou
 from __future__ import annotations
 
 import ast
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 from graphopt.errors import PipelineSyntaxError
 from graphopt.manager.declaration import Pass
+from graphopt.manager.literals import has_literal, literal
 from graphopt.manager.options import PassArgumentError, bind
 from graphopt.manager.registry import PassRegistry, default_registry
 
@@ -66,26 +66,15 @@ def parse_pipeline(text: str, registry: PassRegistry | None = None) -> Pipeline:
     return pipeline
 
 
-def literal(value: Any) -> str:
-    """A value as text; for what has no literal, its `repr`."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if type(value) is list:
-        return f"[{', '.join(map(literal, value))}]"
-    if type(value) is tuple:
-        return f"({', '.join(map(literal, value))}{',' * (len(value) == 1)})"
-    return repr(value)
-
-
 def is_text(pipeline: Pipeline) -> bool:
     """Whether all options have literals, so that the pipeline's text means the same."""
-    return all(_has_literal(value) for step in pipeline for value in step.options.values())
+    return all(has_literal(value) for step in pipeline for value in step.options.values())
 
 
-def _has_literal(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_has_literal, value))
-    return value is None or type(value) in (bool, int, float, str)
+def marked_text(pipeline: Pipeline, index: int) -> str:
+    """Text of a pipeline, with brackets around one of its passes."""
+    steps = [f"[{step}]" if i == index else str(step) for i, step in enumerate(pipeline)]
+    return " -> ".join(steps)
 
 
 @dataclass
