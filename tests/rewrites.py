@@ -13,10 +13,12 @@ from graphopt.graph_utils import (
     call_function_with_meta,
     find_nodes,
     get_output,
+    get_outputs,
     is_operator,
     is_wait,
 )
 from graphopt.iter_graph import copy_graph
+from graphopt.verify import DependencyReport, check_dependencies
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -31,11 +33,26 @@ def nodes_of(graph_module: fx.GraphModule, target: Any) -> list[fx.Node]:
     return find_nodes(graph_module.graph, lambda node: node.target == target)
 
 
+def updates_of(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return get_outputs(graph_module.graph).updates
+
+
 def reduced(graph_module: fx.GraphModule) -> list[fx.Node]:
     """The waits of all all-reduces."""
     graph = graph_module.graph
     waits = find_nodes(graph, is_wait)
     return [w for w in waits if is_operator(w.args[0].target, "_c10d_functional::all_reduce")]
+
+
+def report_of(
+    graph_module: fx.GraphModule, rewrite: Callable[[fx.GraphModule], None]
+) -> DependencyReport:
+    """What is said of a rewrite, which is the same with nodes matched by name."""
+    before, copies = snapshot(graph_module)
+    rewrite(graph_module)
+    report = check_dependencies(before, graph_module, correspondence=copies)
+    assert check_dependencies(before, graph_module).ok == report.ok
+    return report
 
 
 def fuse(graph_module: fx.GraphModule, size: int) -> None:

@@ -141,8 +141,6 @@ def _index(item: fx.Node) -> int:
 def _check_gradients(elements: Elements, sets: Sequence[Sequence[fx.Node]]) -> None:
     seen: dict[fx.Node, int] = {}
     for index, gradients in enumerate(sets):
-        if not gradients:
-            raise OptimizerSplitError(f"gradient set {index} is empty")
         for gradient in gradients:
             if gradient not in elements.number:
                 raise OptimizerSplitError(f"gradient %{gradient} is not a node of this graph")

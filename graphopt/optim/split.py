@@ -40,8 +40,8 @@ def split_updates(
         another, as with clipping by the norm of all gradients, get one and the same list.
 
     Raises:
-        OptimizerSplitError: a set is empty or holds what is no node of the graph, sets overlap, an
-            operator on the way works in place, or an operator to divide runs late.
+        OptimizerSplitError: a set holds what is no node of the graph, sets overlap, an operator on
+            the way works in place, or an operator to divide runs late. Nothing is changed.
     """
     division = Division(gm.graph, gradient_sets)
     division.apply()
@@ -63,7 +63,7 @@ def split_fused_optimizer(
 
     Args:
         gm: its graph is changed.
-        block: an optimizer of this graph. Its list operators and copies leave the graph.
+        block: an optimizer of this graph. Its divided list operators and its copies leave it.
         split_gradients: gradients of the block, or a list of n disjoint sets of them.
 
     Returns:
