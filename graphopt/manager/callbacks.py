@@ -87,7 +87,12 @@ class Verification(PassCallback):
         if late:
             raise Refused([Problem(text) for text in late])
         before = context.before
-        report = check_dependencies(before.graph, context.gm, correspondence=before.correspondence)
+        report = check_dependencies(
+            before.graph,
+            context.gm,
+            correspondence=before.correspondence,
+            same_dtypes=not context.pass_.changes_numerics,
+        )
         if not report.ok:
             raise Refused(report.problems)
 

@@ -37,6 +37,7 @@ def check_dependencies(
     after: fx.GraphModule | fx.Graph,
     *,
     correspondence: Mapping[fx.Node, fx.Node] | None = None,
+    same_dtypes: bool = True,
 ) -> DependencyReport:
     """Whether `after` keeps every dependency of `before`.
 
@@ -50,6 +51,8 @@ def check_dependencies(
         before: the graph that a pass was given, or a copy of it.
         after: what the pass made of it.
         correspondence: node of `after` -> node of `before`; None: nodes of one name correspond.
+        same_dtypes: whether collectives have to send what they sent in the same dtype; not so after
+            a pass that changes numerics, such as one that compresses gradients.
     """
     old, new = _graph_of(before), _graph_of(after)
     problems = list(structure.topology(new))
@@ -57,7 +60,8 @@ def check_dependencies(
         return DependencyReport(problems)
     if correspondence is None:
         correspondence = correspondence_by_name(old, new)
-    return DependencyReport(_Comparison(old, new, correspondence).problems())
+    comparison = _Comparison(old, new, correspondence)
+    return DependencyReport(comparison.problems(same_dtypes))
 
 
 def _graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
@@ -77,14 +81,14 @@ class _Comparison:
         self._uncut: Side | None = None
         self._position = {node: index for index, node in enumerate(after.nodes)}
 
-    def problems(self) -> list[Problem]:
+    def problems(self, same_dtypes: bool) -> list[Problem]:
         same = self._matching.same
         (before, _), (after, memory) = self._before, self._after
         return [
             *structure.interface(before, after),
             *structure.late_nodes(after),
             *structure.waits(after, memory),
-            *structure.totals(before, after, same),
+            *structure.totals(before, after, same, same_dtypes=same_dtypes),
             *structure.state(self._before, self._after, same),
             *structure.write_order(self._before[1], after, same),
             *structure.randomness(before, after, same),

@@ -131,9 +131,11 @@ def _results(launch: fx.Node) -> list[int | None]:
     return list(range(len(value))) if isinstance(value, (list, tuple)) else [None]
 
 
-def totals(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
+def totals(
+    before: fx.Graph, after: fx.Graph, same: Same, *, same_dtypes: bool
+) -> Iterator[Problem]:
     """As many elements are communicated as before. More are padding."""
-    old, new = _totals(before), _totals(after)
+    old, new = _totals(before, same_dtypes), _totals(after, same_dtypes)
     for key, (count, launches) in old.items():
         left = new[key][0] if key in new else 0
         if left >= count:
@@ -142,20 +144,22 @@ def totals(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
         kept = set(same.values())
         gone = tuple(launch for launch in launches if launch not in kept)
         yield Problem(
-            f"{signature_text(signature)} sends {left} elements of {dtype}, before it was {count}",
+            f"{signature_text(signature)} sends {left} elements{dtype}, before it was {count}",
             gone[:3],
             "other ranks join every collective: fuse or split them, but keep all that they send",
         )
 
 
-def _totals(graph: fx.Graph) -> dict[tuple[Signature, str], tuple[int, list[fx.Node]]]:
+def _totals(
+    graph: fx.Graph, by_dtype: bool
+) -> dict[tuple[Signature, str], tuple[int, list[fx.Node]]]:
     counts: Counter[tuple[Signature, str]] = Counter()
     launches: dict[tuple[Signature, str], list[fx.Node]] = {}
     for node in graph.nodes:
         if not traits_of(node).collective:
             continue
         for tensor in sent_tensors(node):
-            key = signature_of(node), str(tensor.dtype)
+            key = signature_of(node), f" of {tensor.dtype}" if by_dtype else ""
             counts[key] += size_of(tensor) or 0
             launches.setdefault(key, []).append(node)
     return {key: (counts[key], launches[key]) for key in launches}
