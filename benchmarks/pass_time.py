@@ -28,6 +28,7 @@ import graphopt
 from graphopt.demo.model import CharGPT, GPTSize
 from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule
+from graphopt.step import default_pipeline
 
 NODES = [1_000, 10_000, 36_000, 100_000]
 WIDTH, HEADS, LENGTH = 64, 4, 32
@@ -66,7 +67,7 @@ def measure(nodes: int, optimizer: str) -> dict[str, Any]:
     }
     for verify in ("off", "dependencies"):
         module = IterGraphModule(graph_module)
-        manager = graphopt.PassManager(graphopt.step.default_pipeline(), verify=verify)
+        manager = graphopt.PassManager(default_pipeline(), verify=verify)
         start = time.perf_counter()
         records = manager.run(module)
         total = time.perf_counter() - start

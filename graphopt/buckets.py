@@ -19,14 +19,6 @@ from graphopt.graph_utils import is_collective, is_operator, is_random, written
 from graphopt.storage import Storages
 
 
-class AliasClasses(Storages):
-    """Storages, with a key for each."""
-
-    def key(self, node: fx.Node) -> object:
-        """The same for nodes that may share storage."""
-        return self._find(node)
-
-
 def fusable_blocks(gm: fx.GraphModule) -> dict[fx.Node, CommBlock]:
     """The all-reduces that may be fused at all, by launch."""
     pinned = pinned_nodes(gm.graph)
@@ -60,7 +52,7 @@ def _has_absolute_offset(node: fx.Node) -> bool:
 
 
 def raise_launches(
-    graph: fx.Graph, fusable: Mapping[fx.Node, CommBlock], storages: AliasClasses
+    graph: fx.Graph, fusable: Mapping[fx.Node, CommBlock], storages: Storages
 ) -> set[fx.Node]:
     """Move each launch up to what it sends, in the order of its group. Returns those that moved."""
     updated = {storages.key(state) for node in graph.nodes for state in written(node)}
@@ -153,7 +145,7 @@ class Planner:
     def __init__(
         self,
         fusable: Mapping[fx.Node, CommBlock],
-        storages: AliasClasses,
+        storages: Storages,
         pinned: set[fx.Node],
         limits: tuple[int, int],
     ) -> None:

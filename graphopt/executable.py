@@ -12,13 +12,14 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import (
+    Outputs,
     call_function_with_meta,
     get_outputs,
     is_dense,
@@ -66,6 +67,13 @@ def finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     return result
 
 
+class _Arguments(NamedTuple):
+    """How often each node, and how many nodes of each alias class, an operator reads."""
+
+    nodes: Counter[fx.Node]
+    storages: Counter[object]
+
+
 class _Reuse:
     """Rewrites one graph; see the module's docstring."""
 
@@ -73,8 +81,7 @@ class _Reuse:
         self._graph = graph
         self._storages = Storages(graph)
         self._outputs = get_outputs(graph)
-        self._counted: fx.Node | None = None
-        self._counts: Counter[fx.Node] = Counter()
+        self._counted: tuple[fx.Node | None, _Arguments] = (None, _Arguments(Counter(), Counter()))
         self._finals = {copy.args[1]: copy.args[0] for copy in self._outputs.updates}
 
     def run(self) -> None:
@@ -117,9 +124,10 @@ class _Reuse:
             return False
         if storages.read_after(source, position) or storages.leaves_the_graph(source):
             return False
-        if any(x is not source and storages.same(x, source) for x in node.all_input_nodes):
+        arguments = self._arguments(node)
+        if arguments.storages[storages.key(source)] > 1:
             return False
-        if self._occurrences(node)[source] > 1 and not is_pointwise(node.target):
+        if arguments.nodes[source] > 1 and not is_pointwise(node.target):
             return False
         owner = storages.input_of(source)
         if owner is None:
@@ -128,13 +136,13 @@ class _Reuse:
             return False  # the user would get the live tensor, which the next step overwrites
         return same_kind(owner, source) and any(self._becomes(r, owner) for r in results)
 
-    def _occurrences(self, node: fx.Node) -> Counter[fx.Node]:
-        """How often each node stands among the arguments of `node`."""
-        if self._counted is not node:
-            self._counted = node
+    def _arguments(self, node: fx.Node) -> _Arguments:
+        """What stands among the arguments of `node`; counted once for all of them."""
+        if self._counted[0] is not node:
             leaves = _compat.tree_leaves((node.args, node.kwargs))
-            self._counts = Counter(leaf for leaf in leaves if isinstance(leaf, fx.Node))
-        return self._counts
+            nodes = Counter(leaf for leaf in leaves if isinstance(leaf, fx.Node))
+            self._counted = node, _Arguments(nodes, Counter(map(self._storages.key, nodes)))
+        return self._counted[1]
 
     def _becomes(self, value: fx.Node, owner: fx.Node) -> bool:
         """Whether `value`, perhaps after more overwriting, is what `owner` is updated to."""
@@ -183,7 +191,7 @@ class _Reuse:
         """A clone of a value that nobody reads any more is that value."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        owned = self._storages.input_of(source) is None
+        owned = self._storages.input_of(source) is None and _is_whole(source.meta["val"])
         if owned and self._may_overwrite(node, source, [node]):
             self._take_over_clone(source, node)
 
@@ -194,17 +202,26 @@ class _Reuse:
 
     def _drop_copies(self) -> None:
         """Drop each `copy_` whose value stands in its destination already."""
-        remaining: list[fx.Node] = []
+        dropped: dict[Any, fx.Node] = {}
         for copy in self._outputs.updates:
             destination, value = copy.args
             assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
             if self._storages.same(destination, value) and same_kind(destination, value):
-                copy.replace_all_uses_with(value)
-                self._graph.erase_node(copy)
-            else:
-                remaining.append(copy)
+                dropped[copy] = value
         outputs = get_outputs(self._graph)
-        set_outputs(self._graph, outputs._replace(updates=remaining))
+        # All at once: the output is long, and each change of its arguments goes through them.
+        results = [dropped.get(value, value) for value in outputs.results]
+        updates = [copy for copy in outputs.updates if copy not in dropped]
+        carried = [dropped.get(value, value) for value in outputs.carried]
+        set_outputs(self._graph, Outputs(results, updates, carried))
+        for copy, value in dropped.items():
+            copy.replace_all_uses_with(value)
+            self._graph.erase_node(copy)
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage, so that keeping it keeps nothing else."""
+    return value.untyped_storage().nbytes() == value.nbytes
 
 
 def _overwritten(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:

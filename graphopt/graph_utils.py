@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,9 +43,12 @@ def is_view(node: fx.Node) -> bool:
     """Whether the result may share storage with an input: views, and items of lists of views."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, _compat.OpOverload):
-        return False
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    return isinstance(node.target, _compat.OpOverload) and _returns_views(node.target)
+
+
+@cache
+def _returns_views(target: _compat.OpOverload) -> bool:
+    return any(result.alias_info is not None for result in target._schema.returns)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -206,6 +210,8 @@ _COMPUTED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_v
 
 def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What `target` gives for nodes' `meta["val"]`: fake tensors, symbolic numbers or nests."""
+    if target is operator.getitem and isinstance(args[0], fx.Node):
+        return args[0].meta["val"][args[1]]
     values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
     mode = _compat.fake_mode_of(list(tensors_in(values)))
     if mode is None:

@@ -78,6 +78,10 @@ class Storages:
             item, parent = parent, self._parent[parent]
         return parent
 
+    def key(self, node: fx.Node) -> object:
+        """Stands for the alias class of `node`, until nodes are joined."""
+        return self._find(node)
+
     def join(self, a: fx.Node, b: fx.Node) -> None:
         """Say that `a` and `b` share storage from now on."""
         self._join(a, b)

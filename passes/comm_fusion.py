@@ -19,7 +19,7 @@ As in DistributedDataParallel, the first bucket of each such kind closes at 1 MB
 communication starts early, and later ones at `bucket_size_mb`. A bucket is launched where its last
 member was. Nodes that stood before the fused wait and need a member move after it, in order.
 
-Left as they are: a bucket of one; a late node; an all-reduce of a tensor that is not contiguous; a
+Left as they are: a bucket of one; a late node; a tensor that is empty or not contiguous; a
 result read through `as_strided`, whose offset counts from the beginning of the bucket. A collective
 that needs a member closes the bucket before it, so no dependent pair is ever fused.
 
@@ -44,7 +44,6 @@ import torch
 from torch import fx
 
 from graphopt.buckets import (
-    AliasClasses,
     Bucket,
     Planner,
     Scaled,
@@ -56,6 +55,7 @@ from graphopt.buckets import (
 from graphopt.comm import CommBlock
 from graphopt.graph_utils import call_function_with_meta, is_collective, move_after
 from graphopt.manager import PassArgumentError, graph_optimization_pass
+from graphopt.storage import Storages
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = 25) -> i
 
 
 def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
-    storages = AliasClasses(gm.graph)
+    storages = Storages(gm.graph)
     fusable = fusable_blocks(gm)
     changed = raise_launches(gm.graph, fusable, storages)
     received: dict[fx.Node, fx.Node] = {}

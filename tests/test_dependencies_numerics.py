@@ -51,5 +51,5 @@ def test_compression_must_be_declared(
         assert record.changes_numerics
         assert record.changes
     else:
-        with pytest.raises(VerificationError, match="sends 0 elements of torch.float32"):
+        with pytest.raises(VerificationError, match=r"sends 0 elements of torch\.float32"):
             manager.run(gm)

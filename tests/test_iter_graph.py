@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
@@ -97,6 +97,7 @@ def test_late_updates_end_where_the_step_ends(
     assert same(actual, expected)
 
 
+@settings(max_examples=20)
 @given(flushes=st.lists(st.booleans(), min_size=1, max_size=7))
 def test_flushing_anywhere_changes_nothing(flushes: list[bool]) -> None:
     module = IterGraphModule(handmade())

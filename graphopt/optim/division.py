@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 from torch import fx
@@ -59,16 +59,11 @@ class Division:
         """Divide every list operator whose entries belong to several sets, or to one and none.
 
         Raises:
-            OptimizerSplitError: one of them runs one iteration late. Nothing is changed.
+            OptimizerSplitError: late nodes are involved. Nothing is changed.
         """
         divided = {node: self.entries(node) for node in self._lists}
         divided = {node: by_set for node, by_set in divided.items() if len(by_set) > 1}
-        for node in divided:
-            if isinstance(self._graph, IterGraph) and self._graph.is_late(node):
-                raise OptimizerSplitError(
-                    f"%{node.name} runs one iteration late, and can be divided before it is moved"
-                    " only"
-                )
+        refuse_late(self._graph, divided)
         for node, by_set in divided.items():
             self._divide(self._lists[node], by_set)
 
@@ -136,6 +131,22 @@ def _index(item: fx.Node) -> int:
     index = item.args[1]
     assert isinstance(index, int)
     return index
+
+
+def refuse_late(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Refuse to replace nodes that run one iteration late, or before which late nodes run."""
+    if not isinstance(graph, IterGraph):
+        return
+    destinations = set(graph.late.values())
+    for node in nodes:
+        if graph.is_late(node):
+            raise OptimizerSplitError(
+                f"%{node.name} runs one iteration late: split the optimizer before it is moved"
+            )
+        if node in destinations:
+            raise OptimizerSplitError(
+                f"late nodes run before %{node.name}: split the optimizer before they are moved"
+            )
 
 
 def _check_gradients(elements: Elements, sets: Sequence[Sequence[fx.Node]]) -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 from torch import fx
 
 from graphopt.graph_utils import get_output, is_operator
-from graphopt.iter_graph import IterGraph
 from graphopt.optim.blocks import (
     FUSED_ADAM,
     FusedAdamBlock,
@@ -16,7 +15,7 @@ from graphopt.optim.blocks import (
     ListOptimizerBlock,
 )
 from graphopt.optim.components import NONE
-from graphopt.optim.division import Division
+from graphopt.optim.division import Division, refuse_late
 from graphopt.optim.lists import OptimizerSplitError
 from graphopt.optim.outputs import ForeachAddBlock
 
@@ -74,8 +73,8 @@ def split_fused_optimizer(
         OptimizerSplitError: no gradients are given or left, the block does not have one, one is
             given twice, or their updates depend on one another. Nothing is changed.
     """
-    sets = _gradient_sets(block, split_gradients)
     _check_present(gm.graph, block)
+    sets = _gradient_sets(block, split_gradients)
     division = Division(gm.graph, sets, only=set(block.nodes))
     _check_separate(division, block, sets)
     division.apply()
@@ -89,17 +88,17 @@ def _gradient_sets(block: FusedOptimizerBlock, split_gradients: Any) -> list[lis
     given = list(split_gradients)
     if not given:
         raise OptimizerSplitError("no gradients to split off were given")
-    single = all(isinstance(entry, fx.Node) for entry in given)
-    sets = [given] if single else [list(entry) for entry in given]
+    one_set = any(isinstance(entry, fx.Node) for entry in given)
+    sets = [given] if one_set else [list(entry) for entry in given]
     grads = dict.fromkeys(block.optim.grads)
     seen: set[fx.Node] = set()
     for gradients in sets:
         if not gradients:
             raise OptimizerSplitError("one of the sets of gradients is empty")
         for gradient in gradients:
-            if gradient not in grads:
+            if not isinstance(gradient, fx.Node) or gradient not in grads:
                 raise OptimizerSplitError(
-                    f"%{gradient} is not a gradient of %{block.optim.optim_node.name}"
+                    f"{gradient} is not a gradient of %{block.optim.optim_node.name}"
                 )
             if gradient in seen:
                 raise OptimizerSplitError(f"gradient %{gradient.name} is given twice")
@@ -117,10 +116,7 @@ def _check_present(graph: fx.Graph, block: FusedOptimizerBlock) -> None:
     for node in (*block.nodes, *block.copies):
         if node not in present:
             raise OptimizerSplitError(f"%{node.name} of the block is not in this graph any more")
-        if isinstance(graph, IterGraph) and graph.is_late(node):
-            raise OptimizerSplitError(
-                f"%{node.name} runs one iteration late: split the optimizer before it is moved"
-            )
+    refuse_late(graph, (*block.nodes, *block.copies))
 
 
 def _check_separate(
