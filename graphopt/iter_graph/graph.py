@@ -26,6 +26,7 @@ class IterGraph(fx.Graph):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._late: dict[fx.Node, fx.Node] = {}
+        self._arriving: dict[fx.Node, set[fx.Node]] = {}
 
     @property
     def late(self) -> Mapping[fx.Node, fx.Node]:
@@ -55,19 +56,30 @@ class IterGraph(fx.Graph):
             raise IterationError("no nodes to move were given")
         refuse_move(self, self._late, moved, target_node)
         for node in moved:
-            self._late[node] = target_node
+            self.mark_late(node, target_node)
+
+    def mark_late(self, node: fx.Node, destination: fx.Node) -> None:
+        """Mark a node without asking whether it may be late; `check_late` will tell."""
+        self._unmark(node)
+        self._late[node] = destination
+        self._arriving.setdefault(destination, set()).add(node)
+
+    def _unmark(self, node: fx.Node) -> None:
+        destination = self._late.pop(node, None)
+        if destination is not None:
+            self._arriving[destination].discard(node)
 
     def erase_node(self, to_erase: fx.Node) -> None:
         following = to_erase.next
         super().erase_node(to_erase)
-        self._late.pop(to_erase, None)
-        if to_erase not in self._late.values():
-            return
-        while following in self._late:
+        self._unmark(to_erase)
+        arriving = self._arriving.pop(to_erase, set())
+        while arriving and following in self._late:
             following = following.next
-        for node, destination in self._late.items():
-            if destination is to_erase:
-                self._late[node] = following
+        for node in arriving:
+            self._late[node] = following
+        if arriving:
+            self._arriving.setdefault(following, set()).update(arriving)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> IterGraph:
         graph, _ = copy_graph(self)
@@ -97,5 +109,6 @@ def copy_graph(
     for node in graph.nodes:
         copies[node] = copy.node_copy(node, copies.__getitem__)
     if isinstance(copy, IterGraph):
-        copy._late = {copies[node]: copies[destination] for node, destination in late.items()}
+        for node, destination in late.items():
+            copy.mark_late(copies[node], copies[destination])
     return copy, copies

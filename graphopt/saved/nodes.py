@@ -55,7 +55,8 @@ def decode_graph(data: dict[str, Any], graph: fx.Graph, constants: Collection[st
             raise ValueError(f"the constant {nodes[-1].target} is missing")
     if isinstance(graph, IterGraph):
         # Not by moves, which are checked: a graph may be saved because something is wrong with it.
-        graph._late = {nodes[late]: nodes[before] for late, before in data["late"]}
+        for late, before in data["late"]:
+            graph.mark_late(nodes[late], nodes[before])
 
 
 def _encode_node(
