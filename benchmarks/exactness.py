@@ -7,9 +7,10 @@ Every model of `tests/zoo.py` runs with AdamW, and every optimizer with a GPT (t
 dropout). Parameters, buffers, gradients, optimizer state and losses are compared after each step;
 the number is the largest difference of any element in any step, 0 where all bits are the same.
 
-With `--pipeline` (a pipeline, or "small buckets") passes rewrite the graph, and each training is a
-scenario in place of `--steps` equal steps: work is left in flight over several steps, with flushes, a
-checkpoint, a batch of another size, accumulation and a learning rate schedule in between.
+With `--pipeline` (a pipeline, or a name such as "small buckets" from `tests/scenario.py`) passes
+rewrite the graph, and each training is a scenario in place of `--steps` equal steps: work is left
+in flight over several steps, with flushes, a checkpoint, a batch of another size, accumulation and
+a learning rate schedule in between.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/pass_time.py
     python benchmarks/pass_time.py --nodes 1000 10000 --optimizer adamw-foreach
 
-GPTs of more and more layers are captured with the communication of two ranks, and the passes run one
-after another. Shown are seconds per pass, verification apart, and what a node costs: where that stays
-the same, the time grows linearly. Nothing is communicated, so one process is enough.
+GPTs of more and more layers are captured with the communication of two ranks, and the passes run
+one after another. Shown are seconds per pass, verification apart, and what a node costs: where that
+stays the same, the time grows linearly. Nothing is communicated, so one process is enough.
 """
 
 from __future__ import annotations

@@ -70,8 +70,10 @@ def test_the_error_of_a_crash(tmp_path: Path) -> None:
         manager.run(gm)
     path = tmp_path / "dump" / "graphopt-repro" / "01.pt"
     command = shlex.join(
-        ["graphopt", "optimize", str(path), "--pipeline", "crash(label='a b', size=0.5)"]
-        + ["--import", __file__]
+        [
+            *("graphopt", "optimize", str(path)),
+            *("--pipeline", "crash(label='a b', size=0.5)", "--import", __file__),
+        ]
     )
     assert str(caught.value) == (
         "pass 'crash' raised LookupError: no such thing\n"
