@@ -154,8 +154,10 @@ class TrainStep:
         return records_of(self.graph_module)
 
     def print_readable(self) -> None:
-        """Print the graph of the latest call."""
-        self.graph_module.print_readable()
+        """Print the graph of the latest call, by phase, with shapes, bytes and source lines."""
+        from graphopt.readable import graph_text
+
+        print(graph_text(self.graph_module))
 
     def _mode(self) -> tuple[Any, ...]:
         """How this call communicates: part of what a graph is specialized on."""
