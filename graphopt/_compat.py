@@ -413,3 +413,13 @@ def rank_among_several() -> int | None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.get_rank()
+
+
+# ---------------------------------------------------------------------------- modes
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """No tracing, fake tensor or counting mode of the caller's sees what runs inside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

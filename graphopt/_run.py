@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Storage, as_tensor
 from graphopt.tracing.signature import Computed, Constant, Recipe, View
 from graphopt.watching import Watch
+
+logger = logging.getLogger("graphopt")
 
 
 class BoundStep:
@@ -49,19 +54,32 @@ class BoundStep:
         self._holders = inputs.placeholders
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
         self._gradients = [(g.owner.tensor, id(g.owner) in dead) for g in inputs.gradients]
+        self._lock = threading.RLock()
+        self._running = False
         modules = [module for _, module in call.named_submodules()]
-        self._watch = Watch(modules, call.optimizer_objects(), self._finish_unasked)
+        reference = weakref.ref(self)
+        self._watch = Watch(modules, call.optimizer_objects(), lambda: _finish_unasked(reference))
 
     def __call__(self, call: Call) -> Any:
+        with self._lock:  # other threads that read state wait until the step is over
+            if not self.module.in_flight:
+                self._watch.settle_others()
+            flat = self._values(call)
+            self._running = True
+            try:
+                with torch.no_grad(), without_autocast():
+                    user, _, carried = self.module(*flat)
+            finally:
+                self._running = False
+                self._watch_flight()
+            return self._apply(call, flat, [*user, *carried])
+
+    def _watch_flight(self) -> None:
         if not self.module.in_flight:
-            self._watch.settle_others()
-        flat = self._values(call)
-        with torch.no_grad(), without_autocast():
-            user, _, carried = self.module(*flat)
-        result = self._apply(call, flat, [*user, *carried])
-        if self.module.in_flight:
-            self._watch.start()
-        return result
+            self._watch.stop()
+        elif not self._watch.start():
+            logger.info("a table of parameters is of an unknown class, so nothing stays in flight")
+            self.flush()
 
     def flush(self) -> None:
         """Do late work that is in flight.
@@ -69,28 +87,51 @@ class BoundStep:
         Raises:
             GraphOptError: a call failed in the middle of an update.
         """
-        if self.module.in_flight:
-            with torch.no_grad(), without_autocast():
-                self.module.flush()
-        self._watch.stop()
+        with self._lock:
+            if self._running:  # a signal handler or hook reads state in the middle of a step
+                return
+            self._running = True
+            try:
+                if self.module.in_flight:
+                    with torch.no_grad(), without_autocast(), _compat.without_modes():
+                        self.module.flush()
+            finally:
+                self._running = False
+                if not self.module.in_flight:
+                    self._watch.stop()
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether late work is in flight that launches collectives."""
+        return self.module.in_flight and self.module.flush_communicates
 
     def close(self) -> None:
-        """Do late work that is in flight, or drop it where an update failed in the middle."""
-        if self.module.resumable:
+        """Do late work that is in flight, or drop it where that is impossible."""
+        if self.module.resumable and not self.needs_all_ranks:
             self.flush()
-        else:
-            self.module.drop_flight()
-            self._watch.stop()
+            return
+        logger.error("late work of a training step is dropped: its last update is lost")
+        self.drop()
 
-    def _finish_unasked(self) -> None:
-        """Flush because somebody reads state, which must not wait for other ranks."""
-        if self.module.in_flight and self.module.flush_communicates:
+    def drop(self) -> None:
+        """Forget late work that is in flight."""
+        self.module.drop_flight()
+        self._watch.stop()
+
+    def finish_unasked(self) -> bool:
+        """Flush because somebody reads state, which must not wait for other ranks.
+
+        Returns:
+            Whether nothing is in flight any more; not so where the reader is within the step.
+        """
+        if self.needs_all_ranks and not self._running:
             raise GraphOptError(
                 "parameters or optimizer state are read while a collective of the last step is"
                 " still to be launched, which needs all ranks\n"
                 "  hint:  call flush() of the training step on every rank first"
             )
         self.flush()
+        return not self.module.in_flight
 
     def _values(self, call: Call) -> list[Any]:
         inputs = self.captured.live
@@ -144,3 +185,8 @@ class BoundStep:
             return self.captured.live.module_tensors[recipe.module_tensor].live()
         assert recipe.placeholder is not None
         return flat[recipe.placeholder]
+
+
+def _finish_unasked(reference: weakref.ref[BoundStep]) -> bool:
+    step = reference()
+    return step is None or step.finish_unasked()

@@ -70,7 +70,10 @@ class TrainStep:
         parameters, it is dropped: load a checkpoint then.
         """
         for entry in self._entries:
-            entry.close()
+            if entry.module.resumable:
+                entry.flush()
+            else:
+                entry.drop()
         self._entries = []
         self._captured = 0
         self._joint_capture: JointCapture | None = None
@@ -84,15 +87,25 @@ class TrainStep:
         for position, entry in enumerate(self._entries):
             if _fits(entry, call, mode):
                 if position:
-                    self.flush()
+                    self._land()
                     self._entries.insert(0, self._entries.pop(position))
                 return entry(call)
-        self.flush()
+        self._land()
         return self._capture(call, mode)(call)
+
+    def _land(self) -> None:
+        """Flush before another graph runs, which other ranks may not do now."""
+        if any(entry.needs_all_ranks for entry in self._entries):
+            raise GraphOptError(
+                "another graph is needed for this call while a collective of the last step is still"
+                " to be launched, which needs all ranks\n"
+                "  hint:  call flush() of the training step on every rank first"
+            )
+        self.flush()
 
     def __del__(self) -> None:
         for entry in vars(self).get("_entries", ()):  # not there where __init__ raised
-            if not entry.module.flush_communicates:
+            if entry.module.in_flight:
                 entry.close()
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -192,11 +205,19 @@ class TrainStep:
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
-        self._entries = [entry, *filter(_is_usable, self._entries)]
+        self._entries.insert(0, entry)
+        self._drop_unusable()
         for position in call.modules:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
+
+    def _drop_unusable(self) -> None:
+        """Drop the graphs whose models are gone or whose collectives the ranks have changed."""
+        for entry in self._entries:
+            if not _is_usable(entry) and entry.module.in_flight:
+                entry.close()  # a layer or another model may live on
+        self._entries = list(filter(_is_usable, self._entries))
 
     def _optimize(self, captured: CapturedStep) -> None:
         """Check what was captured, and apply the passes."""
@@ -273,7 +294,7 @@ def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
     """Drop the graphs of a model that has just been freed, and with them its parameters."""
     step = reference()
     if step is not None:
-        step._entries = list(filter(_is_usable, step._entries))
+        step._drop_unusable()
         if step._joint_capture is not None:
             step._joint_capture.forget_dead()
 

@@ -14,13 +14,16 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
+import os
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+
+from graphopt import _compat
 
 logger = logging.getLogger("graphopt")
 
@@ -31,31 +34,39 @@ class Watch:
     """Watches the containers of some modules and optimizers.
 
     Args:
-        finish: does what is in flight; called when one of the containers is used. If it raises, so
-            does the use, and the containers stay watched.
+        finish: does what is in flight; called when one of the containers is used. Returns whether
+            nothing is left to do. If it raises, so does the use, and the containers stay watched.
     """
 
     def __init__(
         self,
         modules: Iterable[nn.Module],
         optimizers: Iterable[Optimizer],
-        finish: Callable[[], None],
+        finish: Callable[[], bool],
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._finish = finish
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._storages: frozenset[int] = frozenset()
 
-    def start(self) -> None:
-        """Replace the containers by stand-ins, unless they are."""
+    def start(self) -> bool:
+        """Replace the containers by stand-ins, unless they are.
+
+        Returns:
+            False, and nothing is replaced, where a container is of a class that has no stand-in.
+        """
         if self._replaced:
-            return
-        for owner, key in self._places():
-            stand_in: Any = _stand_in(owner[key], self)
-            if stand_in is not None:
-                owner[key] = stand_in
-                self._replaced.append((owner, key, stand_in))
+            return True
+        stand_ins = [(owner, key, _stand_in(owner[key], self)) for owner, key in self._places()]
+        if any(stand_in is None for _, _, stand_in in stand_ins):
+            return False
+        self._storages = self._storages_now()
+        for owner, key, stand_in in stand_ins:
+            owner[key] = stand_in
+        self._replaced = stand_ins
         _active.add(self)
+        return True
 
     def stop(self) -> None:
         """Put the containers back."""
@@ -67,15 +78,23 @@ class Watch:
 
     def settle(self) -> None:
         """Finish what is in flight."""
-        self._finish()
-        self.stop()
+        if self._finish():
+            self.stop()
 
     def settle_others(self) -> None:
-        """Finish what other steps have in flight for the same modules and optimizers."""
-        for owner, key in self._places():
-            container = owner[key]
-            if isinstance(container, _Watched) and container.watch() is not self:
-                container.settle()
+        """Finish what other steps have in flight for parameters in the same storage."""
+        others = [watch for watch in list(_active) if watch is not self]
+        if not others:
+            return
+        mine = self._storages_now()
+        for other in others:
+            if not mine.isdisjoint(other._storages):
+                other.settle()
+
+    def _storages_now(self) -> frozenset[int]:
+        tables = (unwatched(o[k]) for o, k in self._places() if k in _TABLES)
+        tensors = (tensor for table in tables for tensor in table.values())
+        return frozenset(_compat.storage_key(t) for t in tensors if t is not None)
 
     def _places(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Where the containers are kept: `(dictionary, key)`."""
@@ -96,13 +115,17 @@ class Watch:
 _active: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
-@atexit.register
 def _settle_all() -> None:
     for watch in list(_active):
         try:
             watch.settle()
-        except Exception:
-            logger.exception("late work of a training step could not be finished at exit")
+        except Exception as error:
+            logger.error("late work of a training step could not be finished: %s", error)
+
+
+atexit.register(_settle_all)
+# A forked process has none of the threads that its collectives would have to wait for.
+os.register_at_fork(before=_settle_all)
 
 
 class _Watched:
@@ -110,9 +133,6 @@ class _Watched:
 
     plain: Any
     _watch: weakref.ref[Watch]
-
-    def watch(self) -> Watch | None:
-        return self._watch()
 
     def settle(self) -> Any:
         """Finish what is in flight; returns the container."""
@@ -135,7 +155,7 @@ class _Watched:
             return list, (tuple(plain),)
         if isinstance(plain, defaultdict):
             return defaultdict, (plain.default_factory, dict(plain))
-        return dict, (tuple(plain.items()),)
+        return type(plain), (tuple(plain.items()),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.settle(), memo)
@@ -164,7 +184,7 @@ def _watched(container: type) -> type[Any]:
     return type(f"Watched{container.__name__.title()}", (_Watched, container), methods)
 
 
-_STAND_INS = {kind: _watched(kind) for kind in (dict, list, defaultdict)}
+_STAND_INS = {kind: _watched(kind) for kind in (dict, OrderedDict, list, defaultdict)}
 
 
 def _stand_in(container: Any, watch: Watch) -> Any:

@@ -81,7 +81,7 @@ def iter_move_grads_and_optimizers(
         return _move_collective(gm, _named(gm.graph, target_comm_node), destination)
     blocks = _blocks_to_move(gm)
     updates = split_updates(gm, [block.outputs for block in blocks]) if blocks else []
-    moved = [[*block.tail, *update] for block, update in zip(blocks, _once(updates), strict=True)]
+    moved = _merged(blocks, updates)
     end = get_output(gm.graph)
     for nodes in moved:
         move_before(nodes, end)
@@ -142,8 +142,6 @@ def _blocked(graph: IterGraph) -> set[fx.Node]:
 def _stays(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
-    if node.meta.get("phase", "optimizer") not in ("optimizer", "communication"):
-        return True
     if is_random(node) or is_collective(node):
         return True
     return any(
@@ -152,10 +150,17 @@ def _stays(node: fx.Node) -> bool:
     )
 
 
-def _once(updates: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Updates that several buckets share, with the last of them alone."""
-    last = {id(update): index for index, update in enumerate(updates)}
-    return [update if last[id(update)] == index else [] for index, update in enumerate(updates)]
+def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Waits with the update that they are for, in launch order; where several buckets share an
+    update, as with clipping, at the place of the last of them."""
+    waits: dict[int, list[fx.Node]] = {}
+    found: dict[int, list[fx.Node]] = {}
+    for block, update in zip(blocks, updates, strict=True):
+        key = id(update)
+        waits.setdefault(key, []).extend(block.tail)
+        found.pop(key, None)
+        found[key] = [*waits[key], *update]
+    return list(found.values())
 
 
 def _destinations(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:

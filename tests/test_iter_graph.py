@@ -258,23 +258,49 @@ def test_a_failure_before_late_work_loses_nothing(update: IterGraphModule) -> No
     assert same(actual, expected)
 
 
-def test_a_failure_in_late_work_is_not_hidden() -> None:
-    def program(w: Tensor, x: Tensor) -> Any:
-        return [aten.neg.default(w)], [aten.copy_.default(w, aten.add.Tensor(w, x))], []
+def two_updates() -> IterGraphModule:
+    """``w += x`` and ``v += y``, both late."""
 
-    module = IterGraphModule(make_fx(program)(torch.ones(3), torch.ones(3)))
+    def program(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> Any:
+        result = aten.neg.default(w)
+        first = aten.copy_.default(w, aten.add.Tensor(w, x))
+        return [result], [first, aten.copy_.default(v, aten.add.Tensor(v, y))], []
+
+    module = IterGraphModule(make_fx(program)(*(torch.ones(3) for _ in range(4))))
     graph = module.graph
-    late = [named(graph, "add"), named(graph, "copy_")]
+    late = [named(graph, name) for name in ("add", "copy_", "add_1", "copy__1")]
     graph.move_to_next_iter_before(late, named(graph, "neg"))
-    state = torch.ones(3)
-    module(state, torch.ones(4))
+    return module
+
+
+def test_half_an_update_is_not_hidden() -> None:
+    module, ones = two_updates(), torch.ones(3)
+    w, v = torch.ones(3), torch.ones(3)
+    module(w, v, ones, torch.ones(4))
     with pytest.raises(RuntimeError, match="size of tensor"):
-        module(state, torch.ones(3))
-    with pytest.raises(GraphOptError, match="load a checkpoint"):
-        module.flush()
+        module(w, v, ones, ones)
+    assert not module.resumable
+    for attempt in (module.flush, lambda: module(w, v, ones, ones)):
+        with pytest.raises(GraphOptError, match="load a checkpoint"):
+            attempt()
     module.drop_flight()
-    module(state, torch.ones(3), last_iter=True)
-    assert state.tolist() == [2.0, 2.0, 2.0]
+    v.fill_(2.0)
+    module(w, v, ones, ones, last_iter=True)
+    assert w.tolist() == v.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_an_update_that_fails_before_it_writes_is_lost_as_a_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module, ones = two_updates(), torch.ones(3)
+    w, v = torch.ones(3), torch.ones(3)
+    module(w, v, torch.ones(4), ones)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        module.flush()
+    assert "the last update of a training step is lost" in caplog.text
+    assert w.tolist() == v.tolist() == [1.0, 1.0, 1.0]
+    module(w, v, ones, ones, last_iter=True)
+    assert w.tolist() == v.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_graph_in_flight_is_not_rewritten(update: IterGraphModule) -> None:

@@ -42,7 +42,7 @@ def run_scenario(rank: int, model: str, optimizer: str, pipeline: str, accumulat
 @pytest.mark.parametrize("model", MODELS)
 def test_model(two_ranks: Pool, model: str) -> None:
     accumulates = model not in NO_ACCUMULATION
-    pipeline = PIPELINES["default" if model == "gpt" else "small buckets"]
+    pipeline = PIPELINES[{"gpt": "default", "shared-storage": "moves"}.get(model, "small buckets")]
     flights = two_ranks.run(run_scenario, model, "adamw-fused", pipeline, accumulates)
     assert min(flights) > 0
 

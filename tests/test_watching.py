@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,9 @@ class Scene:
         self.finished = 0
         self.watch = Watch(self.model.modules(), [self.optimizer], self._finish)
 
-    def _finish(self) -> None:
+    def _finish(self) -> bool:
         self.finished += 1
+        return True
 
     @property
     def layer(self) -> nn.Linear:
@@ -119,7 +121,7 @@ def test_stopping_puts_the_same_containers_back() -> None:
 def test_a_failing_finish_is_raised_at_every_reader() -> None:
     scene = Scene()
 
-    def fail() -> None:
+    def fail() -> bool:
         raise RuntimeError("half an update")
 
     watch = Watch(scene.model.modules(), [scene.optimizer], fail)
@@ -134,10 +136,47 @@ def test_a_failing_finish_is_raised_at_every_reader() -> None:
 def test_two_watches_do_not_overlap() -> None:
     scene = Scene()
     log: list[str] = []
-    first = Watch(scene.model.modules(), [scene.optimizer], lambda: log.append("first"))
-    second = Watch(scene.model.modules(), [], lambda: log.append("second"))
+
+    def finishing(name: str) -> Callable[[], bool]:
+        def finish() -> bool:
+            log.append(name)
+            return True
+
+        return finish
+
+    first = Watch(scene.model.modules(), [scene.optimizer], finishing("first"))
+    second = Watch(scene.model.modules(), [], finishing("second"))
     first.start()
     second.settle_others()
     second.start()
     scene.model.state_dict()
     assert log[0] == "first" and set(log[1:]) == {"second"}
+
+
+def test_steps_over_other_modules_with_the_same_parameter_are_finished() -> None:
+    scene, other = Scene(), nn.Linear(2, 2)
+    other.weight = scene.layer.weight
+    scene.watch.start()
+    Watch([nn.Linear(2, 2)], [], lambda: True).settle_others()
+    assert scene.finished == 0
+    Watch([other], [], lambda: True).settle_others()
+    assert scene.finished == 1
+
+
+def test_tables_of_other_classes() -> None:
+    scene = Scene()
+    vars(scene.layer)["_parameters"] = OrderedDict(scene.layer._parameters)
+    assert scene.watch.start()
+    assert scene.layer.weight is not None and scene.finished
+    vars(scene.layer)["_parameters"] = type("Table", (dict,), {})(scene.layer._parameters)
+    assert not scene.watch.start()
+    assert type(scene.optimizer.param_groups[0]["params"]) is list
+
+
+def test_what_cannot_be_finished_now_stays_watched() -> None:
+    scene = Scene()
+    watch = Watch(scene.model.modules(), [scene.optimizer], lambda: False)
+    watch.start()
+    scene.model.state_dict()
+    assert unwatched(vars(scene.layer)["_parameters"]) is not vars(scene.layer)["_parameters"]
+    watch.stop()

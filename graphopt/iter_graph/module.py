@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from graphopt.graph_utils import follows_output_convention, get_output, is_colle
 from graphopt.iter_graph.derive import Derivation, Plan, plan
 from graphopt.iter_graph.graph import IterGraph, copy_graph
 from graphopt.iter_graph.running import Flight, Program
+
+logger = logging.getLogger("graphopt")
 
 Transform = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -124,7 +127,8 @@ class IterGraphModule(fx.GraphModule):
     @property
     def resumable(self) -> bool:
         """Whether late work in flight can still be done; False where it failed in the middle."""
-        return self._flight is None or self._flight.resumable(self._current_plan().separate)
+        flight = self._flight
+        return flight is None or (not flight.begun and self._can_resume(flight))
 
     @property
     def flush_communicates(self) -> bool:
@@ -143,14 +147,14 @@ class IterGraphModule(fx.GraphModule):
         """
         if not self.graph.late:
             return self._packed(self._program("setup").run(args, None)[0])
-        if self._flight is not None and self._flight.done:
-            self.flush()
         flight = self._flight
+        if flight is not None and flight.done:
+            self.flush()
+            flight = None
         if flight is None:
             results, carried = self._program("setup").run(args, None)
         else:
-            flight.check(self._current_plan().separate)
-            results, carried = self._program("main").run(args, flight)
+            results, carried = self._finishing(flight, "main", args)
         self._flight = Flight(carried, self._state_for_drain(args))
         if last_iter:
             self.flush()
@@ -173,10 +177,31 @@ class IterGraphModule(fx.GraphModule):
         flight = self._flight
         if flight is None:
             return
-        flight.check(self._current_plan().separate)
+        flight.check(self._can_resume(flight))
         if flight.done < len(self._current_plan().groups):
-            self._program("drain", flight.done).run(flight.state, flight)
+            self._finishing(flight, "drain", flight.state, flight.done)
         self._flight = None
+
+    def _finishing(
+        self, flight: Flight, name: str, args: tuple[Any, ...], *options: int
+    ) -> tuple[tuple[list[Any], list[Any], list[Any]], list[Any]]:
+        """Run a graph that does the work of `flight`."""
+        flight.check(self._can_resume(flight))
+        try:
+            return self._program(name, *options).run(args, flight)
+        except BaseException:
+            if flight.lost:
+                self._flight = None
+                logger.error(
+                    "the last update of a training step is lost: parameters and optimizer state are"
+                    " those of the step before, since waiting for the gradients failed"
+                )
+            raise
+
+    def _can_resume(self, flight: Flight) -> bool:
+        """Whether the groups that are left need nothing of those that are done."""
+        plan = self._current_plan()
+        return plan.separate or flight.done in (0, len(plan.groups))
 
     def drop_flight(self) -> None:
         """Forget late work that is still to be done. State stays as it is, one update behind."""

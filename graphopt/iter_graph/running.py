@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.errors import GraphOptError
+from graphopt.graph_utils import is_collective, written
 
 INDEX = "carried_index"
 """Metadata of the placeholder of a carried value: its position among them."""
@@ -19,34 +20,46 @@ GROUP = "late_group"
 """Metadata of a late node in the iteration that runs it: the number of its group."""
 
 
+class LateWorkError(GraphOptError):
+    """Late work failed where it cannot be done again."""
+
+
 @dataclass
 class Flight:
     """Late work of one iteration that is still to be done, group by group.
 
     A group is the late nodes with one destination. Between groups a failure loses nothing: the
-    groups that are left can be done later.
+    groups that are left can be done later. A group begins by taking what it needs and waiting for
+    it; if that fails, its update is lost. Then it writes, and if that fails, state is half updated.
 
     Attributes:
         carried: what the work needs of its iteration. Values are taken out as they are needed, so
             that each is freed after its last use.
         state: arguments of that iteration that live on between calls, None for all others.
         done: how many groups are done.
+        begun: a group is running, and has not written yet.
+        writing: a group is writing.
     """
 
     carried: list[Any]
     state: tuple[Any, ...]
     done: int = 0
-    _inside: bool = False
+    begun: bool = False
+    writing: bool = False
     _interrupt: _HeldInterrupt | None = field(default=None, repr=False)
 
-    def enter(self) -> None:
+    def begin(self) -> None:
         """A group begins to run. Ctrl-C waits for its end."""
-        self._inside = True
         self._interrupt = _HeldInterrupt.start()
+        self.begun = True
 
-    def leave(self) -> None:
+    def write(self) -> None:
+        """The group is about to update state."""
+        self.writing = True
+
+    def end(self) -> None:
         """The group is done."""
-        self._inside = False
+        self.begun = self.writing = False
         self.done += 1
         self.release()
 
@@ -56,14 +69,19 @@ class Flight:
         if held is not None:
             held.stop()
 
-    def resumable(self, separate: bool) -> bool:
-        """Whether the rest can be done; groups that are not `separate` only all at once."""
-        return not self._inside and (separate or not self.done)
+    @property
+    def lost(self) -> bool:
+        """Whether nothing was updated, and nothing can be any more: state is one step behind."""
+        return self.begun and not self.writing and not self.done
 
-    def check(self, separate: bool) -> None:
-        """Raise `GraphOptError` unless the rest can be done."""
-        if not self.resumable(separate):
-            raise GraphOptError(
+    def check(self, can_resume: bool) -> None:
+        """Raise `LateWorkError` unless the rest can be done.
+
+        Args:
+            can_resume: whether groups that are left need nothing of those that are done.
+        """
+        if self.begun or (self.done and not can_resume):
+            raise LateWorkError(
                 "an earlier call of the step failed in the middle of updating parameters, so that"
                 " some are updated and some are not\n"
                 "  hint:  call reset() of the step, then load a checkpoint"
@@ -106,14 +124,19 @@ def look_at(flight: Flight, index: int) -> Any:
     return flight.carried[index]
 
 
-def enter(flight: Flight) -> None:
-    """See `Flight.enter`."""
-    flight.enter()
+def begin(flight: Flight) -> None:
+    """See `Flight.begin`."""
+    flight.begin()
 
 
-def leave(flight: Flight) -> None:
-    """See `Flight.leave`."""
-    flight.leave()
+def write(flight: Flight) -> None:
+    """See `Flight.write`."""
+    flight.write()
+
+
+def end(flight: Flight) -> None:
+    """See `Flight.end`."""
+    flight.end()
 
 
 class Program:
@@ -202,6 +225,14 @@ def _mark_groups(graph: fx.Graph, flight: fx.Node) -> None:
             groups.setdefault(node.meta[GROUP], []).append(node)
     for nodes in groups.values():
         with graph.inserting_before(nodes[0]):
-            graph.call_function(enter, (flight,))
+            graph.call_function(begin, (flight,))
+        first = next((node for node in nodes if _updates_state(node)), None)
+        if first is not None:
+            with graph.inserting_before(first):
+                graph.call_function(write, (flight,))
         with graph.inserting_after(nodes[-1]):
-            graph.call_function(leave, (flight,))
+            graph.call_function(end, (flight,))
+
+
+def _updates_state(node: fx.Node) -> bool:
+    return bool(written(node)) and not is_collective(node)

@@ -129,8 +129,13 @@ def _note_dead_gradients(
 
 
 def _note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signature) -> None:
-    """Mark inputs that the step returns themselves: whoever gets them may read them at any time."""
+    """Mark inputs that the step returns themselves, or is given a second time as an argument:
+    whoever has them may read them at any time."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    given = {_storage(node) for node in placeholders if node.meta["kind"] == "user_input"}
+    for node in placeholders:
+        if _storage(node) in given:
+            node.meta["returned"] = True
     owners: dict[int, fx.Node] = {}
     for node, holder in zip(placeholders, inputs.placeholders, strict=False):
         members = holder.members if isinstance(holder, Storage) else [holder]
@@ -143,6 +148,10 @@ def _note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Sign
             placeholders[live.placeholder].meta["returned"] = True
         elif live.module_tensor is not None:
             owners[id(inputs.module_tensors[live.module_tensor])].meta["returned"] = True
+
+
+def _storage(placeholder: fx.Node) -> int:
+    return _compat.storage_key(placeholder.meta["val"])
 
 
 def capture(

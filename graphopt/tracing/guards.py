@@ -70,7 +70,10 @@ class Guards:
         user = set(inputs.user)
         self.user = [(p, tensor_kind(call.leaves[p])) for p in inputs.user]
         self.shared = [(p, call.leaves[p]) for p in call.tensors if p not in user]
-        self.aliases = _aliases(call)
+        self.module_storages = frozenset(
+            _compat.storage_key(h.tensor) for h in inputs.module_tensors
+        )
+        self.aliases = _aliases(call, self.module_storages)
         self.rebindable = [
             (entry, entry.slots[0], tensor_kind(entry.tensor))
             for entry in inputs.module_tensors
@@ -162,7 +165,7 @@ class Guards:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
             if kind[-1] and call.leaves[position].grad is not None:
                 return f"argument {call.names[position]} has a gradient"
-        if _aliases(call) != self.aliases:
+        if _aliases(call, self.module_storages) != self.aliases:
             return "which tensor arguments are the same changed"
         return None
 
@@ -180,14 +183,17 @@ def _positions(call: Call) -> tuple[list[Any], ...]:
     return (call.modules, call.optimizers, call.tensors, call.constants, call.repeats)
 
 
-def _aliases(call: Call) -> tuple[int, ...]:
-    """For each tensor argument the first position of the same tensor, and of the same storage."""
+def _aliases(call: Call, module_storages: frozenset[int]) -> tuple[int, ...]:
+    """For each tensor argument the first position of the same tensor, of the same storage, and
+    whether a module has its storage."""
     first: dict[Any, int] = {}
     found = []
     for position in call.tensors:
         tensor = call.leaves[position]
+        key = _compat.storage_key(tensor)
         found.append(first.setdefault(id(tensor), position))
-        found.append(first.setdefault(("storage", _compat.storage_key(tensor)), position))
+        found.append(first.setdefault(("storage", key), position))
+        found.append(key in module_storages)
     return tuple(found)
 
 
