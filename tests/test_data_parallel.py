@@ -27,7 +27,7 @@ from steps import (
     step_keeping_gradients,
 )
 from twins import SEED, Twins, World, assert_same, world
-from zoo import MLP, MODELS, OPTIMIZERS, train_step
+from zoo import MLP, MODELS, train_step
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def test_model(two_ranks: Pool, model: str) -> None:
 
 # Optimizers
 
-QUICK = [
+SEVERAL = [
     "adam-loop",
     "adamw-foreach",
     "adamw-amsgrad-fused",
@@ -106,10 +106,8 @@ def run_optimizer(rank: int, optimizer: str) -> None:
     twins.finish()
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
-)
+# Each averages the same way; benchmarks/exactness.py trains with all of them on several ranks.
+@pytest.mark.parametrize("optimizer", SEVERAL)
 def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     two_ranks.run(run_optimizer, optimizer)
 
