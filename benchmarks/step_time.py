@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median, median_low
@@ -40,6 +40,8 @@ from graphopt.demo.replica import RandomState
 
 CPU = torch.device("cpu")
 WARM_UP_STEPS = 3
+ROUND = 6
+"""Steps of one variant before the other's turn: steps overlap, and must not with the other's."""
 MEMORY_STEPS = 5
 MEMORY_RUNS = 3
 
@@ -60,14 +62,17 @@ class Training:
             self.trained = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.random = RandomState(1, CPU)
 
-    def seconds(self, inputs: Tensor, targets: Tensor) -> float:
-        """Of one step."""
+    def seconds(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+        """Of one step, the mean of several one after another, until nothing is in flight."""
         self.random.restore()
         start = time.perf_counter()
-        self.step(self.trained, self.optimizer, inputs, targets)
+        for inputs, targets in batches:
+            self.step(self.trained, self.optimizer, inputs, targets)
+        if isinstance(self.step, graphopt.TrainStep):
+            self.step.flush()
         seconds = time.perf_counter() - start
         self.random.save()
-        return seconds
+        return seconds / len(batches)
 
 
 # -------------------------------------------------------------------------------- on each rank
@@ -103,11 +108,13 @@ def paired(task: Figures) -> Figures:
     generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for number in range(WARM_UP_STEPS + task["steps"]):
-        inputs, targets = batch(task["model"], generator)
+        batches = [
+            batch(task["model"], generator) for _ in range(ROUND if number >= WARM_UP_STEPS else 1)
+        ]
         for variant in variants[:: 1 if number % 2 == 0 else -1]:
             if dist.is_initialized():
                 dist.barrier()
-            seconds[variant].append(trainings[variant].seconds(inputs, targets))
+            seconds[variant].append(trainings[variant].seconds(batches))
     eager, captured = (trainings[variant] for variant in variants)
     step = captured.step
     assert isinstance(step, graphopt.TrainStep)
@@ -128,7 +135,7 @@ def alone(task: Figures) -> Figures:
     def train() -> None:
         training = Training(task["alone"], task["model"], task["optimizer"])
         for _ in range(WARM_UP_STEPS + MEMORY_STEPS):
-            training.seconds(*batch(task["model"], generator))
+            training.seconds([batch(task["model"], generator)])
 
     import_what_a_capture_imports()
     peak = tensor_peak(train) if task["memory"] == "tensors" else peak_memory(train, CPU)
@@ -239,7 +246,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="1: eager; more: eager DDP on gloo")
     parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--steps", type=int, default=40, help="measured pairs, at least 2")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="pairs of six steps each, at least 2"
+    )
     parser.add_argument("--layers", type=int, default=12, help="of the GPT of --capture-only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
     return parser.parse_args()

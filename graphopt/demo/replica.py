@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -73,17 +73,23 @@ class Replica:
     random: RandomState
     device: torch.device
 
-    def timed_step(self, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
-        """One step and one turn of the schedule: the loss, and the step's seconds."""
+    def train(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[float], float]:
+        """Steps one after another, until nothing is in flight: their losses, and the mean seconds.
+
+        Work that a step leaves to the next belongs to it, so the time ends after the last flush.
+        """
         self.random.restore()
         _synchronize(self.device)
         start = perf_counter()
-        loss = self.step(self.trained, self.optimizer, inputs, targets)
+        losses = []
+        for inputs, targets in batches:
+            losses.append(self.step(self.trained, self.optimizer, inputs, targets))
+            self.scheduler.step()
+        self.flush()
         _synchronize(self.device)
         seconds = perf_counter() - start
         self.random.save()
-        self.scheduler.step()
-        return loss.item(), seconds
+        return [loss.item() for loss in losses], seconds / len(batches)
 
     def flush(self) -> None:
         """Finish what a captured step still has in flight."""

@@ -16,7 +16,7 @@ from graphopt.demo.model import GPTSize
 from graphopt.demo.replica import VARIANTS, Variant
 from graphopt.demo.worker import BATCH
 
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 6  # the first round
 _NAMES: dict[Variant, str] = {"eager": "eager DDP", "graphopt": "graphopt"}
 
 
