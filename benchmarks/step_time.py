@@ -246,9 +246,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="1: eager; more: eager DDP on gloo")
     parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument(
-        "--steps", type=int, default=12, help="pairs of six steps each, at least 2"
-    )
+    parser.add_argument("--steps", type=int, default=12, help="pairs of six steps each, at least 2")
     parser.add_argument("--layers", type=int, default=12, help="of the GPT of --capture-only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
     return parser.parse_args()

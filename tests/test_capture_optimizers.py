@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from twins import Twins, World, world
 from zoo import MODELS, MUON, OPTIMIZERS, Checkpointed, train_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 
 

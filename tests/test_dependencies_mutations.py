@@ -31,6 +31,8 @@ from rewrites import fuse, in_order, reduced, snapshot
 from twins import assert_same
 from zoo import MLP, MODELS, train_step
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 OPTIMIZERS = ("fused", "foreach", "loop")
 MODELS_TRIED = ("mlp", pytest.param("convnet", marks=pytest.mark.slow))
