@@ -18,7 +18,6 @@ from zoo import MLP, MODELS, OPTIMIZERS, train_step
 
 pytestmark = pytest.mark.slow
 
-pytestmark = pytest.mark.slow
 
 STEPS = 5
 MLP_CASE = MODELS["mlp"]

@@ -24,6 +24,8 @@ from graphopt.optim import (
 from optim_cases import Case, Sheet, assert_same_run, aten, captured, duplicate, updated
 from zoo import OPTIMIZERS
 
+pytestmark = pytest.mark.slow
+
 OF_LISTS = [name for name in OPTIMIZERS if not name.endswith("loop")]
 QUICK = ("adamw-fused", "adam-foreach", "sgd-fused", "adagrad-fused", "sgd-momentum-foreach")
 
