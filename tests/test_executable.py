@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import graphopt
 from graphopt.executable import finalize, inplace_form
 from graphopt.graph_utils import get_outputs, is_dense
+from sketch import Sketch, c10d, targets
 from zoo import MLP, MODELS, train_step
 
 aten = torch.ops.aten
@@ -188,3 +189,20 @@ def test_a_call_leaves_nothing_for_the_garbage_collector() -> None:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+def test_a_reduction_works_in_place() -> None:
+    s = Sketch()
+    sent = s.call(aten.neg.default, s.input("x", 8))
+    gm = s.step([s.wait(s.all_reduce(sent))])
+    assert targets(finalize(gm)) == ["neg", "all_reduce_", "wait_tensor"]
+
+
+@pytest.mark.parametrize("waited", [True, False], ids=["waited for here", "by a later graph"])
+def test_what_a_collective_sends_is_not_overwritten_before_its_wait(waited: bool) -> None:
+    s = Sketch()
+    sent = s.call(aten.neg.default, s.input("x", 8))
+    launch = s.call(c10d.all_gather_into_tensor.default, sent, 1, "0")
+    other = s.call(aten.exp.default, sent)
+    gm = s.step([other, s.wait(launch)] if waited else [other], carried=[] if waited else [launch])
+    assert "exp_" not in targets(finalize(gm))
