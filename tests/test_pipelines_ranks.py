@@ -8,7 +8,9 @@ changes in every step. State is compared after each of these, outputs in every s
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +24,7 @@ import graphopt
 from gloo import Pool, pool
 from scenario import NO_ACCUMULATION, PIPELINES, Scenario
 from twins import assert_same
-from zoo import MODELS
+from zoo import MODELS, train_step
 
 pytestmark = pytest.mark.slow
 
@@ -156,3 +158,91 @@ def two_steps_on_one_model(rank: int) -> None:
 
 def test_two_steps_train_one_model(two_ranks: Pool) -> None:
     two_ranks.run(two_steps_on_one_model)
+
+
+class Wrapped(nn.Module):
+    """A model inside another, which only the training needs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def trained_inside(rank: int, steps: int, flushed: bool) -> nn.Module:
+    """A model that was trained through a wrapper, which is gone by now."""
+    torch.manual_seed(0)
+    inner = MODELS["mlp"].make()
+    wrapper = Wrapped(inner)
+    optimizer = torch.optim.AdamW(wrapper.parameters(), lr=1e-2, fused=True)
+    compiled = graphopt.compile(train_step)
+    for i in range(steps):
+        compiled(wrapper, optimizer, *MODELS["mlp"].batch(1000 * rank + i))
+        if flushed:
+            compiled.flush()
+    assert compiled.graph_module.in_flight is not flushed
+    del wrapper
+    gc.collect()
+    return inner
+
+
+def model_dies_in_flight(rank: int) -> None:
+    inner, expected = (trained_inside(rank, 4, flushed) for flushed in (False, True))
+    assert_same(inner.state_dict(), expected.state_dict(), "parameters")
+
+
+def test_layers_outlive_the_model_that_was_trained(two_ranks: Pool) -> None:
+    two_ranks.run(model_dies_in_flight)
+
+
+def read_by_a_thread(rank: int) -> None:
+    scenario = Scenario(rank, "mlp", "adamw-fused", pipeline="default")
+    scenario.steps(2)
+    failures: list[BaseException] = []
+    over = threading.Event()
+
+    def read() -> None:
+        try:
+            while not over.is_set():
+                scenario.twins.captured.model.state_dict()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    scenario.steps(6)
+    over.set()
+    thread.join()
+    assert failures == []
+    scenario.twins.finish()
+
+
+def test_another_thread_may_read_at_any_time(two_ranks: Pool) -> None:
+    two_ranks.run(read_by_a_thread)
+
+
+def parameter_as_argument(rank: int) -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, head: Tensor) -> Tensor:
+        decay = 0.1 * head.square().sum()
+        loss = F.cross_entropy(model(x), y) + decay
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = []
+    for pipeline in ("none", "default"):
+        torch.manual_seed(0)
+        model = MODELS["mlp"].make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        compiled, head = graphopt.compile(step, pipeline=pipeline), model.head.weight.detach()
+        batches = [MODELS["mlp"].batch(1000 * rank + i) for i in range(4)]
+        losses.append([compiled(model, optimizer, *b, head) for b in batches])
+        compiled.flush()
+    assert_same(losses[1], losses[0], "losses")
+
+
+def test_a_parameter_that_is_an_argument_as_well(two_ranks: Pool) -> None:
+    two_ranks.run(parameter_as_argument)
