@@ -66,7 +66,14 @@ ALIGNMENT_BYTES = 64
 
 @graph_optimization_pass()
 def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = 25) -> int:
-    """Fuse all-reduces into buckets of a given size. Returns how many all-reduces changed."""
+    """Fuse all-reduces into buckets (three ranks or more: sums in another order).
+
+    Args:
+        bucket_size_mb: of gradients after which a bucket closes; the first one closes at 1 MB.
+
+    Returns:
+        How many all-reduces changed.
+    """
     limits = _limits(bucket_size_mb)
     changed = 0
     while changed_now := _fuse_all(gm, limits):  # each bucket may let more launches move up

@@ -127,7 +127,6 @@ def _encode(graph_module: fx.GraphModule) -> tuple[dict[str, Any], dict[str, tor
     content = {
         "graph": encode_graph(graph_module.graph),
         "iterations": isinstance(graph_module, IterGraphModule),
-        "frozen": isinstance(graph_module, IterGraphModule) and graph_module.frozen,
         "constants": described,
         "storages": values.storages,
         "applied": [encode(fields, repr) for fields in records],
@@ -151,12 +150,8 @@ def _decode(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> fx.Gra
         loaded.meta[APPLIED] = [
             SimpleNamespace(**decode(fields, _unknown)) for fields in content["applied"]
         ]
-    if not content["iterations"]:
-        return loaded
-    iterations = IterGraphModule(loaded)
-    if content["frozen"]:
-        iterations.finalize_setup()
-    return iterations
+    # Not final, even where it was when it was saved: passes may be tried on it.
+    return IterGraphModule(loaded) if content["iterations"] else loaded
 
 
 def _unknown(kind: str, content: Any) -> Any:
