@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import types
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 import torch.distributed as dist
 
-from graphopt.errors import GraphOptError, LoweringError
+from graphopt.errors import GraphOptError, LoweringError, PipelineSyntaxError
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
 
 if TYPE_CHECKING:
@@ -280,13 +281,16 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
     Raises:
         PipelineSyntaxError: no such pipeline or pass.
     """
-    from graphopt.discovery import PassManager
+    from graphopt.discovery import PassManager, registry
 
     if isinstance(pipeline, PassManager):
         return pipeline
     named = {"default": default_pipeline, "none": list}
     if isinstance(pipeline, str) and pipeline in named:
         return PassManager(named[pipeline](), verify=verify)
+    if isinstance(pipeline, str) and pipeline not in registry.names():
+        for meant in difflib.get_close_matches(pipeline, named, 1):
+            raise PipelineSyntaxError(f"there is no pipeline {pipeline!r}; did you mean {meant!r}?")
     return PassManager(pipeline, verify=verify)
 
 
