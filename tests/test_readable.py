@@ -18,9 +18,10 @@ import graphopt
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, find_nodes, get_output, is_collective
 from graphopt.iter_graph import IterGraphModule
-from graphopt.readable import compact_text, graph_diff, graph_text, print_diff, print_graph
+from graphopt.readable import compact_text, graph_diff, graph_text
 from graphopt.readable.diff import matches, text_diff
 from graphopt.readable.rows import readable_bytes
+from graphopt.readable.terminal import print_diff, print_graph
 from graphopt.tracing import SourceLine
 from zoo import MODELS, OPTIMIZERS, train_step
 

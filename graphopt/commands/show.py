@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from graphopt.commands.errors import reported
-from graphopt.readable import graph_diff, print_diff, print_graph
+from graphopt.readable import graph_diff
+from graphopt.readable.terminal import print_diff, print_graph
 from graphopt.saved import load_graph
 
 
