@@ -168,6 +168,20 @@ def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that read the storage of `root`, directly or through views of it."""
+    found: set[fx.Node] = set()
+    pending = [root]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or user in found:
+                continue
+            found.add(user)
+            yield user
+            if is_view(user) and not is_operator(user.target, "aten::copy_"):
+                pending.append(user)
+
+
 def move_before(nodes: Sequence[fx.Node], target: fx.Node) -> None:
     """Move `nodes` to just before `target`, in the order given."""
     for node in nodes:

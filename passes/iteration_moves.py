@@ -40,10 +40,11 @@ from graphopt.graph_utils import (
     is_collective,
     is_random,
     move_before,
+    readers_through_views,
     written,
 )
 from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.iter_graph.rules import LIVE_STATE, readers_through_views
+from graphopt.iter_graph.rules import LIVE_STATE
 from graphopt.manager import graph_optimization_pass
 from graphopt.optim import split_updates
 

@@ -41,7 +41,7 @@ from graphopt.storage import Storages
 aten = torch.ops.aten
 
 CARRIED = "carried"
-"""`meta["kind"]` of a placeholder for a carried value that nobody but the graph holds."""
+"""`meta["kind"]` of a placeholder for a carried value."""
 
 
 @dataclass
@@ -53,7 +53,6 @@ class Plan:
         groups: the late nodes that run before each destination, all in graph order.
         carried: values of an iteration that its late nodes need, in graph order.
         cloned: those of them that must be copied, since others may change their storage.
-        shared: those of them that leave the graph as well.
         separate: no group needs what another computes.
     """
 
@@ -61,7 +60,6 @@ class Plan:
     groups: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     carried: list[fx.Node] = field(default_factory=list)
     cloned: set[fx.Node] = field(default_factory=set)
-    shared: set[fx.Node] = field(default_factory=set)
     separate: bool = True
 
 
@@ -110,8 +108,6 @@ def plan(graph: IterGraph) -> Plan:
         owner = node if node.op == "placeholder" else storages.input_of(node)
         if owner is not None and owner not in updated_late:
             found.cloned.add(node)
-        elif storages.leaves_the_graph(node):
-            found.shared.add(node)
     return found
 
 
@@ -196,9 +192,7 @@ class Derivation:
         for index, node in enumerate(self._plan.carried):
             taken = self._graph.placeholder(f"carried_{index}_{node.name}")
             taken.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "phase")}
-            taken.meta[INDEX] = index
-            if node not in self._plan.shared:
-                taken.meta["kind"] = CARRIED
+            taken.meta |= {INDEX: index, "kind": CARRIED}
             if node in self._plan.cloned:
                 taken.meta["val"] = _fresh(node)
             self._before[node] = taken

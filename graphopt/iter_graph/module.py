@@ -177,7 +177,6 @@ class IterGraphModule(fx.GraphModule):
         flight = self._flight
         if flight is None:
             return
-        flight.check(self._can_resume(flight))
         if flight.done < len(self._current_plan().groups):
             self._finishing(flight, "drain", flight.state, flight.done)
         self._flight = None

@@ -14,7 +14,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import IterationError
-from graphopt.graph_utils import get_outputs, is_operator, is_random, is_view, written
+from graphopt.graph_utils import get_outputs, is_random, readers_through_views, written
 
 LIVE_STATE = frozenset({"parameter", "buffer", "optimizer_state", None})
 """Kinds of placeholders that may be updated late, because whoever reads them between steps is seen.
@@ -105,20 +105,6 @@ def _order_problems(late: Mapping[fx.Node, fx.Node], nodes: Iterable[fx.Node]) -
         for source in node.all_input_nodes:
             if source in late and late[node] < late[source]:
                 yield f"{_named(node)} would run before {_named(source)}, which it needs"
-
-
-def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that read the storage of `root`, directly or through views of it."""
-    found: set[fx.Node] = set()
-    pending = [root]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output" or user in found:
-                continue
-            found.add(user)
-            yield user
-            if is_view(user) and not is_operator(user.target, "aten::copy_"):
-                pending.append(user)
 
 
 def _leaves(values: Any) -> list[fx.Node]:

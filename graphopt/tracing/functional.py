@@ -28,8 +28,8 @@ from graphopt.graph_utils import (
     is_dense,
     is_operator,
     is_pointwise,
-    is_view,
     is_wait,
+    readers_through_views,
     same_kind,
     set_outputs,
     without_autocast,
@@ -233,7 +233,7 @@ def _place_updates(graph: fx.Graph) -> None:
     updates = get_outputs(graph).updates
     for copy in updates:
         placeholder, final = cast(tuple[fx.Node, fx.Node], copy.args)
-        before = {*_readers_through_views(placeholder), final} - {copy}
+        before = {*readers_through_views(placeholder), final} - {copy}
         if not before.isdisjoint(updates):
             continue
         last = max(before, key=position.__getitem__)
@@ -245,20 +245,6 @@ def _after_placeholders(node: fx.Node) -> fx.Node:
     while node.next.op == "placeholder":
         node = node.next
     return node
-
-
-def _readers_through_views(root: fx.Node) -> set[fx.Node]:
-    """Nodes that read the storage of `root`, directly or through views of it."""
-    found: set[fx.Node] = set()
-    pending = [root]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output" or user in found:
-                continue
-            found.add(user)
-            if is_view(user):
-                pending.append(user)
-    return found
 
 
 def _place_launches(graph: fx.Graph) -> None:
