@@ -46,6 +46,20 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, _compat.OpOverload) and _returns_views(node.target)
 
 
+_UNDECLARED_VIEWS = (
+    "aten::_unsafe_view",
+    "aten::unsafe_split",
+    "aten::unsafe_split_with_sizes",
+    "aten::unsafe_chunk",
+)
+"""Operators whose results are views although their schemas do not say so."""
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Whether the result may share storage with the first argument, by the schema or against it."""
+    return is_view(node) or is_operator(node.target, *_UNDECLARED_VIEWS)
+
+
 @cache
 def _returns_views(target: _compat.OpOverload) -> bool:
     return any(result.alias_info is not None for result in target._schema.returns)
@@ -219,7 +233,7 @@ def call_function_with_meta(
     return node
 
 
-_COMPUTED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_vals"})
+_COMPUTED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "lowering"})
 
 
 def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:

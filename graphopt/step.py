@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from graphopt.errors import GraphOptError, LoweringError, PipelineSyntaxError
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
@@ -54,11 +55,12 @@ class TrainStep:
                 " graphopt.compile(train_step), where train_step(model, optimizer, batch) runs"
                 " forward, backward and optimizer.step()"
             )
-        if lower is not None:
-            raise LoweringError(f"lower={lower!r} is not available in this version; pass None")
+        if lower not in (None, "inductor"):
+            raise LoweringError(f"lower={lower!r} is not known: pass None or 'inductor'")
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._parallel = parallel
+        self._lower = lower
         self._sync = True
         self._entries: list[BoundStep] = []
         self._manager = manager_for(pipeline, verify)
@@ -186,7 +188,6 @@ class TrainStep:
 
     def _capture(self, call: Call, mode: tuple[Any, ...]) -> BoundStep:
         from graphopt._run import BoundStep
-        from graphopt.executable import finalize
         from graphopt.iter_graph import IterGraphModule
         from graphopt.tracing.capture import capture_call
         from graphopt.tracing.guards import Guards
@@ -202,7 +203,7 @@ class TrainStep:
             self._optimize(captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
-        module.finalize_setup(finalize)
+        module.finalize_setup(self._transform(module))
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
@@ -212,6 +213,19 @@ class TrainStep:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
+
+    def _transform(self, module: IterGraphModule) -> Callable[[fx.GraphModule], fx.GraphModule]:
+        """What makes the derived graphs of `module` run."""
+        from graphopt.executable import finalize
+
+        if self._lower is None:
+            return finalize
+        from graphopt.lowering.partial import Lowering
+        from graphopt.lowering.regions import mark_regions
+
+        mark_regions(module.graph).log()
+        lowering = Lowering()
+        return lambda derived: finalize(lowering.lower(derived))
 
     def _drop_unusable(self) -> None:
         """Drop the graphs whose models are gone or whose collectives the ranks have changed."""

@@ -9,15 +9,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import Outputs, get_outputs, is_collective, is_operator, is_view, is_wait
-
-_UNDECLARED_VIEWS = (
-    "aten::_unsafe_view",
-    "aten::unsafe_split",
-    "aten::unsafe_split_with_sizes",
-    "aten::unsafe_chunk",
-)
-"""Operators whose results are views although their schemas do not say so."""
+from graphopt.graph_utils import Outputs, get_outputs, is_collective, is_operator, is_view, is_wait, may_alias
 
 _ONE_TENSOR_TWICE = (
     "aten::mkldnn_rnn_layer_backward",
@@ -102,7 +94,7 @@ class Storages:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             self._join(node, ("storage", _compat.storage_key(value)))
-        if is_view(node) or is_wait(node) or is_operator(node.target, *_UNDECLARED_VIEWS):
+        if may_alias(node) or is_wait(node):
             for source in node.all_input_nodes[:1]:
                 if self._carries_one_storage(source):
                     self._join(source, node)

@@ -1,4 +1,4 @@
-"""Every use of a private torch API, each in one small function.
+"""Every use of a private torch API, each in one small function. Inductor and Triton have files here.
 
 Written for torch 2.11 to 2.15. A branch for one version says so.
 """

@@ -1,0 +1,177 @@
+"""Which nodes Inductor may compile, and why not the others."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import is_collective, is_operator, is_random, is_view, is_wait, tensors_in
+
+aten = torch.ops.aten
+
+_NAMESPACES = ("aten", "prims")
+
+_KEEP_ATEN_KERNEL = ("aten::_fused_", "aten::_foreach_")
+"""Lists of independent updates: ATen has one kernel for all of them."""
+
+_METADATA_ONLY = (
+    "aten::empty_like",
+    "aten::full_like",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::new_full",
+    "aten::new_ones",
+    "aten::new_zeros",
+    "aten::ones_like",
+    "aten::zeros_like",
+)
+"""Operators that read the shape, dtype and device of their argument, which are known, alone."""
+
+
+def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
+    """Why a node cannot be compiled; None where it can.
+
+    Args:
+        node: a call of a captured graph. Items of several results are not asked for: they go with
+            the node that has the results.
+        random: whether random numbers may be drawn by compiled code, which draws others.
+    """
+    target = node.target
+    if node.op == "call_module":
+        return "it is a module"
+    if node.op != "call_function":
+        return f"it is a {node.op} node"
+    if not isinstance(target, _compat.OpOverload):
+        return "it computes with Python numbers"
+    if is_collective(node) or is_wait(node):
+        return "it communicates"
+    if target.namespace not in _NAMESPACES:
+        return f"{target.namespace} is no namespace of Inductor's"
+    if draws(node) and not random:
+        return "it draws random numbers"
+    if target._schema.is_mutable:
+        return "it updates its argument"
+    if target._schema.name.startswith(_KEEP_ATEN_KERNEL):
+        return "it is a list of updates, for which ATen has one kernel"
+    return _unsuitable_value(node)
+
+
+def _unsuitable_value(node: fx.Node) -> str | None:
+    results = list(tensors_in(node.meta.get("val")))
+    if not results:
+        return "no meta kernel says what it returns, or it returns no tensor"
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+            return "it takes a number that is computed in the graph"
+    for tensor in (*results, *tensors_in([n.meta.get("val") for n in node.all_input_nodes])):
+        reason = unsuitable_tensor(tensor)
+        if reason is not None:
+            return reason
+    return None
+
+
+def unsuitable_tensor(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot go through compiled code; None where it can."""
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}"
+    if tensor.is_quantized:
+        return "a tensor is quantized"
+    if tensor.is_complex():
+        return "a tensor is complex"
+    if _compat.has_symbolic_shape(tensor):
+        return "a shape is known only when it runs"
+    return None
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, or touches a generator: attention without dropout does
+    not, although its operator may."""
+    if not is_random(node):
+        return False
+    target: Any = node.target
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.name not in ("dropout_p", "p", "train", "dropout"):
+            continue
+        default = argument.default_value if argument.has_default_value() else None
+        given = node.args[index] if index < len(node.args) else None
+        value = node.kwargs.get(argument.name, default) if given is None else given
+        if argument.name == "dropout_p" and value == 0.0:
+            return False
+        if argument.name == "train" and value is False:
+            return False
+    return True
+
+
+def reads_metadata_only(node: fx.Node) -> bool:
+    """Whether a node needs nothing of its tensor arguments but what is known of them."""
+    return is_operator(node.target, *_METADATA_ONLY) and as_factory(node) is not None
+
+
+def is_free(node: fx.Node, stays: Callable[[fx.Node], bool]) -> bool:
+    """Whether computing a node where it is needed costs nothing: constants, and views of values
+    that exist outside compiled code.
+
+    Args:
+        stays: whether a node before it is free or not lowerable.
+    """
+    if node.op != "call_function" or not isinstance(
+        node.meta.get("val"), (torch.Tensor, list, tuple)
+    ):
+        return False
+    if reads_metadata_only(node):
+        return True
+    if _is_factory(node.target):
+        return not is_random(node)
+    if not is_view(node) or is_wait(node) or _writes(node):
+        return False
+    return all(map(stays, node.all_input_nodes))
+
+
+def as_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The call that makes what `node` makes of the metadata of its argument, without the argument.
+
+    Returns:
+        Target, args and kwargs; None where no single operator does.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or unsuitable_tensor(value) is not None:
+        return None
+    sizes, options = list(value.shape), {"dtype": value.dtype, "device": value.device}
+    if is_operator(node.target, "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"):
+        return aten.empty_strided.default, (sizes, list(value.stride())), options
+    if not value.is_contiguous():
+        return None
+    if is_operator(node.target, "aten::full_like", "aten::new_full"):
+        position = 1 if is_operator(node.target, "aten::full_like") else 2
+        fill = node.args[position] if len(node.args) > position else node.kwargs.get("fill_value")
+        if isinstance(fill, fx.Node):
+            return None
+        return aten.full.default, (sizes, fill), options
+    ones = is_operator(node.target, "aten::ones_like", "aten::new_ones")
+    return aten.full.default, (sizes, 1 if ones else 0), options
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, _compat.OpOverload) and node.target._schema.is_mutable
+
+
+@cache
+def _is_factory(target: Any) -> bool:
+    if not isinstance(target, _compat.OpOverload) or target.namespace not in _NAMESPACES:
+        return False
+    schema = target._schema
+    names = [argument.name for argument in schema.arguments]
+    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    return "pin_memory" in names and not takes_tensors and not schema.is_mutable
+
+
+def is_item(node: fx.Node) -> bool:
+    """Whether a node picks one of several results."""
+    return node.target is operator.getitem and node.op == "call_function"

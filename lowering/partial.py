@@ -1,0 +1,108 @@
+"""`partial_lower`: the parts of a graph that Inductor can compile become calls of compiled code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import fx
+
+from graphopt.iter_graph import IterGraphModule
+from graphopt.lowering.compiler import Options
+from graphopt.lowering.extract import Body, Cut
+from graphopt.lowering.regions import NodePredicate, RegionPredicate, mark_regions
+from graphopt.lowering.subgraph import LoweredSubgraph
+
+logger = logging.getLogger("graphopt")
+
+Dumper = Callable[[str], str]
+
+
+class Lowering:
+    """Lowers graphs that have regions in common, each of which is compiled once."""
+
+    def __init__(self, *, dumper: Dumper | None = None, options: Options | None = None) -> None:
+        self._dumper = dumper
+        self._options = options or Options()
+        self.subgraphs: dict[str, LoweredSubgraph] = {}
+
+    def lower(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Replace the regions of a marked graph by calls, in place."""
+        cut = Cut(gm.graph)
+        gm.graph = cut.splice(lambda graph, body, inputs: self._call(gm, graph, body, inputs))
+        gm.graph.lint()
+        gm.recompile()
+        return gm
+
+    def _call(
+        self, gm: fx.GraphModule, graph: fx.Graph, body: Body, inputs: list[fx.Node]
+    ) -> fx.Node:
+        text = body.text()
+        module = self.subgraphs.get(text)
+        if module is None:
+            name = f"subgraph_{len(self.subgraphs)}"
+            module = LoweredSubgraph(fx.GraphModule({}, body.graph), name, self._options)
+            self.subgraphs[text] = module
+        name = f"subgraph_{sum(node.op == 'call_module' for node in graph.nodes)}"
+        gm.add_submodule(name, module)
+        tag = self._tag(name, module)
+        node = graph.call_module(name, tuple(inputs), {"tag": tag})
+        first = body.nodes[0].meta
+        node.meta = {k: first[k] for k in ("phase", "source", "late_group") if k in first}
+        node.meta["val"] = tuple(output.meta["val"] for output in body.outputs)
+        return node
+
+    def _tag(self, name: str, module: LoweredSubgraph) -> str:
+        if self._dumper is None:
+            return name
+        try:
+            return str(self._dumper(module.graph_module.print_readable(print_output=False)))
+        except Exception as error:
+            logger.warning("the dumper failed for %s: %s: %s", name, type(error).__name__, error)
+            return name
+
+
+def partial_lower(
+    gm: fx.GraphModule,
+    node_predicate: NodePredicate | None = None,
+    subgraph_predicate: RegionPredicate | None = None,
+    dumper: Dumper | None = None,
+    min_ops: int = 10,
+    *,
+    random: bool = False,
+    options: Options | None = None,
+) -> fx.GraphModule:
+    """Let Inductor compile what it can of a graph; the rest runs as before.
+
+    Each region becomes a call of a `LoweredSubgraph`, ``subgraph_0`` and so on, which compiles on
+    its first call. No region delays the start of a collective, or takes away from what runs while
+    one is under way. What stays outside is logged with its reason (logger ``graphopt``, INFO).
+
+    Args:
+        gm: a graph in which nodes have ``meta["val"]``, with static shapes. Changed in place; an
+            `IterGraphModule` becomes final, and the graphs derived from it are lowered.
+        node_predicate: whether to lower a node; asked for those that could be.
+        subgraph_predicate: whether to lower a region, given its nodes in graph order.
+        dumper: takes the text of a region, returns what its call is tagged with, such as the path
+            of a file; the tag names the region in profiles. Without one it is the submodule's name.
+        min_ops: regions with fewer ATen operators stay as they are.
+        random: lower random operators too. The numbers they draw are then not eager's.
+        options: how to compile.
+
+    Returns:
+        `gm`.
+    """
+    regions = mark_regions(
+        gm.graph,
+        node_predicate=node_predicate,
+        subgraph_predicate=subgraph_predicate,
+        min_ops=min_ops,
+        random=random,
+    )
+    regions.log()
+    lowering = Lowering(dumper=dumper, options=options)
+    if isinstance(gm, IterGraphModule):
+        gm.finalize_setup(lowering.lower)
+    elif regions.nodes:
+        lowering.lower(gm)
+    return gm
