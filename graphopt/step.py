@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
-from torch import fx
 
 from graphopt.errors import GraphOptError, LoweringError, PipelineSyntaxError
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from graphopt._joint import JointCapture
     from graphopt._run import BoundStep
     from graphopt.iter_graph import IterGraphModule
+    from graphopt.lowering.compiler import Options
     from graphopt.manager import Pass, PassManager, PassRecord
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
@@ -46,7 +46,7 @@ class TrainStep:
         *,
         pipeline: str | Sequence[Any] | PassManager = "default",
         parallel: Parallel | None = None,
-        lower: str | None = None,
+        lower: str | Options | None = None,
         verify: str | None = None,
     ) -> None:
         if not callable(fn) or isinstance(fn, (torch.nn.Module, torch.optim.Optimizer)):
@@ -55,12 +55,10 @@ class TrainStep:
                 " graphopt.compile(train_step), where train_step(model, optimizer, batch) runs"
                 " forward, backward and optimizer.step()"
             )
-        if lower not in (None, "inductor"):
-            raise LoweringError(f"lower={lower!r} is not known: pass None or 'inductor'")
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._parallel = parallel
-        self._lower = lower
+        self._lowering = options_for(lower)
         self._sync = True
         self._entries: list[BoundStep] = []
         self._manager = manager_for(pipeline, verify)
@@ -203,7 +201,7 @@ class TrainStep:
             self._optimize(captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
-        module.finalize_setup(self._transform(module))
+        self._finalize(module)
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
@@ -214,18 +212,23 @@ class TrainStep:
             end.atexit = False
         return entry
 
-    def _transform(self, module: IterGraphModule) -> Callable[[fx.GraphModule], fx.GraphModule]:
-        """What makes the derived graphs of `module` run."""
+    def _finalize(self, module: IterGraphModule) -> None:
+        """Make the graph final, and say how the graphs that are derived from it run."""
         from graphopt.executable import finalize
 
-        if self._lower is None:
-            return finalize
+        options = self._lowering
+        if options is None:
+            module.finalize_setup(finalize)
+            return
+        from graphopt.lowering.boxed import box_calls
         from graphopt.lowering.partial import Lowering
         from graphopt.lowering.regions import mark_regions
 
-        mark_regions(module.graph).log()
-        lowering = Lowering()
-        return lambda derived: finalize(lowering.lower(derived))
+        mark_regions(module.graph, min_ops=options.min_ops, random=options.random).log()
+        lowering = Lowering(options=options)
+        module.finalize_setup(lambda derived: box_calls(finalize(lowering.lower(derived))))
+        if options.ahead:
+            module.prepare()
 
     def _drop_unusable(self) -> None:
         """Drop the graphs whose models are gone or whose collectives the ranks have changed."""
@@ -308,6 +311,26 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
     return PassManager(pipeline, verify=verify)
 
 
+def options_for(lower: str | Options | None) -> Options | None:
+    """How to lower, given what `graphopt.compile` was given.
+
+    Raises:
+        LoweringError: no such way.
+    """
+    if lower is None:
+        return None
+    from graphopt.lowering.compiler import Options
+
+    if isinstance(lower, Options):
+        return lower
+    if lower in ("inductor", "inductor+cudagraphs"):
+        return Options(cudagraphs=lower.endswith("cudagraphs"))
+    raise LoweringError(
+        f"there is no lower={lower!r}: pass None, 'inductor', 'inductor+cudagraphs' or"
+        " graphopt.lowering.Options(...)"
+    )
+
+
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
     """Drop the graphs of a model that has just been freed, and with them its parameters."""
     step = reference()
@@ -349,7 +372,8 @@ def compile(
             backward and optimizer step inside; returns a pytree of tensors and constants or None.
         **options: ``pipeline`` ("default", "none", a textual pipeline, a list of passes or of
             `(pass, options)`, a `PassManager`), ``parallel`` (None, `DataParallel` or `Manual`),
-            ``lower`` (None), ``verify`` ("equivalence", "dependencies", "off"; None is the
+            ``lower`` (None, "inductor", "inductor+cudagraphs" or `graphopt.lowering.Options`),
+            ``verify`` ("equivalence", "dependencies", "off"; None is the
             strongest there is).
 
     Raises:

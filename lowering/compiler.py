@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +13,8 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import LoweringError
+from graphopt.graph_utils import without_autocast
+from graphopt.lowering.layout import ChannelsLast, can_change_layout
 
 
 class Kind(NamedTuple):
@@ -21,6 +25,10 @@ class Kind(NamedTuple):
     stride: tuple[int, ...]
     device: torch.device
 
+    def fake(self) -> torch.Tensor:
+        """A tensor of this kind; needs an active fake mode to take no memory."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
 
 def kind_of(tensor: torch.Tensor) -> Kind:
     """The kind of a tensor."""
@@ -29,23 +37,39 @@ def kind_of(tensor: torch.Tensor) -> Kind:
 
 @dataclass(frozen=True)
 class Options:
-    """How regions are compiled.
+    """How a graph is lowered.
 
     Attributes:
-        max_autotune: try several kernels for each matrix product, and keep the fastest.
+        random: lower random operators too. The numbers they draw are then not eager's.
+        max_autotune: measure several kernels for each matrix product, and keep the fastest.
+        ahead: compile all regions when the graph is made, in parallel, with a progress bar; else
+            each on its first call.
+        cudagraphs: replay the steady state as CUDA graphs.
+        min_ops: regions with fewer ATen operators stay as they are.
     """
 
+    random: bool = False
     max_autotune: bool = False
+    ahead: bool = False
+    cudagraphs: bool = False
+    min_ops: int = 10
 
     def config(self) -> dict[str, Any]:
         """The settings of Inductor that this stands for."""
-        return {"max_autotune": self.max_autotune, "size_asserts": False}
+        return {
+            "max_autotune": self.max_autotune,
+            "size_asserts": False,
+            "triton.cudagraphs": False,
+        }
 
 
 def compile_body(
     body: fx.GraphModule, kinds: Sequence[Kind], options: Options
 ) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """Compile a region for one kind of each input.
+
+    Returns:
+        Compiled code, which takes a list of tensors and clears it.
 
     Raises:
         LoweringError: it cannot be compiled; names the operator where it is known.
@@ -54,12 +78,49 @@ def compile_body(
 
     mode = _compat.new_fake_mode()
     with mode:
-        inputs = [
-            torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=kind.device)
-            for kind in kinds
-        ]
+        inputs = [kind.fake() for kind in kinds]
     try:
-        with inductor.patched_config(options.config()):
-            return inductor.compile_inner(inductor.decompose(body, inputs), inputs)
+        with ExitStack() as stack:
+            stack.enter_context(same_random_numbers())
+            stack.enter_context(without_autocast())
+            stack.enter_context(_compat.without_modes())
+            stack.enter_context(inductor.patched_config(options.config()))
+            return inductor.compile_inner(_decompose(body, inputs), inputs)
     except Exception as error:
-        raise LoweringError(f"Inductor: {error}") from error
+        raise LoweringError(_explained(error)) from error
+
+
+def _decompose(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    from graphopt._compat import inductor
+
+    decomposed = inductor.decompose(body, inputs, fx.Interpreter)
+    if not inductor.prefers_channels_last(decomposed) or not can_change_layout(body.graph):
+        return decomposed
+    return inductor.decompose(body, inputs, ChannelsLast)
+
+
+def _explained(error: Exception) -> str:
+    """What went wrong, with the operator and what to do where that is known."""
+    from graphopt._compat import inductor
+
+    text = f"{type(error).__name__}: {error}".strip()
+    if inductor.is_missing_compiler(error):
+        return (
+            "there is no working C++ compiler\n"
+            "  hint:  install one, for example with `apt install g++`, or name it in CXX"
+        )
+    lines = [line.strip() for line in text.splitlines()]
+    operator = next((line for line in lines if line.startswith("target:")), None)
+    return lines[0] if operator is None or operator in lines[0] else f"{lines[0]} ({operator})"
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """What is drawn inside is drawn again afterwards."""
+    state = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)

@@ -12,7 +12,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import may_alias
 from graphopt.lowering.lowerable import as_factory, is_item, reads_metadata_only
-from graphopt.lowering.regions import MARK, Mark
+from graphopt.lowering.regions import MARK, Mark, mark_regions
 
 
 @dataclass
@@ -37,13 +37,13 @@ class Body:
         number = {node: index for index, node in enumerate(self.graph.nodes)}
         lines = []
         for node, index in number.items():
-            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
-            kind = ""
             if node.op == "placeholder":
                 value = node.meta["val"]
-                kind = f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-                arguments = ()
-            lines.append(f"%{index} = {node.op} {kind or node.target}{arguments}")
+                what = f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+            else:
+                arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
+                what = f"{node.target}{arguments}"
+            lines.append(f"%{index} = {node.op} {what}")
         return "\n".join(lines)
 
 
@@ -202,3 +202,16 @@ def _bases(node: fx.Node, members: set[fx.Node]) -> Iterator[fx.Node]:
         yield from (user for user in node.users if is_item(user))
     else:
         yield node
+
+
+def region_graphs(gm: fx.GraphModule, min_ops: int = 10) -> list[fx.GraphModule]:
+    """The regions of a graph, each as a graph of its own.
+
+    Args:
+        gm: left as it is, except for marks in the metadata of its nodes.
+
+    Returns:
+        Graphs that take tensors described by ``meta["val"]`` and return a list of tensors.
+    """
+    mark_regions(gm.graph, min_ops=min_ops)
+    return [fx.GraphModule({}, body.graph) for body in Cut(gm.graph).bodies.values()]

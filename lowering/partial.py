@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import fx
 
 from graphopt.iter_graph import IterGraphModule
+from graphopt.iter_graph.running import GROUP
 from graphopt.lowering.compiler import Options
 from graphopt.lowering.extract import Body, Cut
 from graphopt.lowering.regions import NodePredicate, RegionPredicate, mark_regions
@@ -19,7 +20,11 @@ Dumper = Callable[[str], str]
 
 
 class Lowering:
-    """Lowers graphs that have regions in common, each of which is compiled once."""
+    """Lowers marked graphs that have regions in common, each of which is compiled once.
+
+    Attributes:
+        subgraphs: the regions, by what they compute.
+    """
 
     def __init__(self, *, dumper: Dumper | None = None, options: Options | None = None) -> None:
         self._dumper = dumper
@@ -29,28 +34,36 @@ class Lowering:
     def lower(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Replace the regions of a marked graph by calls, in place."""
         cut = Cut(gm.graph)
+        if not cut.bodies:
+            return gm
         gm.graph = cut.splice(lambda graph, body, inputs: self._call(gm, graph, body, inputs))
         gm.graph.lint()
         gm.recompile()
+        if self._options.ahead:
+            from graphopt.lowering.ahead import compile_ahead
+
+            compile_ahead(list(self.subgraphs.values()))
         return gm
 
     def _call(
         self, gm: fx.GraphModule, graph: fx.Graph, body: Body, inputs: list[fx.Node]
     ) -> fx.Node:
-        text = body.text()
-        module = self.subgraphs.get(text)
-        if module is None:
-            name = f"subgraph_{len(self.subgraphs)}"
-            module = LoweredSubgraph(fx.GraphModule({}, body.graph), name, self._options)
-            self.subgraphs[text] = module
         name = f"subgraph_{sum(node.op == 'call_module' for node in graph.nodes)}"
+        module = self._module(body)
         gm.add_submodule(name, module)
-        tag = self._tag(name, module)
-        node = graph.call_module(name, tuple(inputs), {"tag": tag})
+        node = graph.call_module(name, tuple(inputs), {"tag": self._tag(name, module)})
         first = body.nodes[0].meta
-        node.meta = {k: first[k] for k in ("phase", "source", "late_group") if k in first}
+        node.meta = {key: first[key] for key in ("phase", "source", GROUP) if key in first}
         node.meta["val"] = tuple(output.meta["val"] for output in body.outputs)
         return node
+
+    def _module(self, body: Body) -> LoweredSubgraph:
+        text = body.text()
+        if text not in self.subgraphs:
+            name = f"region {len(self.subgraphs)}"
+            region = fx.GraphModule({}, body.graph)
+            self.subgraphs[text] = LoweredSubgraph(region, name, self._options)
+        return self.subgraphs[text]
 
     def _tag(self, name: str, module: LoweredSubgraph) -> str:
         if self._dumper is None:
@@ -69,7 +82,6 @@ def partial_lower(
     dumper: Dumper | None = None,
     min_ops: int = 10,
     *,
-    random: bool = False,
     options: Options | None = None,
 ) -> fx.GraphModule:
     """Let Inductor compile what it can of a graph; the rest runs as before.
@@ -86,23 +98,23 @@ def partial_lower(
         dumper: takes the text of a region, returns what its call is tagged with, such as the path
             of a file; the tag names the region in profiles. Without one it is the submodule's name.
         min_ops: regions with fewer ATen operators stay as they are.
-        random: lower random operators too. The numbers they draw are then not eager's.
-        options: how to compile.
+        options: how to compile; `min_ops` is taken from the argument.
 
     Returns:
         `gm`.
     """
+    options = options or Options()
+    lowering = Lowering(dumper=dumper, options=options)
     regions = mark_regions(
         gm.graph,
         node_predicate=node_predicate,
         subgraph_predicate=subgraph_predicate,
         min_ops=min_ops,
-        random=random,
+        random=options.random,
     )
     regions.log()
-    lowering = Lowering(dumper=dumper, options=options)
     if isinstance(gm, IterGraphModule):
         gm.finalize_setup(lowering.lower)
-    elif regions.nodes:
+    else:
         lowering.lower(gm)
     return gm

@@ -200,8 +200,8 @@ def _levels(graph: fx.Graph, lowerable: set[fx.Node]) -> dict[fx.Node, int]:
             continue
         inside = node in lowerable
         level = floor
-        if is_item(node) and node.args[0] in levels:
-            level = levels[node.args[0]]
+        if is_item(node):  # with the node that has the results
+            level = max((levels[s] for s in node.all_input_nodes if s in levels), default=floor)
         for source in dependencies.of(node):
             if source in levels:
                 above = source in lowerable and not inside

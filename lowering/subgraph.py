@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
+from graphopt import _compat
 from graphopt.errors import LoweringError
 from graphopt.lowering.compiler import Kind, Options, compile_body, kind_of
 
@@ -45,6 +46,17 @@ class LoweredSubgraph(nn.Module):
         self._compiled: dict[tuple[Kind, ...], Compiled] = {}
         self._current: tuple[tuple[Kind, ...], Compiled] | None = None
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of inputs that the region was made for."""
+        nodes = self.graph_module.graph.nodes
+        return tuple(kind_of(node.meta["val"]) for node in nodes if node.op == "placeholder")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether there is compiled code for the last call, or for one to come."""
+        return self.failure is None and bool(self._compiled)
+
     def forward(self, *args: torch.Tensor, tag: str = "") -> Sequence[torch.Tensor]:
         """Run the region.
 
@@ -61,20 +73,15 @@ class LoweredSubgraph(nn.Module):
         """Like `forward`, but clears the list, so that inputs are freed after their last use."""
         kinds = tuple(map(kind_of, args))
         if self._current is None or self._current[0] != kinds:
-            self._current = kinds, self._for_kinds(kinds, args)
+            self._current = kinds, self._for_kinds(kinds)
         with torch.profiler.record_function(tag or self._name):
             return self._current[1](args)
 
     def prepare(self) -> None:
         """Compile now for the inputs that the region was made for."""
-        kinds = tuple(
-            kind_of(node.meta["val"])
-            for node in self.graph_module.graph.nodes
-            if node.op == "placeholder"
-        )
-        self._for_kinds(kinds, None)
+        self._for_kinds(self.kinds)
 
-    def _for_kinds(self, kinds: tuple[Kind, ...], args: Sequence[torch.Tensor] | None) -> Compiled:
+    def _for_kinds(self, kinds: tuple[Kind, ...]) -> Compiled:
         if kinds not in self._compiled:
             self._compiled[kinds] = self._compile(kinds)
         return self._compiled[kinds]
@@ -90,7 +97,7 @@ class LoweredSubgraph(nn.Module):
             )
             return self._run_eagerly
         try:
-            return compile_body(self.graph_module, kinds, self.options)
+            return _Checked(compile_body(self.graph_module, kinds, self.options))
         except LoweringError as error:
             self.failure = error
             logger.warning("%s runs operator by operator: %s", self._name, error)
@@ -101,3 +108,37 @@ class LoweredSubgraph(nn.Module):
         args.clear()
         result: Sequence[torch.Tensor] = self.graph_module(*given)
         return result
+
+
+class _Checked:
+    """Compiled code whose results have storage of their own, which the graph around relies on.
+
+    The compiler may find that two results are the same, or that one is an input. The first call
+    tells, since it does so by its inputs' kinds alone.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+        self._shared: list[int] | None = None
+
+    def __call__(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self._shared == []:
+            return self._compiled(args)
+        taken = set(map(_compat.storage_key, args)) if self._shared is None else set()
+        results = list(self._compiled(args))
+        if self._shared is None:
+            self._shared = _sharing(results, taken)
+        for index in self._shared:
+            results[index] = results[index].clone()
+        return results
+
+
+def _sharing(results: Sequence[torch.Tensor], taken: set[int]) -> list[int]:
+    """Indices of results in storage that is taken, by inputs or by results before them."""
+    found = []
+    for index, result in enumerate(results):
+        key = _compat.storage_key(result)
+        if key in taken:
+            found.append(index)
+        taken.add(key)
+    return found

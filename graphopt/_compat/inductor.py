@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,22 +11,34 @@ from torch import fx
 
 from graphopt import _compat
 
+aten = torch.ops.aten
 
-def decompose(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+
+def decompose(
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], interpreter: type[fx.Interpreter]
+) -> fx.GraphModule:
     """`gm` in the operators that Inductor has rules for.
 
     Args:
         inputs: fake tensors of one mode.
+        interpreter: runs `gm`; may run something else that computes the same.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def run(*args: torch.Tensor) -> list[torch.Tensor]:
-        return list(fx.Interpreter(gm).run(*args))
+        return list(interpreter(gm).run(*args))
 
     traced = make_fx(run, decomposition_table=select_decomp_table(), tracing_mode="fake")
     with torch.no_grad():
         return traced(*inputs)
+
+
+def prefers_channels_last(gm: fx.GraphModule) -> bool:
+    """Whether Inductor would compute the convolutions of a graph on channels-last images."""
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(gm, is_inference=False))
 
 
 def compile_inner(
@@ -45,7 +57,7 @@ def compile_inner(
         _recursive_joint_graph_passes(gm)
         output = next(iter(reversed(gm.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        return compile_fx_inner(gm, inputs)  # type: ignore[no-any-return]
+        return compile_fx_inner(gm, inputs)
 
 
 def patched_config(options: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -55,7 +67,15 @@ def patched_config(options: dict[str, Any]) -> AbstractContextManager[Any]:
     return config.patch(options)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing for now."""
-    yield
+def is_missing_compiler(error: BaseException) -> bool:
+    """Whether an error says that there is no working C++ compiler."""
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, InvalidCxxCompiler):
+            return True
+        if isinstance(seen, CppCompileError) and "No such file" in str(seen):
+            return True
+        seen = getattr(seen, "inner_exception", None) or seen.__cause__
+    return False

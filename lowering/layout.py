@@ -1,0 +1,75 @@
+"""Run convolutions on channels-last images, and keep that layout from one to the next.
+
+Convolutions are fastest so, and Inductor converts what they read. In a graph that holds forward and
+backward it converts one activation several times, since it fixes the layout that the backward reads
+to that of the graph. Here the graph itself gets the layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from graphopt.graph_utils import get_output, is_operator
+
+aten = torch.ops.aten
+
+_READS_STRIDES = ("aten::as_strided", "aten::as_strided_scatter", "aten::set_")
+
+
+def can_change_layout(graph: fx.Graph) -> bool:
+    """Whether all operators of a graph compute the same whatever the strides of what they read, and
+    every result has a layout that can be restored."""
+    if any(is_operator(node.target, *_READS_STRIDES) for node in graph.nodes):
+        return False
+    return all(_memory_format(node.meta["val"]) is not None for node in _returned(graph))
+
+
+def _returned(graph: fx.Graph) -> list[fx.Node]:
+    return cast(list[fx.Node], get_output(graph).args[0])
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return None
+
+
+class ChannelsLast(fx.Interpreter):
+    """Runs a graph with all that convolutions read laid out channels-last."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self._converted: dict[torch.Tensor, torch.Tensor] = {}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_operator(target, "aten::convolution"):
+            args = (*map(self._channels_last, args[:2]), *args[2:])
+        elif is_operator(target, "aten::convolution_backward"):
+            args = (*map(self._channels_last, args[:3]), *args[3:])
+        elif is_operator(target, "aten::view", "aten::_unsafe_view"):
+            return aten.reshape.default(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def _channels_last(self, value: torch.Tensor) -> torch.Tensor:
+        if value.dim() != 4:
+            return value
+        if value not in self._converted:
+            converted = value.contiguous(memory_format=torch.channels_last)
+            self._converted[value] = converted
+        return self._converted[value]
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        wanted = [source.meta["val"] for source in _returned(self.graph)]
+        return [_restored(value, like) for value, like in zip(args[0], wanted, strict=True)]
+
+
+def _restored(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    layout = _memory_format(like)
+    if value.stride() == like.stride() or layout is None:
+        return value
+    return value.contiguous(memory_format=layout)
