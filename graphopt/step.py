@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from graphopt._run import BoundStep
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
+    from graphopt.lowering.partial import Lowering
+    from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import Pass, PassManager, PassRecord
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
@@ -58,7 +60,7 @@ class TrainStep:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._parallel = parallel
-        self._lowering = options_for(lower)
+        self._lower = options_for(lower)
         self._sync = True
         self._entries: list[BoundStep] = []
         self._manager = manager_for(pipeline, verify)
@@ -76,6 +78,7 @@ class TrainStep:
             else:
                 entry.drop()
         self._entries = []
+        self._lowering: Lowering | None = None
         self._captured = 0
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
@@ -157,6 +160,11 @@ class TrainStep:
         return self._entries[0].module
 
     @property
+    def lowered(self) -> list[LoweredSubgraph]:
+        """The compiled regions of all graphs in use; a region that several have is listed once."""
+        return [] if self._lowering is None else list(self._lowering.subgraphs.values())
+
+    @property
     def report(self) -> list[PassRecord]:
         """What each pass did to the graph of the latest call.
 
@@ -216,7 +224,7 @@ class TrainStep:
         """Make the graph final, and say how the graphs that are derived from it run."""
         from graphopt.executable import finalize
 
-        options = self._lowering
+        options = self._lower
         if options is None:
             module.finalize_setup(finalize)
             return
@@ -224,9 +232,11 @@ class TrainStep:
         from graphopt.lowering.partial import Lowering
         from graphopt.lowering.regions import mark_regions
 
+        if self._lowering is None:
+            self._lowering = Lowering(options=options)
+        lower = self._lowering.lower
         mark_regions(module.graph, min_ops=options.min_ops, random=options.random).log()
-        lowering = Lowering(options=options)
-        module.finalize_setup(lambda derived: box_calls(finalize(lowering.lower(derived))))
+        module.finalize_setup(lambda derived: box_calls(finalize(lower(derived))))
         if options.ahead:
             module.prepare()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import without_autocast
-from graphopt.lowering.layout import ChannelsLast, can_change_layout
+from graphopt.lowering.layout import AnyLayout, ChannelsLast, can_change_layout
 
 
 class Kind(NamedTuple):
@@ -81,6 +82,8 @@ def compile_body(
         inputs = [kind.fake() for kind in kinds]
     try:
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # of Inductor's own code, not the user's
             stack.enter_context(same_random_numbers())
             stack.enter_context(without_autocast())
             stack.enter_context(_compat.without_modes())
@@ -93,7 +96,7 @@ def compile_body(
 def _decompose(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     from graphopt._compat import inductor
 
-    decomposed = inductor.decompose(body, inputs, fx.Interpreter)
+    decomposed = inductor.decompose(body, inputs, AnyLayout)
     if not inductor.prefers_channels_last(decomposed) or not can_change_layout(body.graph):
         return decomposed
     return inductor.decompose(body, inputs, ChannelsLast)

@@ -39,7 +39,24 @@ def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
     return None
 
 
-class ChannelsLast(fx.Interpreter):
+class AnyLayout(fx.Interpreter):
+    """Runs a graph whose values may get other strides than it was traced with.
+
+    Decompositions may give results other strides than the operators they stand for, and a view of
+    such a result may need a copy.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_operator(target, "aten::view", "aten::_unsafe_view"):
+            return aten.reshape.default(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        wanted = [source.meta["val"] for source in _returned(self.graph)]
+        return [_restored(value, like) for value, like in zip(args[0], wanted, strict=True)]
+
+
+class ChannelsLast(AnyLayout):
     """Runs a graph with all that convolutions read laid out channels-last."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -51,8 +68,6 @@ class ChannelsLast(fx.Interpreter):
             args = (*map(self._channels_last, args[:2]), *args[2:])
         elif is_operator(target, "aten::convolution_backward"):
             args = (*map(self._channels_last, args[:3]), *args[3:])
-        elif is_operator(target, "aten::view", "aten::_unsafe_view"):
-            return aten.reshape.default(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
     def _channels_last(self, value: torch.Tensor) -> torch.Tensor:
@@ -62,10 +77,6 @@ class ChannelsLast(fx.Interpreter):
             converted = value.contiguous(memory_format=torch.channels_last)
             self._converted[value] = converted
         return self._converted[value]
-
-    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        wanted = [source.meta["val"] for source in _returned(self.graph)]
-        return [_restored(value, like) for value, like in zip(args[0], wanted, strict=True)]
 
 
 def _restored(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,210 @@
+"""Compiled regions: results, guards, what happens when compiling fails, caches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import graphopt
+from graphopt import _compat
+from graphopt.lowering import LoweredSubgraph, partial_lower
+from graphopt.lowering.ahead import compile_ahead
+from zoo import MODELS, OPTIMIZERS, train_step
+
+aten = torch.ops.aten
+
+pytestmark = pytest.mark.slow  # the first region of a process compiles Inductor's C++ header
+
+
+def traced(fn: Any, *args: Tensor) -> fx.GraphModule:
+    return _compat.make_fx(fn)(*args)
+
+
+def pointwise(x: Tensor) -> Tensor:
+    for _ in range(6):
+        x = x.sin() + 1
+    return x
+
+
+def lowered(*, dtype: torch.dtype = torch.float32, **options: Any) -> fx.GraphModule:
+    return partial_lower(traced(pointwise, torch.ones(8, 3, dtype=dtype)), **options)
+
+
+def region_of(gm: fx.GraphModule) -> LoweredSubgraph:
+    (region,) = (m for m in gm.modules() if isinstance(m, LoweredSubgraph))
+    return region
+
+
+def test_a_region_is_a_tagged_submodule() -> None:
+    texts: list[str] = []
+
+    def dumper(text: str) -> str:
+        texts.append(text)
+        return "dumps/0.txt"
+
+    gm = lowered(dumper=dumper)
+    (call,) = (node for node in gm.graph.nodes if node.op == "call_module")
+    assert (call.target, call.kwargs) == ("subgraph_0", {"tag": "dumps/0.txt"})
+    assert len(texts) == 1
+    assert "aten.sin.default" in texts[0]
+    x = torch.randn(8, 3)
+    with torch.profiler.profile() as profile:
+        torch.testing.assert_close(gm(x), pointwise(x))
+    assert "dumps/0.txt" in {event.key for event in profile.key_averages()}
+    assert region_of(gm).is_compiled
+
+
+def test_a_dumper_that_raises(caplog: pytest.LogCaptureFixture) -> None:
+    def dumper(text: str) -> str:
+        raise OSError("disk full")
+
+    gm = lowered(dumper=dumper)
+    (call,) = (node for node in gm.graph.nodes if node.op == "call_module")
+    assert call.kwargs == {"tag": "subgraph_0"}
+    assert "the dumper failed for subgraph_0: OSError: disk full" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(8, 3, dtype=torch.float64),
+        torch.randn(3, 8).t(),
+        torch.randn(8, 6)[:, ::2],
+        torch.randn(8, 3).expand(8, 3),
+    ],
+    ids=["dtype", "transposed", "strided", "same"],
+)
+def test_other_inputs_are_not_read_wrongly(x: Tensor) -> None:
+    gm = lowered()
+    first = torch.randn(8, 3)
+    torch.testing.assert_close(gm(first), pointwise(first))
+    result = gm(x)
+    assert result.dtype == x.dtype
+    torch.testing.assert_close(result, pointwise(x))
+    torch.testing.assert_close(gm(first), pointwise(first))
+
+
+def test_a_region_that_fails_to_compile_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch._inductor import config, lowering
+
+    def refuse(*args: Any) -> None:
+        raise NotImplementedError("no rule")
+
+    gm = lowered()
+    x = torch.randn(8, 3)
+    with config.patch(force_disable_caches=True), monkeypatch.context() as patch:
+        patch.setitem(lowering.lowerings, aten.sin.default, refuse)
+        for _ in range(2):
+            assert torch.equal(gm(x), pointwise(x))
+    assert caplog.text.count("runs operator by operator") == 1
+    assert "aten.sin.default" in caplog.text
+    assert isinstance(region_of(gm).failure, graphopt.LoweringError)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from torch._inductor import config
+
+    def other(x: Tensor) -> Tensor:
+        for _ in range(7):
+            x = x.cos() * 3
+        return x
+
+    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        gm = partial_lower(traced(other, torch.ones(5, 3)))
+        x = torch.randn(5, 3)
+        assert torch.equal(gm(x), other(x))
+    assert "there is no working C++ compiler" in caplog.text
+    assert "install one" in caplog.text
+
+
+def test_results_have_storage_of_their_own() -> None:
+    def twice(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = pointwise(x)
+        return y, y.clone(), y.t()
+
+    gm = partial_lower(traced(twice, torch.ones(8, 3)))
+    x = torch.randn(8, 3)
+    first, second, view = gm(x)
+    assert first.data_ptr() != second.data_ptr()
+    assert first.data_ptr() == view.data_ptr()
+    first.zero_()
+    torch.testing.assert_close(second, pointwise(x))
+
+
+def test_compiling_draws_no_random_numbers() -> None:
+    gm = lowered()
+    torch.manual_seed(0)
+    random.seed(0)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(0)
+    random.seed(0)
+    region_of(gm).prepare()
+    compile_ahead([region_of(gm)])
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
+
+
+def train(
+    model: str,
+    optimizer: str = "adamw-fused",
+    *,
+    lower: Any,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 3,
+) -> tuple[graphopt.TrainStep, list[Tensor], list[Tensor]]:
+    """The step, its losses, and the parameters after all steps."""
+    torch.manual_seed(0)
+    case = MODELS[model]
+    built = case.make().to(dtype)
+    state = OPTIMIZERS[optimizer](built.parameters())
+    step = graphopt.compile(train_step, lower=lower)
+    losses = []
+    for seed in range(steps):
+        inputs, targets = case.batch(seed)
+        inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+        losses.append(step(built, state, inputs, targets))
+    return step, losses, [parameter.detach().clone() for parameter in built.parameters()]
+
+
+@pytest.mark.parametrize("model", ["gpt", "convnet"])
+def test_a_step_is_as_exact_as_eager(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The error against float64 is that of rounding, and dropout draws what eager draws."""
+    _, exact, _ = train(model, lower=None, dtype=torch.float64, steps=2)
+    _, eager, _ = train(model, lower=None, steps=2)
+    _, compiled, _ = train(model, lower="inductor", steps=2)
+    for wanted, plain, got in zip(exact, eager, compiled, strict=True):
+        bound = 4 * (plain.double() - wanted).abs() + 1e-5 * wanted.abs()
+        assert (got.double() - wanted).abs() <= bound
+    assert "runs operator by operator" not in caplog.text
+
+
+def test_compiled_ahead_in_other_processes() -> None:
+    """What they compile, this process finds in the cache."""
+    from torch._dynamo.utils import counters
+
+    fresh = random.SystemRandom().random()
+
+    def region(operator: Callable[[Tensor], Tensor]) -> LoweredSubgraph:
+        def body(x: Tensor) -> list[Tensor]:
+            return [operator(operator(x) + fresh)]
+
+        return LoweredSubgraph(traced(body, torch.ones(8)), "region")
+
+    regions = [region(torch.sin), region(torch.cos)]
+    before = counters["inductor"].copy()
+    compile_ahead(regions)
+    assert all(region.is_compiled for region in regions)
+    changed = counters["inductor"] - before
+    assert (changed["fxgraph_cache_hit"], changed["fxgraph_cache_miss"]) == (2, 0)
+
+
+def test_unknown_ways_to_lower() -> None:
+    with pytest.raises(graphopt.LoweringError, match="there is no lower='triton'"):
+        graphopt.compile(train_step, lower="triton")
