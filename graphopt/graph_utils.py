@@ -74,8 +74,11 @@ def is_random(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """Arguments that a node updates in place, by the alias annotations of its schema."""
+    """Arguments that a node updates in place, by the alias annotations of its schema; of a call of
+    compiled code by `meta["writes"]`, positions of arguments."""
     target = node.target
+    if node.op in ("call_module", "call_method"):
+        return [cast(fx.Node, node.args[index]) for index in node.meta.get("writes", ())]
     if not isinstance(target, _compat.OpOverload) or not target._schema.is_mutable:
         return []
     found: list[fx.Node] = []

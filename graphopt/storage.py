@@ -9,7 +9,15 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import Outputs, get_outputs, is_collective, is_operator, is_view, is_wait, may_alias
+from graphopt.graph_utils import (
+    Outputs,
+    get_outputs,
+    is_collective,
+    is_operator,
+    is_view,
+    is_wait,
+    may_alias,
+)
 
 _ONE_TENSOR_TWICE = (
     "aten::mkldnn_rnn_layer_backward",

@@ -31,6 +31,7 @@ def box_calls(gm: fx.GraphModule) -> fx.GraphModule:
             call = gm.graph.call_method("call_boxed", (module, box), dict(node.kwargs))
         for new in (box, call):
             new.meta = dict(node.meta)
+        call.meta["writes"] = [1] if node.meta["writes"] else []
         node.replace_all_uses_with(call)
         gm.graph.erase_node(node)
     gm.recompile()

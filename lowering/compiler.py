@@ -15,7 +15,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import without_autocast
-from graphopt.lowering.layout import AnyLayout, ChannelsLast, can_change_layout
+from graphopt.lowering.prepare import ChannelsLast, Prepared, can_change_layout
 
 
 class Kind(NamedTuple):
@@ -31,9 +31,15 @@ class Kind(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-def kind_of(tensor: torch.Tensor) -> Kind:
-    """The kind of a tensor."""
-    return Kind(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+NUMBER = Kind(torch.float64, (), (), torch.device("cpu"))
+"""How a number that the graph computes enters compiled code."""
+
+
+def kind_of(value: torch.Tensor | float | torch.SymFloat) -> Kind:
+    """The kind of an input of a region."""
+    if not isinstance(value, torch.Tensor):
+        return NUMBER
+    return Kind(value.dtype, value.shape, value.stride(), value.device)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ def compile_body(
 def _decompose(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     from graphopt._compat import inductor
 
-    decomposed = inductor.decompose(body, inputs, AnyLayout)
+    decomposed = inductor.decompose(body, inputs, Prepared)
     if not inductor.prefers_channels_last(decomposed) or not can_change_layout(body.graph):
         return decomposed
     return inductor.decompose(body, inputs, ChannelsLast)

@@ -10,7 +10,14 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import may_alias
+from graphopt.graph_utils import (
+    follows_output_convention,
+    get_outputs,
+    may_alias,
+    set_outputs,
+    written,
+)
+from graphopt.lowering.compiler import kind_of
 from graphopt.lowering.lowerable import as_factory, is_item, reads_metadata_only
 from graphopt.lowering.regions import MARK, Mark, mark_regions
 
@@ -38,8 +45,7 @@ class Body:
         lines = []
         for node, index in number.items():
             if node.op == "placeholder":
-                value = node.meta["val"]
-                what = f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+                what = str(kind_of(node.meta["val"]))
             else:
                 arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
                 what = f"{node.target}{arguments}"
@@ -96,10 +102,21 @@ class Cut:
             for index, returned in enumerate(body.outputs):
                 item = outer[returned] = graph.call_function(operator.getitem, (call, index))
                 item.meta = {k: v for k, v in returned.meta.items() if k != MARK}
+        self._forget_updates(graph)
         return graph
+
+    def _forget_updates(self, graph: fx.Graph) -> None:
+        """Let the output list the updates that are left: those in regions happen in place."""
+        if not follows_output_convention(graph):
+            return
+        outputs = get_outputs(graph)
+        updates = [node for node in outputs.updates if node.op != "placeholder"]
+        set_outputs(graph, outputs._replace(updates=updates))
 
     def _outside(self, graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
         """A node of a region, or a free one, that is needed outside and is not returned."""
+        if self._marks[node].region >= 0 and written(node):
+            return value(written(node)[0])
         if isinstance(node.meta["val"], (list, tuple)) and not may_alias(node):
             items = {user.args[1]: user for user in node.users if is_item(user)}
             return [value(items[index]) for index in range(len(node.meta["val"]))]
@@ -191,7 +208,7 @@ def _is_outside(user: fx.Node, members: set[fx.Node]) -> bool:
 
 
 def _bases(node: fx.Node, members: set[fx.Node]) -> Iterator[fx.Node]:
-    if node not in members:
+    if node not in members or written(node):
         return
     if is_item(node) and not may_alias(node.all_input_nodes[0]):
         yield node

@@ -12,13 +12,16 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_operator, is_random, is_view, is_wait, tensors_in
+from graphopt.lowering.numbers import counts_steps, is_listed, takes_numbers
 
 aten = torch.ops.aten
 
 _NAMESPACES = ("aten", "prims")
 
-_KEEP_ATEN_KERNEL = ("aten::_fused_", "aten::_foreach_")
-"""Lists of independent updates: ATen has one kernel for all of them."""
+_KEEP_ATEN_KERNEL = ("aten::_fused_adagrad", "aten::_fused_adam", "aten::_fused_sgd")
+"""Fused optimizers: ATen has one kernel for each, which compiled code was not faster than."""
+
+_NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 _METADATA_ONLY = (
     "aten::empty_like",
@@ -58,7 +61,11 @@ def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
     if target._schema.is_mutable:
         return "it updates its argument"
     if target._schema.name.startswith(_KEEP_ATEN_KERNEL):
-        return "it is a list of updates, for which ATen has one kernel"
+        return "ATen has one kernel for all updates"
+    if target._schema.name.startswith("aten::_foreach_") and not is_listed(node):
+        return "nothing says what it does to each tensor of its lists"
+    if counts_steps(node):
+        return "it counts steps, which are read as Python numbers"
     return _unsuitable_value(node)
 
 
@@ -66,11 +73,13 @@ def _unsuitable_value(node: fx.Node) -> str | None:
     results = list(tensors_in(node.meta.get("val")))
     if not results:
         return "no meta kernel says what it returns, or it returns no tensor"
-    for source in node.all_input_nodes:
-        value = source.meta.get("val")
-        if isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool)):
-            return "it takes a number that is computed in the graph"
-    for tensor in (*results, *tensors_in([n.meta.get("val") for n in node.all_input_nodes])):
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    numbers = [value for value in values if isinstance(value, _NUMBERS)]
+    if numbers and not (
+        takes_numbers(node) and all(isinstance(v, torch.SymFloat) for v in numbers)
+    ):
+        return "it takes a number that is computed in the graph"
+    for tensor in (*results, *tensors_in(values)):
         reason = unsuitable_tensor(tensor)
         if reason is not None:
             return reason

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from graphopt.graph_utils import written
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.running import GROUP
 from graphopt.lowering.compiler import Options
@@ -55,6 +56,8 @@ class Lowering:
         first = body.nodes[0].meta
         node.meta = {key: first[key] for key in ("phase", "source", GROUP) if key in first}
         node.meta["val"] = tuple(output.meta["val"] for output in body.outputs)
+        states = {state for update in body.nodes for state in written(update)}
+        node.meta["writes"] = [i for i, source in enumerate(body.inputs) if source in states]
         return node
 
     def _module(self, body: Body) -> LoweredSubgraph:

@@ -25,7 +25,16 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import is_collective, is_wait, written
+from graphopt.graph_utils import (
+    follows_output_convention,
+    get_outputs,
+    is_collective,
+    is_operator,
+    is_wait,
+    same_kind,
+    tensors_in,
+    written,
+)
 from graphopt.iter_graph import IterGraph
 from graphopt.lowering.lowerable import (
     draws,
@@ -33,6 +42,7 @@ from graphopt.lowering.lowerable import (
     is_item,
     reads_metadata_only,
     reason_to_keep,
+    unsuitable_tensor,
 )
 from graphopt.storage import Storages
 
@@ -114,6 +124,7 @@ def mark_regions(
     """
     found = Regions()
     reasons = dict(_reasons(graph, node_predicate, random))
+    _keep_shared_updates(graph, reasons)
     found.free = _free_nodes(graph, reasons)
     lowerable = {node for node, reason in reasons.items() if reason is None} - found.free
     levels = _levels(graph, lowerable)
@@ -142,17 +153,50 @@ def _reasons(
 ) -> Iterator[tuple[fx.Node, str | None]]:
     """Each call with the reason to keep it, None where it is lowerable."""
     known: dict[fx.Node, str | None] = {}
+    updates = set(get_outputs(graph).updates) if follows_output_convention(graph) else set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         if is_item(node) and isinstance(node.args[0], fx.Node):
             reason = known.get(node.args[0], "it is an item of an input")
         else:
-            reason = reason_to_keep(node, random=random)
+            reason = None
+            if node not in updates or not _updates_whole(node):
+                reason = reason_to_keep(node, random=random)
             if reason is None and node_predicate is not None and not node_predicate(node):
                 reason = "node_predicate refused it"
         known[node] = reason
         yield node, reason
+
+
+def _updates_whole(node: fx.Node) -> bool:
+    """Whether a state update gives all of an input a value of its kind."""
+    if not is_operator(node.target, "aten::copy_") or len(node.all_input_nodes) != 2:
+        return False
+    state, value = node.all_input_nodes
+    if state.op != "placeholder" or node.args[0] is not state or not same_kind(state, value):
+        return False
+    return unsuitable_tensor(value.meta["val"]) is None
+
+
+def _keep_shared_updates(graph: fx.Graph, reasons: dict[fx.Node, str | None]) -> None:
+    """Keep updates of state that is also reached through values outside compiled regions, which the
+    compiler would take for others."""
+    storages = Storages(graph)
+    reached = {
+        storages.key(node)
+        for node, reason in reasons.items()
+        if reason is not None and list(tensors_in(node.meta.get("val")))
+    }
+    states: dict[Any, int] = defaultdict(int)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            states[storages.key(node)] += 1
+    for node, reason in reasons.items():
+        if reason is None and written(node):
+            key = storages.key(node)
+            if key in reached or states[key] > 1:
+                reasons[node] = "its state is also reached through other values"
 
 
 def _free_nodes(graph: fx.Graph, reasons: dict[fx.Node, str | None]) -> set[fx.Node]:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.errors import LoweringError
-from graphopt.lowering.compiler import Kind, Options, compile_body, kind_of
+from graphopt.lowering.compiler import NUMBER, Kind, Options, compile_body, kind_of
 
 logger = logging.getLogger("graphopt")
 
@@ -43,6 +43,7 @@ class LoweredSubgraph(nn.Module):
         self.options = options or Options()
         self.failure: LoweringError | None = None
         self._name = name
+        self._numbers = [index for index, kind in enumerate(self.kinds) if kind is NUMBER]
         self._compiled: dict[tuple[Kind, ...], Compiled] = {}
         self._current: tuple[tuple[Kind, ...], Compiled] | None = None
 
@@ -69,8 +70,10 @@ class LoweredSubgraph(nn.Module):
         """
         return self.call_boxed(list(args), tag)
 
-    def call_boxed(self, args: list[torch.Tensor], tag: str = "") -> Sequence[torch.Tensor]:
+    def call_boxed(self, args: list[Any], tag: str = "") -> Sequence[torch.Tensor]:
         """Like `forward`, but clears the list, so that inputs are freed after their last use."""
+        for index in self._numbers:
+            args[index] = torch.tensor(args[index], dtype=torch.float64)
         kinds = tuple(map(kind_of, args))
         if self._current is None or self._current[0] != kinds:
             self._current = kinds, self._for_kinds(kinds)
@@ -104,8 +107,10 @@ class LoweredSubgraph(nn.Module):
             return self._run_eagerly
 
     def _run_eagerly(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        given = list(args)
+        given: list[Any] = list(args)
         args.clear()
+        for index in self._numbers:
+            given[index] = given[index].item()
         result: Sequence[torch.Tensor] = self.graph_module(*given)
         return result
 

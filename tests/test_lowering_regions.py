@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from graphopt.graph_utils import is_collective, is_wait
+from graphopt.graph_utils import get_outputs, is_collective, is_wait
 from graphopt.lowering.extract import Body, Cut, region_graphs
 from graphopt.lowering.regions import MARK, mark_regions
 from sketch import Sketch, one_rank, values_for
@@ -32,7 +32,7 @@ def regions(gm: fx.GraphModule, **options: object) -> list[list[str]]:
 
 def spliced(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph with its marked regions called as plain modules, not compiled."""
-    root = fx.GraphModule(gm, fx.Graph())
+    root = fx.GraphModule(gm, gm.graph)
 
     def call(graph: fx.Graph, body: Body, inputs: list[fx.Node]) -> fx.Node:
         name = f"subgraph_{sum(node.op == 'call_module' for node in graph.nodes)}"
@@ -152,7 +152,7 @@ def test_constants_are_inputs() -> None:
     gm = sketch.step([chain(sketch, added)])
     gm.table = torch.arange(4.0)
     with gm.graph.inserting_before(added):
-        table = gm.graph.get_attr("table")
+        table = gm.graph.create_node("get_attr", "table")
     table.meta["val"] = x.meta["val"]
     added.args = (x, table)
     gm.recompile()
@@ -168,8 +168,22 @@ def test_updates_keep_their_place_among_reads() -> None:
     update = sketch.call(aten.copy_.default, state, chain(sketch, x))
     new = chain(sketch, update)
     gm = sketch.step([old, new], [update])
-    assert len(regions(gm, min_ops=1)) == 2
-    assert_same_results(gm, values_for(gm))
+    assert [len(names) for names in regions(gm, min_ops=1)] == [19]
+    lowered = assert_same_results(gm, values_for(gm))
+    assert get_outputs(lowered.graph).updates == []
+
+
+def test_an_update_that_the_compiler_would_not_see_through_stays() -> None:
+    sketch = Sketch()
+    state, x = sketch.input("state", 4), sketch.input("x", 4)
+    view = sketch.call(aten.view.default, state, [4])
+    old = chain(sketch, view)
+    update = sketch.call(aten.copy_.default, state, chain(sketch, x))
+    gm = sketch.step([old], [update])
+    seen = mark_regions(gm.graph, min_ops=1, node_predicate=lambda node: node is not view)
+    reasons = {entry.node: entry.reason for entry in seen.breaks}
+    assert reasons[update.name] == "its state is also reached through other values"
+    assert [len(names) for names in regions(gm, min_ops=1)] == [13]
 
 
 def test_in_place_operators_of_other_graphs_keep_their_place() -> None:
@@ -230,7 +244,7 @@ def test_every_break_has_its_reason() -> None:
         "aten.bernoulli.p": "it draws random numbers",
         "_c10d_functional.all_reduce.default": "it communicates",
         "_c10d_functional.wait_tensor.default": "it communicates",
-        "aten.copy_.default": "it updates its argument",
+        "aten.copy_.default": "its region has 1 operators, fewer than 10",
     }
 
 

@@ -1,4 +1,6 @@
-"""Every use of a private torch API, each in one small function. Inductor and Triton have files here.
+"""Every use of a private torch API, each in one small function.
+
+What the parts of torch that are loaded late need (Inductor, Triton) is in files beside this one.
 
 Written for torch 2.11 to 2.15. A branch for one version says so.
 """

@@ -1,6 +1,7 @@
-"""Run convolutions on channels-last images, and keep that layout from one to the next.
+"""The graph of a region in the form that is compiled.
 
-Convolutions are fastest so, and Inductor converts what they read. In a graph that holds forward and
+Convolutions run on channels-last images, and that layout is kept from one to the next: they
+are fastest so, and Inductor converts what they read. In a graph that holds forward and
 backward it converts one activation several times, since it fixes the layout that the backward reads
 to that of the graph. Here the graph itself gets the layout.
 """
@@ -12,7 +13,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.graph_utils import get_output, is_operator
+from graphopt.lowering.numbers import Number, is_listed, written_out
 
 aten = torch.ops.aten
 
@@ -39,24 +42,48 @@ def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
     return None
 
 
-class AnyLayout(fx.Interpreter):
-    """Runs a graph whose values may get other strides than it was traced with.
+class Prepared(fx.Interpreter):
+    """Runs the graph of a region in the form that the compiler takes.
 
-    Decompositions may give results other strides than the operators they stand for, and a view of
-    such a result may need a copy.
+    Operators on lists and numbers are written out. Updates of inputs come last: whoever reads an
+    updated value in the region reads what it is updated to. Decompositions may give results other
+    strides than the operators they stand for; a view of such a result may need a copy, and what the
+    region returns gets its strides back.
     """
 
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self._updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().placeholder(target, args, kwargs)
+        is_number = isinstance(self._node.meta["val"], torch.SymFloat)
+        return Number(value) if is_number else value
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_operator(target, "aten::copy_"):
+            self._updates.append((args[0], args[1]))
+            return args[1]
         if is_operator(target, "aten::view", "aten::_unsafe_view"):
             return aten.reshape.default(*args, **kwargs)
+        leaves = _compat.tree_leaves((args, kwargs))
+        if is_listed(self._node) or any(isinstance(leaf, Number) for leaf in leaves):
+            return written_out(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wanted = [source.meta["val"] for source in _returned(self.graph)]
-        return [_restored(value, like) for value, like in zip(args[0], wanted, strict=True)]
+        results = [_restored(value, like) for value, like in zip(args[0], wanted, strict=True)]
+        for state, value in self._updates:
+            state.copy_(value)
+        return results
 
 
-class ChannelsLast(AnyLayout):
+class ChannelsLast(Prepared):
     """Runs a graph with all that convolutions read laid out channels-last."""
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -1,0 +1,158 @@
+"""Operators on lists, and operators that take numbers which the graph computes.
+
+An optimizer that is not fused computes with lists of tensors (`_foreach_mul`, …) and with Python
+numbers, such as the bias correction of a step. Here each becomes one operator for each tensor, and
+a number becomes a 0-dim float64 tensor, so that compiled code serves every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import tensors_in
+
+aten = torch.ops.aten
+
+_WITH_NUMBERS = frozenset({"add", "addcdiv", "addcmul", "div", "lerp", "mul", "pow", "sub"})
+
+_LISTED = _WITH_NUMBERS | {
+    "abs",
+    "clamp_max",
+    "clamp_min",
+    "copy",
+    "exp",
+    "maximum",
+    "minimum",
+    "neg",
+    "norm",
+    "reciprocal",
+    "sign",
+    "sqrt",
+    "zero",
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of the graph, as a 0-dim float64 tensor."""
+
+    tensor: torch.Tensor
+
+    def like(self, other: torch.Tensor) -> torch.Tensor:
+        """In the precision in which operators on `other` compute."""
+        precise = torch.float64 if other.dtype is torch.float64 else torch.float32
+        return self.tensor.to(precise)
+
+
+def is_listed(node: fx.Node) -> bool:
+    """Whether a node is a list of independent operations that can be written one by one."""
+    name = _name(node.target)
+    return name.startswith("_foreach_") and name.removeprefix("_foreach_") in _LISTED
+
+
+def counts_steps(node: fx.Node) -> bool:
+    """Whether a list operator works on single numbers, such as the step counters of an optimizer:
+    what it returns is read as Python numbers."""
+    return is_listed(node) and all(not tensor.dim() for tensor in tensors_in(node.meta.get("val")))
+
+
+def takes_numbers(node: fx.Node) -> bool:
+    """Whether a node may take numbers of the graph, and its result is not one of them."""
+    name = _name(node.target).removeprefix("_foreach_")
+    first = node.args[0] if node.args else None
+    return name in _WITH_NUMBERS and not _is_number(first) and not counts_steps(node)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, fx.Node) and not list(tensors_in(value.meta.get("val")))
+
+
+def _name(target: object) -> str:
+    if not isinstance(target, _compat.OpOverload) or target.namespace != "aten":
+        return ""
+    return str(target._schema.name).removeprefix("aten::")
+
+
+def written_out(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator computes, one operator for each tensor and with tensors for numbers.
+
+    Args:
+        target: a list operator, or one that is given a `Number`.
+    """
+    name = _name(target)
+    if not name.startswith("_foreach_"):
+        return _one(name, args, kwargs)
+    name = name.removeprefix("_foreach_")
+    return [
+        _one(name, [_item(a, i) for a in args], {k: _item(v, i) for k, v in kwargs.items()})
+        for i in range(len(args[0]))
+    ]
+
+
+def _item(value: Any, index: int) -> Any:
+    return value[index] if isinstance(value, (list, tuple)) else value
+
+
+def _one(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    first = args[0]
+    args = [v.like(first) if isinstance(v, Number) else v for v in args]
+    kwargs = {k: v.like(first) if isinstance(v, Number) else v for k, v in kwargs.items()}
+    result = (
+        _RULES[name](*args, **kwargs) if name in _RULES else getattr(aten, name)(*args, **kwargs)
+    )
+    return result.to(first.dtype) if name in _WITH_NUMBERS and not first.dim() else result
+
+
+def _add(x: torch.Tensor, other: Any, alpha: Any = 1) -> Any:
+    return x + _scaled(other, alpha)
+
+
+def _sub(x: torch.Tensor, other: Any, alpha: Any = 1) -> Any:
+    return x - _scaled(other, alpha)
+
+
+def _scaled(value: Any, factor: Any) -> Any:
+    return value if isinstance(factor, (int, float)) and factor == 1 else value * factor
+
+
+def _lerp(x: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
+    if isinstance(weight, torch.Tensor) and weight.dtype != x.dtype:
+        weight = weight.to(x.dtype)
+    return aten.lerp(x, end, weight)
+
+
+def _addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, value: Any = 1) -> Any:
+    return x + _scaled(a, value) * b
+
+
+def _addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, value: Any = 1) -> Any:
+    return x + _scaled(a, value) / b
+
+
+def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    return source.to(x.dtype).expand_as(x).clone()
+
+
+def _norm(x: torch.Tensor, order: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    return torch.linalg.vector_norm(x, order, dtype=dtype)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "add": _add,
+    "addcdiv": _addcdiv,
+    "addcmul": _addcmul,
+    "copy": _copy,
+    "div": lambda x, other, **mode: aten.div(x, other, **mode),
+    "lerp": _lerp,
+    "mul": lambda x, other: x * other,
+    "norm": _norm,
+    "pow": lambda x, exponent: aten.pow(x, exponent),
+    "sub": _sub,
+    "zero": torch.zeros_like,
+}
