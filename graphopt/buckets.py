@@ -36,7 +36,7 @@ def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
     values = [node.meta.get("val") for node in (*block.inputs, *block.wait_nodes)]
     if len(values) != 2 or list(block.comm_node.users) != block.wait_nodes:
         return False
-    if not all(isinstance(value, torch.Tensor) and value.is_contiguous() for value in values):
+    if not all(_has_place(value) for value in values):
         return False
     if not block.nbytes:
         return False
@@ -44,6 +44,13 @@ def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
     if any(user in pinned for user in (*block.node_list, *users)):
         return False
     return not any(_has_absolute_offset(node) for node in (*block.tail, *users))
+
+
+def _has_place(value: object) -> bool:
+    """Whether the place of a tensor in a bucket can be computed now."""
+    if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
+        return False
+    return value.is_contiguous()
 
 
 def _has_absolute_offset(node: fx.Node) -> bool:

@@ -19,9 +19,10 @@ As in DistributedDataParallel, the first bucket of each such kind closes at 1 MB
 communication starts early, and later ones at `bucket_size_mb`. A bucket is launched where its last
 member was. Nodes that stood before the fused wait and need a member move after it, in order.
 
-Left as they are: a bucket of one; a late node; a tensor that is empty or not contiguous; a
-result read through `as_strided`, whose offset counts from the beginning of the bucket. A collective
-that needs a member closes the bucket before it, so no dependent pair is ever fused.
+Left as they are: a bucket of one; a late node; a tensor that is empty, not contiguous or of a
+dynamic size; a result read through `as_strided`, whose offset counts from the beginning of the
+bucket. A collective that needs a member closes the bucket before it, so no dependent pair is ever
+fused.
 
 Members begin at multiples of 64 bytes, with zeros in between where sizes are odd: matrix-vector
 kernels give other bits at other alignments. A result that leaves the graph (a gradient that stays

@@ -41,7 +41,7 @@ from graphopt.storage import Storages
 MAX_OPTIMIZER_DISTANCE = 5
 
 
-@graph_optimization_pass()
+@graph_optimization_pass(whole_step=True)
 def remove_copy_from_optimizer(gm: fx.GraphModule) -> int:
     """Remove orphan copies of an optimizer that nobody reads. Returns how many."""
     late = late_nodes(gm.graph)

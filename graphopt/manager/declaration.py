@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from graphopt.errors import PassDefinitionError
+from graphopt.iter_graph import IterGraphModule
 from graphopt.manager.options import (
     Option,
     PassArgumentError,
@@ -34,6 +35,8 @@ class Pass:
         apply_after: names of passes that come first if both are applied.
         repeatable: whether it may be applied to a graph more than once.
         changes_numerics: whether it may change the bits of the results.
+        whole_step: whether it needs a whole training step; inside `torch.compile` it is left out.
+        bakes_rank: whether what it leaves holds on this rank alone, so that ranks share no cache.
         options: its options by name, in the order of the signature.
         doc: first line of the function's docstring.
         source: ``file:line`` of the function.
@@ -49,6 +52,8 @@ class Pass:
         apply_after: Iterable[Pass | str] = (),
         repeatable: bool = False,
         changes_numerics: bool = False,
+        whole_step: bool = False,
+        bakes_rank: bool = False,
     ) -> None:
         _check_function(function)
         self.name = function.__name__ if name is None else name
@@ -56,11 +61,15 @@ class Pass:
         self.prerequisites = _names(prerequisites, "prerequisites", self.name)
         self.apply_after = _names(apply_after, "apply_after", self.name)
         self.options: dict[str, Option] = options_of(function, self.name)
-        _check_graph_annotation(function, self.name)
+        annotation = _check_graph_annotation(function, self.name)
         self.function = function
         self.module = function.__module__
         self.repeatable = repeatable
         self.changes_numerics = changes_numerics
+        self.whole_step = whole_step or (
+            is_class(annotation) and issubclass(annotation, IterGraphModule)
+        )
+        self.bakes_rank = bakes_rank
         self.doc = (inspect.getdoc(function) or "").partition("\n")[0]
         code = inspect.unwrap(function).__code__
         self.source = f"{code.co_filename}:{code.co_firstlineno}"
@@ -131,12 +140,12 @@ def _names(passes: object, what: str, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _check_graph_annotation(function: Callable[..., Any], name: str) -> None:
+def _check_graph_annotation(function: Callable[..., Any], name: str) -> Any:
     annotation = graph_annotation(function)
     if not is_class(annotation):
-        return
+        return annotation
     if issubclass(annotation, fx.GraphModule) or issubclass(fx.GraphModule, annotation):
-        return
+        return annotation
     raise PassDefinitionError(
         f"the first parameter of pass {name!r} is annotated {annotation.__qualname__}; a pass takes"
         " an fx.GraphModule or an IterGraphModule, and edits its graph"

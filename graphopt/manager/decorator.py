@@ -21,6 +21,8 @@ def graph_optimization_pass(
     name: str | None = None,
     repeatable: bool = False,
     changes_numerics: bool = False,
+    whole_step: bool = False,
+    bakes_rank: bool = False,
     registry: PassRegistry | None = None,
 ) -> Callable[[Callable[..., int | None]], Pass]:
     """Make a pass of a function that edits the graph of a graph module in place.
@@ -39,6 +41,10 @@ def graph_optimization_pass(
         name: by which pipelines know it; None: the name of the function.
         repeatable: it may be applied to a graph more than once.
         changes_numerics: it may change the bits of the results.
+        whole_step: it needs the graph of a whole training step, and is left out inside
+            `torch.compile`. A first parameter that is annotated `IterGraphModule` says so as well.
+        bakes_rank: it writes this process's rank, or what follows from it, into the graph, so that
+            ranks may not share compiled code.
         registry: where it is declared; None: where pipelines look for names.
 
     Raises:
@@ -65,6 +71,8 @@ def graph_optimization_pass(
             apply_after=apply_after,
             repeatable=repeatable,
             changes_numerics=changes_numerics,
+            whole_step=whole_step,
+            bakes_rank=bakes_rank,
         )
         return chosen.register(declared)
 

@@ -1,0 +1,147 @@
+"""Runs a pipeline on the graphs of `torch.compile`, each of which is a part of a training step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import PipelineSyntaxError
+from graphopt.manager import Pass, PassCallback, PassContext, PassManager, Pipeline
+from graphopt.manager.problems import Refused
+from graphopt.manager.text import Step
+from graphopt.step import manager_for
+from graphopt.verify import Problem
+
+logger = logging.getLogger("graphopt")
+
+AnyPipeline: TypeAlias = str | Pass | PassManager | Sequence[Any]
+
+ON_ERROR = ("raise", "skip")
+_KIND = "graphopt_graph"
+
+
+def graph_kind(gm: fx.GraphModule) -> str | None:
+    """Which graph of `torch.compile` a pass is given.
+
+    Returns:
+        "joint" (forward and backward in one), "forward", "backward" or "inference" (nothing needs
+        a gradient). None for a whole training step, and for a graph that was given to Inductor
+        without AOTAutograd.
+    """
+    kind: str | None = gm.meta.get(_KIND)
+    return kind
+
+
+class PartialManager(PassManager):
+    """Runs those passes of a pipeline that apply to a part of a step.
+
+    Args:
+        pipeline, verify: as of `graphopt.compile`.
+        on_error: "raise" what a refused or failing pass raises, or "skip": warn, and leave out that
+            pass and those after it.
+
+    Attributes:
+        skipped: names of the passes that are left out because they need a whole step.
+
+    Raises:
+        PipelineSyntaxError: the pipeline or a setting cannot be understood.
+    """
+
+    def __init__(
+        self, pipeline: AnyPipeline, *, verify: str | None = None, on_error: str = "raise"
+    ) -> None:
+        if on_error not in ON_ERROR:
+            raise PipelineSyntaxError(
+                f"on_error={on_error!r}: one of {', '.join(ON_ERROR)} is expected"
+            )
+        given = manager_for([pipeline] if isinstance(pipeline, Pass) else pipeline, verify)
+        self._registry = given._registry
+        self._settings = given._settings
+        self._callbacks = (*given._callbacks, _NumbersAreNodes())
+        self.pipeline, self.skipped = _applicable(given.pipeline)
+        self.on_error = on_error
+        self.observed = bool(given._callbacks or given._settings.dump_dir)
+        if self.skipped:
+            level = logging.INFO if pipeline == "default" else logging.WARNING
+            _say_skipped(str(given), self.skipped, level)
+
+    @property
+    def verify(self) -> str:
+        """The level of verification."""
+        return self._settings.verify
+
+    @property
+    def enabled(self) -> Pipeline:
+        """The passes that run, without disabled ones."""
+        return Pipeline(self.pipeline[index] for index in self._enabled())
+
+    def optimize(self, gm: fx.GraphModule, kind: str | None) -> None:
+        """Apply the passes to a graph.
+
+        Args:
+            kind: what `graph_kind` is to say.
+        """
+        gm.meta = {**gm.meta, _KIND: kind}
+        for node in gm.graph.nodes:
+            node.meta.setdefault("provenance", ("capture",))
+        try:
+            self.run(gm)
+        except Exception as error:
+            if self.on_error == "raise":
+                raise
+            logger.warning("torch.compile goes on without a pass: %s", error)
+
+
+def _applicable(pipeline: Pipeline) -> tuple[Pipeline, tuple[str, ...]]:
+    """The passes that need no whole step, nor a pass that does, and the names of the others."""
+    kept: list[Step] = []
+    skipped: dict[str, None] = {}
+    for step in pipeline:
+        pass_ = step.pass_
+        if pass_.whole_step or not skipped.keys().isdisjoint(pass_.prerequisites):
+            skipped[pass_.name] = None
+        else:
+            kept.append(step)
+    return Pipeline(kept), tuple(skipped)
+
+
+@cache
+def _say_skipped(pipeline: str, names: tuple[str, ...], level: int) -> None:
+    """Log once for each pipeline."""
+    logger.log(
+        level,
+        "left out inside torch.compile, whose graphs are parts of a training step: %s"
+        "\n  pipeline:  %s\n  hint:      graphopt.compile captures whole steps",
+        ", ".join(names),
+        pipeline,
+    )
+
+
+class _NumbersAreNodes(PassCallback):
+    """Refuses a pass that writes a size which is not known into the arguments of a node."""
+
+    def after_pass(self, context: PassContext) -> None:
+        for node in context.before.new_nodes():
+            if any(True for _ in _symbolic_numbers(node)):
+                raise Refused(
+                    [
+                        Problem(
+                            "it wrote a size that is not known while compiling into a node",
+                            (node,),
+                            hint="leave dynamic shapes alone, or compute the size by a node"
+                            " (aten.sym_size.int)",
+                        )
+                    ]
+                )
+
+
+def _symbolic_numbers(node: fx.Node) -> Iterator[object]:
+    for leaf in _compat.tree_leaves((node.args, node.kwargs)):
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            yield leaf

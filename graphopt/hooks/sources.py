@@ -1,0 +1,210 @@
+"""The code that runs when a pass runs: as text, and as what is loaded.
+
+Text alone would not do: a file may have been edited since it was imported, and a function that was
+made inside another one depends on values that stand nowhere in its text.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from graphopt.manager.literals import has_literal, literal
+
+_ELSEWHERE = frozenset({"graphopt", "torch", "functorch", *sys.stdlib_module_names})
+"""Packages whose versions are part of an identity anyway."""
+
+
+def source_digest(function: Callable[..., Any]) -> str | None:
+    """Digest of a function, of what it uses, and of the files that these are in.
+
+    That is: the loaded code of the function and of the functions that it calls by global names, the
+    plain values that they read from modules and closures, and the text of its file and of every
+    file that this imports, wherever the import stands. Of installed packages, only what is imported
+    directly is read.
+
+    Returns:
+        None if the file cannot be read, as for a function typed into a shell, or if the function
+        closes over something other than functions and plain values.
+    """
+    if _elsewhere(function.__module__):
+        return f"{function.__module__}.{function.__qualname__}"
+    loaded = _Loaded()
+    if not loaded.add(function):
+        return None
+    texts = _Texts(function.__module__)
+    if not texts.add_file(function.__module__, Path(function.__code__.co_filename)):
+        return None
+    parts = (sorted(loaded.parts), sorted(texts.parts))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _elsewhere(module: str) -> bool:
+    """Whether a module belongs to graphopt, torch or Python. `__main__` is the user's."""
+    return module != "__main__" and module.partition(".")[0] in _ELSEWHERE
+
+
+class _Loaded:
+    """Functions as they are loaded: their code, and plain values that they use."""
+
+    def __init__(self) -> None:
+        self.parts: set[str] = set()
+        self._seen: set[FunctionType] = set()
+
+    def add(self, value: Any) -> bool:
+        """Take in a value. False if nothing is known of what it is."""
+        if has_literal(value):
+            self.parts.add(literal(value))
+            return True
+        if not isinstance(value, FunctionType):
+            return isinstance(value, ModuleType)  # its text is taken in where it is imported
+        if value in self._seen or _elsewhere(value.__module__):
+            return True
+        self._seen.add(value)
+        code = value.__code__
+        self.parts.add(f"{value.__module__}.{value.__qualname__}: {_code_text(code)}")
+        for used in self._globals_of(value):
+            self.add(used)
+        cells = value.__closure__ or ()
+        return all(self._add_cell(n, c) for n, c in zip(code.co_freevars, cells, strict=True))
+
+    def _add_cell(self, name: str, cell: Any) -> bool:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # assigned later, or never
+            return False
+        if has_literal(value):
+            self.parts.add(f"{name} = {literal(value)}")
+            return True
+        return self.add(value)
+
+    def _globals_of(self, function: FunctionType) -> Iterator[Any]:
+        names = set(_names(function.__code__))
+        for name in sorted(names & function.__globals__.keys()):
+            value = function.__globals__[name]
+            if has_literal(value):
+                self.parts.add(f"{function.__module__}.{name} = {literal(value)}")
+            elif isinstance(value, ModuleType) and not _elsewhere(value.__name__):
+                yield from (vars(value)[used] for used in sorted(names & vars(value).keys()))
+            else:
+                yield value
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _code_text(code: CodeType) -> str:
+    """What a code object does, without where it stands; the same in every process."""
+    constants = [
+        _code_text(constant) if isinstance(constant, CodeType) else _constant_text(constant)
+        for constant in code.co_consts
+    ]
+    return repr((code.co_code.hex(), code.co_names, code.co_varnames, constants))
+
+
+def _constant_text(constant: Any) -> str:
+    if isinstance(constant, frozenset):  # ordered by hashes, which differ between processes
+        return f"frozenset({sorted(map(repr, constant))})"
+    return repr(constant)
+
+
+class _Texts:
+    """Files of modules, with those that they import.
+
+    Args:
+        module: the one that everything is imported from; its package is followed even where it is
+            installed.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.parts: set[tuple[str, str]] = set()
+        self._package = module.partition(".")[0]
+        self._seen: set[str] = set()
+
+    def add_file(self, module: str, path: Path) -> bool:
+        """Take in the file of a module, and what it imports. False if there is no such file."""
+        pending = [(module, path)]
+        self._seen.add(module)
+        while pending:
+            name, file = pending.pop()
+            try:
+                text = file.read_bytes()
+            except OSError:
+                if name == module:
+                    return False
+                continue
+            self.parts.add((name, hashlib.sha256(text).hexdigest()))
+            if file.suffix == ".py" and self._is_followed(name, file):
+                pending += self._imports(name, file, text)
+        return True
+
+    def _is_followed(self, name: str, file: Path) -> bool:
+        if name.partition(".")[0] == self._package:
+            return True
+        installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        return not any(file.is_relative_to(folder) for folder in installed)
+
+    def _imports(self, name: str, file: Path, text: bytes) -> Iterator[tuple[str, Path]]:
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError):
+            return
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        for imported in _imported_names(tree, package):
+            if imported in self._seen or _elsewhere(imported):
+                continue
+            self._seen.add(imported)
+            spec = _find(imported)
+            if spec is not None and spec.has_location and spec.origin is not None:
+                yield imported, Path(spec.origin)
+
+
+def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:
+    """Names that may be modules, of all import statements, with the packages that they are in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _with_parents(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            except ImportError:  # beyond the top: not a module of a package
+                continue
+            yield from _with_parents(base)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """Where a module is, without importing anything."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return loaded.__spec__
+    parent, _, _ = name.rpartition(".")
+    path = None
+    if parent:
+        spec = _find(parent)
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        path = list(spec.submodule_search_locations)
+    for finder in sys.meta_path:
+        found = finder.find_spec(name, path)
+        if found is not None:
+            return found
+    return None
