@@ -43,7 +43,7 @@ $(DEMO_READY): $(LOCATION) setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 $(TEST_READY): $(LOCATION) setup.cfg pyproject.toml constraints.txt
-	$(RUN) -m pip install --disable-pip-version-check -e '.[test,bench]'
+	$(RUN) -m pip install --disable-pip-version-check -e '.[test,bench,triton]'
 	@touch $@
 
 # An environment that was moved with its checkout still points to the old place, and one whose

@@ -57,7 +57,7 @@ class Prepared(fx.Interpreter):
 
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().placeholder(target, args, kwargs)
-        is_number = isinstance(self._node.meta["val"], torch.SymFloat)
+        is_number = isinstance(self._node.meta.get("val"), torch.SymFloat)
         return Number(value) if is_number else value
 
     def run_node(self, n: fx.Node) -> Any:
@@ -78,9 +78,13 @@ class Prepared(fx.Interpreter):
     def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wanted = [source.meta["val"] for source in _returned(self.graph)]
         results = [_restored(value, like) for value, like in zip(args[0], wanted, strict=True)]
+        self.update_inputs()
+        return results
+
+    def update_inputs(self) -> None:
+        """Do the updates of inputs, which come last."""
         for state, value in self._updates:
             state.copy_(value)
-        return results
 
 
 class ChannelsLast(Prepared):

@@ -1,0 +1,103 @@
+"""Methods of tensors whose C++ code asks for the CUDA device, in a torch that was built without it.
+
+Five methods have hand-written bindings that fail there even for fake tensors, on which nothing
+runs. Their operators do not fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def methods_for_fake_cuda_tensors() -> Iterator[None]:
+    """While active, these methods of CUDA tensors call operators; other tensors notice nothing."""
+    replacements: dict[str, Callable[..., Any]] = {
+        "__getitem__": _getitem,
+        "__setitem__": _setitem,
+        "__invert__": aten.bitwise_not.default,
+        "contiguous": _contiguous,
+        "copy_": _copy,
+    }
+    with ExitStack() as stack:
+        for name, replacement in replacements.items():
+            method = _for_cuda(getattr(torch.Tensor, name), replacement)
+            stack.enter_context(mock.patch.object(torch.Tensor, name, method))
+        yield
+
+
+def _for_cuda(original: Callable[..., Any], replacement: Callable[..., Any]) -> Any:
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        chosen = replacement if self.device.type == "cuda" else original
+        return chosen(self, *args, **kwargs)
+
+    return method
+
+
+def _contiguous(
+    self: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> Any:
+    return aten.contiguous.default(self, memory_format=memory_format)
+
+
+def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    return aten.copy_.default(self, source, non_blocking)
+
+
+def _getitem(self: torch.Tensor, index: Any) -> Any:
+    view, tensors = _indexed(self, index)
+    return aten.index.Tensor(view, tensors) if tensors else view
+
+
+def _setitem(self: torch.Tensor, index: Any, value: Any) -> None:
+    view, tensors = _indexed(self, index)
+    if not isinstance(value, torch.Tensor):
+        value = aten.full.default([], value, dtype=self.dtype, device=self.device)
+    if tensors:
+        aten.index_put_.default(view, tensors, value)
+    else:
+        aten.copy_.default(view, value)
+
+
+def _indexed(self: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The view that numbers, slices, None and `...` choose; what is left are the index tensors."""
+    entries = index if isinstance(index, tuple) else (index,)
+    left = sum(_dimensions(entry) for entry in entries)
+    dimension = 0
+    tensors: list[torch.Tensor | None] = []
+    for entry in entries:
+        left -= _dimensions(entry)
+        passed = 1
+        if isinstance(entry, torch.Tensor):
+            tensors.append(entry)
+            dimension += _dimensions(entry)
+            continue
+        if entry is Ellipsis:
+            passed = self.dim() - dimension - left
+        elif entry is None:
+            self = aten.unsqueeze.default(self, dimension)
+        elif isinstance(entry, slice):
+            step = 1 if entry.step is None else entry.step
+            self = aten.slice.Tensor(self, dimension, entry.start, entry.stop, step)
+        else:
+            self = aten.select.int(self, dimension, entry)
+            continue
+        dimension += passed
+        tensors += [None] * passed
+    return self, tensors if any(tensor is not None for tensor in tensors) else []
+
+
+def _dimensions(entry: Any) -> int:
+    """How many dimensions of the tensor an entry of an index is about."""
+    if entry is None or entry is Ellipsis:
+        return 0
+    if isinstance(entry, torch.Tensor) and entry.dtype is torch.bool:
+        return entry.dim()
+    return 1

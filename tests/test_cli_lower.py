@@ -1,0 +1,134 @@
+"""`graphopt lower`: from a saved graph to files, a table and an exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from typer.testing import CliRunner, Result
+
+import graphopt
+import zoo
+from graphopt import cli
+from graphopt.saved import save_graph
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def softmax_and_product(x: Tensor, w: Tensor) -> Tensor:
+    return torch.softmax(x @ w, -1)
+
+
+def save(module: fx.GraphModule) -> None:
+    save_graph(module, "step.pt")
+
+
+def save_function(dtype: torch.dtype = torch.float32) -> None:
+    inputs = torch.randn(64, 48, dtype=dtype), torch.randn(48, 48, dtype=dtype)
+    save(make_fx(softmax_and_product, tracing_mode="fake")(*inputs))
+
+
+def save_step() -> None:
+    case = zoo.MODELS["mlp"]
+    model = case.make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save(graphopt.capture(zoo.train_step, model, optimizer, *case.batch(0)).graph_module)
+
+
+def test_files_and_table() -> None:
+    save_function()
+    result = invoke("lower", "step.pt", "--target", "cuda:80", "--out", "made/kernels")
+    assert result.exit_code == 0, result.output
+    said = json.loads(Path("made/kernels/kernels.json").read_text())
+    (kernel,) = said["kernels"]
+    name = kernel["name"]
+    assert sorted(path.name for path in Path("made/kernels").iterdir()) == [
+        "kernels.json",
+        *(f"{name}.{suffix}" for suffix in ("cubin", "ptx", "py")),
+    ]
+    cubin = Path(f"made/kernels/{name}.cubin").read_bytes()
+    assert cubin.startswith(b"\x7fELF") and kernel["cubin_bytes"] == len(cubin)
+    assert ".target sm_80" in Path(f"made/kernels/{name}.ptx").read_text()
+    assert f"def {name}(" in Path(f"made/kernels/{name}.py").read_text()
+    assert said["target"] == "cuda:80" and said["regions"] == 1
+    assert said["externs"] == {"mm": 1} and said["failures"] == []
+    rows = [line.split() for line in result.output.splitlines()]
+    assert rows[0] == ["kernel", "registers", "shared", "spills", "cubin"]
+    figures = [str(kernel[key]) for key in ("shared_bytes", "spills", "cubin_bytes")]
+    assert rows[1] == [name, str(kernel["registers"]), *figures]
+    assert rows[2] == ["total", *figures]
+    assert result.output.splitlines()[3:] == [
+        "cuda:80: 1 kernels of 1 regions",
+        "calls of libraries: 1 mm",
+        "saved: made/kernels",
+    ]
+
+
+@pytest.mark.slow
+def test_a_saved_training_step() -> None:
+    save_step()
+    result = invoke("lower", "step.pt", "--out", "kernels", "--min-ops", "3")
+    assert result.exit_code == 0, result.output
+    said = json.loads(Path("kernels/kernels.json").read_text())
+    assert said["regions"] >= 1 and len(said["kernels"]) > 3
+    assert len(list(Path("kernels").glob("*.cubin"))) == len(said["kernels"])
+
+
+@pytest.mark.filterwarnings("ignore:compute capability 7.5 does not support bfloat16")
+def test_what_fails_is_named_and_the_status_is_1() -> None:
+    save_function(torch.bfloat16)
+    result = invoke("lower", "step.pt", "--target", "cuda:75", "--out", "kernels")
+    assert result.exit_code == 1
+    assert "graphopt lower: region 0: this cannot be lowered to Triton" in result.output
+    (failure,) = json.loads(Path("kernels/kernels.json").read_text())["failures"]
+    assert failure.startswith("region 0: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("lower nothing.pt --out kernels", "nothing.pt: No such file"),
+        ("lower text.pt --out kernels", "does not hold a graph"),
+        ("lower step.pt --out text.pt", "text.pt: File exists"),
+        ("lower step.pt --out kernels --target cuda:91", "there is no target 'cuda:91'; known are"),
+        ("lower step.pt --out kernels --target rocm", "there is no target 'rocm'; known are"),
+        ("lower step.pt --out kernels --min-ops 0", "--min-ops"),
+        ("lower step.pt", "--out"),
+        ("lower", "FILE"),
+    ],
+)
+def test_misuse(words: str, message: str) -> None:
+    save_function()
+    Path("text.pt").write_text("text")
+    result = invoke(*words.split())
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not Path("kernels").exists()
+
+
+def test_a_step_without_regions() -> None:
+    save_step()
+    result = invoke("lower", "step.pt", "--out", "kernels", "--min-ops", "1000")
+    assert result.exit_code == 2
+    assert "no region of 1000 operators" in result.output and "--min-ops" in result.output
+
+
+def test_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    save_function()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    result = invoke("lower", "step.pt", "--out", "kernels")
+    assert result.exit_code == 2
+    assert "pip install 'graphopt[triton]'" in result.output
