@@ -126,8 +126,7 @@ def mark_regions(
     reasons = dict(_reasons(graph, node_predicate, random))
     _keep_shared_updates(graph, reasons)
     found.free = _free_nodes(graph, reasons)
-    lowerable = {node for node, reason in reasons.items() if reason is None} - found.free
-    levels = _levels(graph, lowerable)
+    levels, lowerable = _placed(graph, reasons, found.free)
     members: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node in levels:
@@ -231,6 +230,30 @@ def _free_inputs(node: fx.Node, free: set[fx.Node]) -> Iterator[fx.Node]:
             yield source
             if not reads_metadata_only(source):
                 yield from _free_inputs(source, free)
+
+
+def _placed(
+    graph: fx.Graph, reasons: dict[fx.Node, str | None], free: set[fx.Node]
+) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+    """The level of each call, and the lowerable ones.
+
+    An update goes with the region that computes what it writes, or stays: elsewhere it would be a
+    copy, and outside regions there need not be one.
+    """
+    lowerable = {node for node, reason in reasons.items() if reason is None} - free
+    while True:
+        levels = _levels(graph, lowerable)
+        alone = [node for node in lowerable if written(node) and not _goes(node, levels, lowerable)]
+        if not alone:
+            return levels, lowerable
+        lowerable.difference_update(alone)
+        reasons |= dict.fromkeys(alone, "what it writes is computed elsewhere")
+
+
+def _goes(update: fx.Node, levels: dict[fx.Node, int], lowerable: set[fx.Node]) -> bool:
+    """Whether a state update is in the region of the value that it writes."""
+    value = update.args[1]
+    return value in lowerable and levels[value] == levels[update]  # type: ignore[index]
 
 
 def _levels(graph: fx.Graph, lowerable: set[fx.Node]) -> dict[fx.Node, int]:

@@ -29,10 +29,10 @@ def two_ranks() -> Iterator[Pool]:
         yield ranks
 
 
-def trained(rank: int, pipeline: str, lower: Any) -> tuple[list[float], list[torch.Tensor], Any]:
+def trained(rank: int, pipeline: str, optimizer_name: str, lower: Any) -> Any:
     torch.manual_seed(rank)
     model = MODELS["mlp"].make()
-    optimizer = OPTIMIZERS["sgd-momentum-fused"](model.parameters())
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     step = graphopt.compile(train_step, pipeline=pipeline, lower=lower and Options(min_ops=3))
     losses = []
     for index in range(6):
@@ -41,12 +41,14 @@ def trained(rank: int, pipeline: str, lower: Any) -> tuple[list[float], list[tor
         if index == 3:
             step.flush()
     parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    return losses, parameters, step
+    return losses, parameters, step, model
 
 
-def train_both(rank: int, pipeline: str) -> dict[str, Any]:
-    losses, parameters, _ = trained(rank, pipeline, None)
-    lowered_losses, lowered_parameters, step = trained(rank, pipeline, "inductor")
+def train_both(rank: int, pipeline: str, optimizer: str) -> dict[str, Any]:
+    losses, parameters, *_ = trained(rank, pipeline, optimizer, None)
+    lowered_losses, lowered_parameters, step, _model = trained(
+        rank, pipeline, optimizer, "inductor"
+    )
     torch.testing.assert_close(lowered_losses, losses, rtol=2e-4, atol=1e-5)
     torch.testing.assert_close(lowered_parameters, parameters, rtol=1e-4, atol=1e-5)
     assert step.lowered
@@ -84,9 +86,12 @@ def check_hidden(module: graphopt.IterGraphModule) -> int:
     return checked
 
 
-@pytest.mark.parametrize("pipeline", ["default", PIPELINE])
-def test_training(two_ranks: Pool, pipeline: str) -> None:
-    first, second = two_ranks.run(train_both, pipeline, timeout=280)
+@pytest.mark.parametrize(
+    ("pipeline", "optimizer"),
+    [("default", "sgd-momentum-foreach"), (PIPELINE, "sgd-momentum-fused")],
+)
+def test_training(two_ranks: Pool, pipeline: str, optimizer: str) -> None:
+    first, second = two_ranks.run(train_both, pipeline, optimizer, timeout=280)
     assert all(map(torch.equal, first["parameters"], second["parameters"]))
     assert (first["late"] > 0) == (pipeline == "default")
     assert first["shared"] > 0
