@@ -214,6 +214,8 @@ def test_passes_as_json(folder: Path) -> None:
         "apply_after": [],
         "repeatable": True,
         "changes_numerics": True,
+        "whole_step": False,
+        "bakes_rank": False,
         "module": "my_passes_for_tests",
     }
     assert passes["hoist_for_tests"]["apply_after"] == ["tidy_for_tests"]

@@ -83,6 +83,14 @@ PUBLIC = {
         "remove_copy_from_optimizer",
         "schedule_comm_wait",
     ],
+    "graphopt.hooks": ["InductorPass", "backend", "graph_kind", "inductor_pass", "inductor_passes"],
+    "graphopt.lowering": [
+        "LoweredSubgraph",
+        "Options",
+        "TritonKernel",
+        "compile_triton",
+        "partial_lower",
+    ],
     "graphopt.testing": ["check_pass"],
     "graphopt.graph_utils": [
         "call_function_with_meta",

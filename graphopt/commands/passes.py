@@ -44,6 +44,8 @@ def described(pass_: Pass) -> dict[str, Any]:
         "apply_after": list(pass_.apply_after),
         "repeatable": pass_.repeatable,
         "changes_numerics": pass_.changes_numerics,
+        "whole_step": pass_.whole_step,
+        "bakes_rank": pass_.bakes_rank,
         "module": pass_.module,
     }
 
@@ -70,6 +72,8 @@ def _description(pass_: Pass) -> Text:
     for heading, names in (("needs", pass_.prerequisites), ("after", pass_.apply_after)):
         if names:
             text.append(f"\n{heading} {', '.join(names)}", "magenta")
+    if pass_.whole_step:
+        text.append("\nneeds a whole step", "magenta")
     if pass_.repeatable:
         text.append("\nmay be applied more than once", "magenta")
     return text
