@@ -1,0 +1,123 @@
+"""Which nodes go into which partition, and which partition has to run before which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from graphopt.errors import PartitionError
+from graphopt.partition.attributes import Attributes
+from graphopt.partition.hazards import Reason, hazards
+
+SplitCallback = Callable[[fx.Node], Any]
+
+
+@dataclass(eq=False)
+class Partition:
+    """Nodes of a graph that become one submodule.
+
+    Attributes:
+        name: what the split callback returned for its nodes, as text.
+        submod_name: name of the submodule.
+        nodes: nodes of the graph that is split, in its order.
+        inputs: nodes whose values are passed in, by first use.
+        outputs: nodes whose values are returned, by first use elsewhere.
+        constants: `get_attr` nodes of modules, such as the branches of `torch.cond`, that become
+            part of the submodule.
+        dependencies, dependents: names of the partitions that run before and after because of this
+            one.
+    """
+
+    name: str
+    submod_name: str
+    nodes: list[fx.Node] = field(default_factory=list, repr=False)
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    constants: list[fx.Node] = field(default_factory=list, repr=False)
+    dependencies: list[str] = field(default_factory=list)
+    dependents: list[str] = field(default_factory=list)
+
+
+Assignment = dict[fx.Node, Partition]
+Dependencies = dict[tuple[Partition, Partition], Reason]
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node goes into a partition: it is no input, constant or output of the graph."""
+    return node.op in ("call_function", "call_method", "call_module")
+
+
+def assign(graph: fx.Graph, split_callback: SplitCallback) -> Assignment:
+    """Ask for the partition of each call, in graph order."""
+    partitions: dict[str, Partition] = {}
+    taken: set[str] = set()
+    assignment = {}
+    for node in graph.nodes:
+        if not is_call(node):
+            continue
+        identifier = split_callback(node)
+        if identifier is None:
+            raise PartitionError(f"split_callback returned no partition for %{node.name}")
+        name = str(identifier)
+        if name not in partitions:
+            partitions[name] = Partition(name, unique_name(f"submod_{name}", taken))
+        partition = partitions[name]
+        partition.nodes.append(node)
+        assignment[node] = partition
+    return assignment
+
+
+def unique_name(wanted: str, taken: set[str]) -> str:
+    """`wanted` without dots, which separate modules, and numbered where it is taken."""
+    base = name = wanted.replace(".", "_")
+    number = 0
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    taken.add(name)
+    return name
+
+
+def distinct(assignment: Assignment) -> list[Partition]:
+    """Partitions by first appearance in the graph."""
+    return list(dict.fromkeys(assignment.values()))
+
+
+def find_dependencies(
+    graph: fx.Graph,
+    attributes: Attributes,
+    assignment: Assignment,
+    states: Collection[fx.Node],
+) -> Dependencies:
+    """The first reason for each pair of partitions of which one has to run before the other.
+
+    `states` begin and end regions, of which every partition has its own.
+    """
+    found: Dependencies = {}
+    for node, partition in assignment.items():
+        if node in states:
+            continue
+        for source in node.all_input_nodes:
+            producer = assignment.get(source)
+            if producer is not None and producer is not partition:
+                found.setdefault((producer, partition), Reason(source, node, "reads"))
+    for reason in hazards(graph, attributes):
+        before, after = assignment.get(reason.before), assignment[reason.after]
+        if before is not None and before is not after:
+            found.setdefault((before, after), reason)
+    return found
+
+
+def merge(assignment: Assignment, groups: Iterable[Collection[Partition]]) -> Assignment:
+    """The assignment with each group made one partition, named as its first member."""
+    rank = {partition: index for index, partition in enumerate(distinct(assignment))}
+    first = {member: min(group, key=rank.__getitem__) for group in groups for member in group}
+    result = {node: first.get(partition, partition) for node, partition in assignment.items()}
+    for partition in distinct(result):
+        partition.nodes = []
+    for node, partition in result.items():
+        partition.nodes.append(node)
+    return result

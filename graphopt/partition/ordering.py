@@ -1,0 +1,96 @@
+"""The order in which partitions run, and what stands in its way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+
+import networkx as nx
+
+from graphopt.errors import PartitionError
+from graphopt.partition.assignment import Dependencies, Partition
+
+
+class PartitionCycleError(PartitionError):
+    """Partitions read from each other, so that none of them can run first.
+
+    Attributes:
+        cycle: names of the partitions, each of which has to run before the next, and the last
+            before the first.
+    """
+
+    def __init__(self, cycle: Sequence[Partition], dependencies: Dependencies) -> None:
+        self.cycle = [partition.name for partition in cycle]
+        closed = [*cycle, cycle[0]]
+        lines = ["partitions depend on each other: " + " -> ".join(p.name for p in closed)]
+        for before, after in pairwise(closed):
+            lines.append(f"  {before.name} -> {after.name}:  {dependencies[before, after]}")
+        lines.append('  hint:  give these nodes one partition, or pass on_cycle="merge"')
+        super().__init__("\n".join(lines))
+
+
+def stable_order(
+    partitions: Sequence[Partition], dependencies: Dependencies
+) -> list[Partition] | None:
+    """Partitions after all that they depend on, and otherwise as given; None if there is a cycle.
+
+    Of the partitions that could run next, the first is taken (Kahn's algorithm with a heap).
+    """
+    rank = {partition: index for index, partition in enumerate(partitions)}
+    waiting = dict.fromkeys(partitions, 0)
+    followers: dict[Partition, list[Partition]] = {partition: [] for partition in partitions}
+    for before, after in dependencies:
+        waiting[after] += 1
+        followers[before].append(after)
+    ready = [rank[partition] for partition in partitions if not waiting[partition]]
+    heapify(ready)
+    order = []
+    while ready:
+        partition = partitions[heappop(ready)]
+        order.append(partition)
+        for follower in followers[partition]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heappush(ready, rank[follower])
+    return order if len(order) == len(partitions) else None
+
+
+def cyclic_groups(dependencies: Dependencies) -> list[set[Partition]]:
+    """Largest sets of partitions that all depend on each other."""
+    components = nx.strongly_connected_components(nx.DiGraph(list(dependencies)))
+    return [component for component in components if len(component) > 1]
+
+
+def shortest_cycle(partitions: Sequence[Partition], dependencies: Dependencies) -> list[Partition]:
+    """The shortest cycle through the first partition that is in one."""
+    cyclic = {partition for group in cyclic_groups(dependencies) for partition in group}
+    start = next(partition for partition in partitions if partition in cyclic)
+    followers: dict[Partition, list[Partition]] = {partition: [] for partition in partitions}
+    for before, after in dependencies:
+        followers[before].append(after)
+    came_from: dict[Partition, Partition] = {}
+    pending = deque([start])
+    while start not in came_from:
+        partition = pending.popleft()
+        for follower in followers[partition]:
+            if follower not in came_from:
+                came_from[follower] = partition
+                pending.append(follower)
+    cycle = [came_from[start]]
+    while cycle[-1] is not start:
+        cycle.append(came_from[cycle[-1]])
+    return cycle[::-1]
+
+
+def check_order(partitions: Sequence[Partition], dependencies: Dependencies) -> None:
+    """Raise unless every partition comes after all that it depends on."""
+    rank = {partition: index for index, partition in enumerate(partitions)}
+    for (before, after), reason in dependencies.items():
+        if rank[before] > rank[after]:
+            raise PartitionError(
+                f"the original order of partitions cannot be kept: {after.name} comes before"
+                f" {before.name}\n  {before.name} -> {after.name}:  {reason}\n"
+                "  hint:  leave keep_original_order out to have them ordered by what they read"
+            )
