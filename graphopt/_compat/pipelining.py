@@ -1,0 +1,48 @@
+"""Private torch APIs that pipelining uses. Written for torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree
+
+
+def keep_calls_of(target: Any) -> None:
+    """Let neither dead-code elimination nor export remove calls of `target`."""
+    fx.node.has_side_effect(target)
+
+
+def flat_calls(graph: fx.Graph) -> None:
+    """Let a graph take and return its placeholders and outputs one by one."""
+    graph.set_codegen(fx.graph.CodeGen())
+
+
+def pytree_specs(exported: fx.GraphModule) -> tuple[Any, Any]:
+    """How an exported module nests its arguments `(args, kwargs)` and its result."""
+    return exported._in_spec, exported._out_spec
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether a node target is an operator that calls graphs, such as an autocast region."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def children_by_name(module: nn.Module) -> dict[str, nn.Module]:
+    """The direct submodules; one with two names is there twice, unlike in `named_children`."""
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Qualified names of the buffers that are not part of the module's `state_dict`."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for name in child._non_persistent_buffers_set
+    }
+
+
+def children(value: Any) -> tuple[list[Any], Any]:
+    """The children of a pytree node, and how to build it from others; a leaf is its own child."""
+    return _pytree.tree_flatten(value, is_leaf=lambda child: child is not value)

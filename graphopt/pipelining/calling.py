@@ -1,0 +1,129 @@
+"""How a model is called: arguments and defaults bound, flattened, compared with the example's."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt import _compat
+
+_Kind = inspect.Parameter
+
+
+class Calling:
+    """The calling convention of a model, fixed by the example it was traced with.
+
+    Immutable, and keeps no tensors of the example.
+
+    Attributes:
+        names: a name for each leaf of the example.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._model = type(module).__name__
+        self._signature = inspect.signature(module.forward)
+        bound = self._signature.bind(*args, **kwargs)
+        self._positional = len(args)
+        self._given = frozenset(bound.arguments)
+        leaves, self._spec = _compat.tree_flatten(self._arrange(bound))
+        self.names = _compat.leaf_names(module.forward, leaves, self._spec)
+        self._constants = [None if isinstance(v, torch.Tensor) else (v,) for v in leaves]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Calling:
+        return self
+
+    def arrange(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The example's arguments, keyword arguments in the order of the signature."""
+        return self._arrange(self._signature.bind(*args, **kwargs))
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of a call's arguments, in the order of the example's.
+
+        Raises:
+            TypeError: the arguments do not fit the signature of the model's forward.
+            ValueError: they are nested differently than the example's, or differ in what is not a
+                tensor: that is part of the graph.
+        """
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self._check_others(bound)
+        leaves, spec = _compat.tree_flatten(self._arrange(bound))
+        if spec != self._spec:
+            raise ValueError(
+                f"the arguments of {self._model} are nested differently than those it was traced"
+                f" with:\n  now:     {spec}\n  traced:  {self._spec}"
+            )
+        for name, leaf, constant in zip(self.names, leaves, self._constants, strict=True):
+            self._check_leaf(name, leaf, constant)
+        return list(leaves)
+
+    def _arrange(self, bound: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that the example gives, by position where it gives them so."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, parameter in self._signature.parameters.items():
+            if name not in self._given:
+                continue
+            value = bound.arguments[name]
+            if parameter.kind is _Kind.VAR_POSITIONAL:
+                args.extend(value)
+            elif parameter.kind is _Kind.VAR_KEYWORD:
+                kwargs.update({key: value[key] for key in sorted(value)})
+            elif len(args) < self._positional and parameter.kind is not _Kind.KEYWORD_ONLY:
+                args.append(value)
+            else:
+                kwargs[name] = value
+        return tuple(args), kwargs
+
+    def _check_others(self, bound: inspect.BoundArguments) -> None:
+        """What the example leaves out must have its default, which is part of the graph."""
+        for name, parameter in self._signature.parameters.items():
+            if name in self._given:
+                continue
+            empty: dict[Any, Any] = {_Kind.VAR_POSITIONAL: (), _Kind.VAR_KEYWORD: {}}
+            default = empty.get(parameter.kind, parameter.default)
+            if not _same(bound.arguments[name], default):
+                raise ValueError(
+                    f"argument '{name}' of {self._model} was left at its default when the pipe was"
+                    " made; make the pipe with it among the example arguments"
+                )
+
+    def _check_leaf(self, name: str, value: Any, constant: tuple[Any] | None) -> None:
+        if constant is None and not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}; the pipe was made with a tensor")
+        if constant is not None and not _same(value, constant[0]):
+            raise ValueError(
+                f"{name} is {_shown(value)}; the pipe was made with {constant[0]!r}, which is part"
+                " of its graph"
+            )
+
+
+class OutputSpec:
+    """How the output of a model is nested. Immutable."""
+
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputSpec:
+        return self
+
+    def nest(self, leaves: list[Any]) -> Any:
+        """The output with the given leaves."""
+        return _compat.tree_unflatten(leaves, self._spec)
+
+
+def _same(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    return bool(type(value) is type(other) and value == other)
+
+
+def _shown(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)

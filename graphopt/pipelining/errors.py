@@ -1,0 +1,24 @@
+"""What pipelining raises beyond `PartitionError`."""
+
+from __future__ import annotations
+
+from graphopt.errors import CaptureError
+
+_HINT = (
+    "typical reasons are: an `if` or a loop that depends on values of tensors, `.item()` or"
+    " `.tolist()`, a shape that depends on data, an operator without a fake kernel, a container"
+    " that is not a pytree among the arguments or results, and code that writes to tensors outside"
+    " the module. `torch.export.export(module, args, kwargs)` shows the details"
+)
+
+
+class ModuleCaptureError(CaptureError):
+    """A module cannot be exported as one graph. `__cause__` is what export raised."""
+
+    def __init__(self, module: str, cause: BaseException) -> None:
+        first = next((line for line in str(cause).splitlines() if line.strip()), "")
+        self.module = module
+        super().__init__(f"{type(cause).__name__}: {first.strip()}", hint=_HINT)
+
+    def __str__(self) -> str:
+        return f"{self.module} cannot be captured whole: {self.reason}\n  hint:  {self.hint}"

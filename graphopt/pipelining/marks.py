@@ -1,0 +1,191 @@
+"""Marks that say where one pipeline stage ends and the next begins."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt._compat import pipelining as _compat
+from graphopt.errors import PartitionError
+
+# The label names the mark in errors. Export keeps the operator in the graph.
+torch.library.define("graphopt::pipe_split", "(str label) -> ()")
+
+
+@torch.library.impl("graphopt::pipe_split", "BackendSelect")
+def _no_operation(label: str) -> None:
+    return None
+
+
+_PIPE_SPLIT = torch.ops.graphopt.pipe_split.default
+_compat.keep_calls_of(_PIPE_SPLIT)
+
+
+def pipe_split() -> None:
+    """Mark a boundary between two stages. Does nothing when the model runs by itself."""
+    caller = sys._getframe(1)
+    place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+    _PIPE_SPLIT(f"pipe_split() at {place}")
+
+
+def is_mark(node: fx.Node) -> bool:
+    """Whether a node marks a boundary."""
+    return node.target is _PIPE_SPLIT
+
+
+def mark_label(node: fx.Node) -> str:
+    """What a mark is called in errors."""
+    return str(node.args[0])
+
+
+def insert_mark_after(node: fx.Node, label: str) -> None:
+    """Let a stage end with `node`."""
+    with node.graph.inserting_after(node):
+        node.graph.call_function(_PIPE_SPLIT, (label,))
+
+
+class SplitPoint(Enum):
+    """Where a mark stands relative to a module's forward."""
+
+    BEGINNING = auto()
+    END = auto()
+
+
+class _MarkedForward:
+    """A module's forward with marks before or after it."""
+
+    def __init__(self, forward: Callable[..., Any], name: str, overridden: bool) -> None:
+        self.forward = forward
+        self.name = name
+        self.overridden = overridden
+        self.points: set[SplitPoint] = set()
+        functools.update_wrapper(self, forward)
+
+    def label(self, point: SplitPoint) -> str:
+        return f"{point.name} of '{self.name}'"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if SplitPoint.BEGINNING in self.points:
+            _PIPE_SPLIT(self.label(SplitPoint.BEGINNING))
+        result = self.forward(*args, **kwargs)
+        if SplitPoint.END in self.points:
+            _PIPE_SPLIT(self.label(SplitPoint.END))
+        return result
+
+
+class Annotation:
+    """Split points set on a module; leaving its `with` block, or `undo()`, removes them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def undo(self) -> None:
+        remove_split_points(self._module)
+
+    def __enter__(self) -> Annotation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def annotate_split_points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> Annotation:
+    """Mark boundaries at the beginning or end of submodules, without changing the model's code.
+
+    `pipeline` and `Pipe.from_tracing` remove the marks when they have traced the module. A
+    submodule may be annotated several times; each point counts once.
+
+    Args:
+        module: the model.
+        spec: for each submodule, by qualified name, where the boundary is.
+
+    Raises:
+        PartitionError: there is no such submodule, or a point is not a `SplitPoint`. Nothing is
+            annotated then.
+    """
+    targets = {name: _submodule(module, name) for name in spec}
+    for name, point in spec.items():
+        if not isinstance(point, SplitPoint):
+            raise PartitionError(f"the split point of '{name}' is {point!r}, not a SplitPoint")
+    for name, point in spec.items():
+        _marked_forward(targets[name], name).points.add(point)
+    return Annotation(module)
+
+
+def remove_split_points(module: nn.Module) -> None:
+    """Give all submodules their own forward back."""
+    for child in module.modules():
+        marked = child.__dict__.get("forward")
+        if not isinstance(marked, _MarkedForward):
+            continue
+        if marked.overridden:
+            child.__dict__["forward"] = marked.forward
+        else:
+            del child.__dict__["forward"]
+
+
+def annotated_labels(module: nn.Module) -> list[str]:
+    """Labels of all split points set on the submodules."""
+    marked = (child.__dict__.get("forward") for child in module.modules())
+    return [
+        forward.label(point)
+        for forward in marked
+        if isinstance(forward, _MarkedForward)
+        for point in SplitPoint
+        if point in forward.points
+    ]
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    found, path = module, ""
+    for part in name.split("."):
+        children = _compat.children_by_name(found)
+        if part not in children:
+            where = f"'{path}'" if path else f"the {type(module).__name__}"
+            raise PartitionError(
+                f"split point '{name}': {where} has no submodule '{part}'"
+                f" (it has: {', '.join(children) or 'none'})"
+            )
+        found, path = children[part], f"{path}.{part}".lstrip(".")
+    return found
+
+
+def _marked_forward(module: nn.Module, name: str) -> _MarkedForward:
+    present = module.__dict__.get("forward")
+    if isinstance(present, _MarkedForward):
+        return present
+    marked = _MarkedForward(module.forward, name, overridden=present is not None)
+    module.__dict__["forward"] = marked
+    return marked
+
+
+class PipeSequential(nn.Sequential):
+    """An `nn.Sequential` in which each child is a stage of its own."""
+
+    @staticmethod
+    def from_sequential(sequential: nn.Sequential) -> PipeSequential:
+        """The same children, under the same names, with a boundary between any two."""
+        result = PipeSequential()
+        for name, child in sequential.named_children():
+            result.add_module(name, child)
+        return result
+
+    def forward(self, input: Any) -> Any:
+        for index, (name, module) in enumerate(self.named_children()):
+            if index:
+                _PIPE_SPLIT(f"boundary before '{name}'")
+            input = module(input)
+        return input

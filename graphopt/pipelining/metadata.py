@@ -1,0 +1,79 @@
+"""Shapes, dtypes and gradients of what flows between stages, found on fake tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import tensors_in
+from graphopt.pipelining.backward import value_before_cut
+from graphopt.pipelining.chain import ChainPlan
+from graphopt.pipelining.placement import arguments_of, module_of, results, stage_nodes
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Tensors without data, contiguous, on the meta device, with their `requires_grad`.
+
+    Attributes:
+        received: of each stage.
+        returned: of the last stage.
+    """
+
+    received: list[tuple[torch.Tensor, ...]]
+    returned: tuple[torch.Tensor, ...]
+
+    def sent(self, stage: int) -> tuple[torch.Tensor, ...]:
+        """What a stage sends on, or returns."""
+        return self.received[stage + 1] if stage + 1 < len(self.received) else self.returned
+
+
+def find_flow(top: fx.GraphModule, plan: ChainPlan) -> Flow:
+    """Run the stages on fake tensors. Parameters count as they are now, frozen or not."""
+    values = {node: node.meta.get("val") for node in top.graph.find_nodes(op="placeholder")}
+    mode = _compat.fake_mode_of(list(tensors_in(list(values.values())))) or _mode_of(top)
+    with mode, torch.enable_grad():
+        for call in stage_nodes(top.graph):
+            arguments = [values[value_before_cut(node)] for node in arguments_of(call)]
+            result = _FakeRun(module_of(top, call)).run(*arguments)
+            by_index = result if isinstance(result, (tuple, list)) else (result,)
+            values.update({value: by_index[index] for index, value in results(call).items()})
+    return Flow(
+        [tuple(_described(values[node]) for node in stage) for stage in plan.received],
+        tuple(_described(values[node]) for node in plan.returned),
+    )
+
+
+class _FakeRun(fx.Interpreter):
+    """Runs a stage with fake tensors in place of its parameters and buffers."""
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        actual = super().get_attr(target, args, kwargs)
+        if not isinstance(actual, torch.Tensor):
+            return actual
+        fake: torch.Tensor = self.current.meta["val"]
+        return fake.detach().requires_grad_(actual.requires_grad)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        return super().run_node(n)
+
+
+def _mode_of(top: fx.GraphModule) -> Any:
+    """The mode of the first parameter, for models without tensor arguments."""
+    values = (
+        node.meta.get("val")
+        for call in stage_nodes(top.graph)
+        for node in module_of(top, call).graph.nodes
+    )
+    return _compat.fake_mode_of(list(tensors_in(list(values))))
+
+
+def _described(value: Any) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(
+        value.requires_grad
+    )

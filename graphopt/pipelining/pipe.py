@@ -1,0 +1,278 @@
+"""A model divided into pipeline stages: the `Pipe`, and `pipeline` that makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from graphopt.errors import PartitionError
+from graphopt.graph_utils import get_output
+from graphopt.partition import split_module
+from graphopt.pipelining.assignment import assign_stages
+from graphopt.pipelining.backward import insert_backward
+from graphopt.pipelining.calling import Calling, OutputSpec
+from graphopt.pipelining.chain import chain_stage, plan_chain
+from graphopt.pipelining.devices import move_to_device
+from graphopt.pipelining.exporting import Exported, export_module
+from graphopt.pipelining.loss import LossPicker, loss_position
+from graphopt.pipelining.marks import SplitPoint, annotate_split_points
+from graphopt.pipelining.metadata import find_flow
+from graphopt.pipelining.mutation import copy_received_before_update, nested_graphs
+from graphopt.pipelining.placement import module_of, place_state, stage_nodes
+from graphopt.pipelining.replicas import own_replicas
+from graphopt.pipelining.sharing import MultiUseSpec, Replica, transmit_shared
+from graphopt.pipelining.stage_module import StageModule
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from graphopt.pipelining.stage import Stage
+
+SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """What a pipe consists of.
+
+    Attributes:
+        graph: calls of the stages and what passes between them, backward included.
+        num_stages: how many stages.
+        has_loss_and_backward: whether the pipe computes gradients.
+    """
+
+    graph: fx.Graph
+    num_stages: int
+    has_loss_and_backward: bool
+
+
+class Pipe(nn.Module):
+    """A model divided into stages, callable as the whole model.
+
+    Made by `pipeline` or `Pipe.from_tracing`. With a loss a call runs the backward as well and
+    accumulates into `.grad`; what a stage receives is detached from the stage that sent it.
+
+    Attributes:
+        split_gm: the graph of stages, whose children `submod_<i>` are the stages.
+        num_stages: how many stages.
+        has_loss_and_backward: whether a call computes gradients.
+        replicated_params: the parameters that several stages hold.
+    """
+
+    def __init__(
+        self,
+        split_gm: fx.GraphModule,
+        calling: Calling,
+        output_spec: OutputSpec,
+        loss_index: int | None,
+        replicated_params: list[Replica],
+    ) -> None:
+        super().__init__()
+        self.split_gm = split_gm
+        self.num_stages = len(stage_nodes(split_gm.graph))
+        self.has_loss_and_backward = loss_index is not None
+        self.replicated_params = replicated_params
+        self._calling = calling
+        self._output_spec = output_spec
+        self._loss_index = loss_index
+
+    @staticmethod
+    def from_tracing(
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: Mapping[str, Any] | None = None,
+        split_policy: SplitPolicy | None = None,
+        output_loss_value_spec: Any = None,
+        multi_use_param_spec: MultiUseSpec = None,
+    ) -> Pipe:
+        """Trace `mod` on example arguments of one microbatch and divide it at its marks.
+
+        Args:
+            mod: a model with `pipe_split()` in its code or with annotated split points.
+            example_args, example_kwargs: arguments of one microbatch.
+            split_policy: puts marks into the exported graph, such as `balanced(4)`.
+            output_loss_value_spec: where the loss is among the outputs: nested as they are, True
+                for the loss and False for all else. Not needed for a `LossWrapper` with a
+                `loss_spec` or an output mapping with a key "loss".
+            multi_use_param_spec: what happens to parameters that several stages use, for all or by
+                name; replicated when None.
+
+        Raises:
+            ModuleCaptureError: the model cannot be exported as one graph.
+            PartitionError: a stage is empty, the loss spec does not fit, or the stages cannot be
+                separated.
+        """
+        exported = export_module(mod, example_args, dict(example_kwargs or {}), split_policy)
+        loss_index = _loss_index(mod, exported, output_loss_value_spec)
+        graph = exported.graph_module.graph
+        stage_of = assign_stages(graph)
+        regions = nested_graphs(exported.graph_module, graph)
+        transmit_shared(graph, stage_of, exported.state, multi_use_param_spec, regions)
+        copy_received_before_update(graph, stage_of, regions)
+        exported.graph_module.recompile()
+        split = split_module(exported.graph_module, exported.graph_module, stage_of.__getitem__)
+        top, replicas = place_state(split, exported.state)
+        _pass_all_arguments(top)
+        if loss_index is not None:
+            insert_backward(top, loss_index)
+        return Pipe(top, exported.calling, exported.output_spec, loss_index, replicas)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages, and their backward where there is a loss. Returns what the model returns.
+
+        Raises:
+            TypeError: the arguments do not fit the signature of the model's forward.
+            ValueError: they differ from the example's in more than the values of tensors.
+        """
+        flat = self._calling.flatten(args, kwargs)
+        return self._output_spec.nest(list(self.split_gm(*flat)))
+
+    @property
+    def loss_fn(self) -> LossPicker:
+        """`loss_fn(output, target)` for a schedule: the loss that the model itself computes.
+
+        Raises:
+            ValueError: the pipe has no loss.
+        """
+        if self._loss_index is None:
+            raise ValueError("the pipe has no loss: give the schedule a loss function of your own")
+        return LossPicker(self._loss_index)
+
+    def get_stage_module(self, stage_idx: int) -> StageModule:
+        """The module of one stage. The first takes the model's arguments.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        return module_of(self.split_gm, self._call_of(stage_idx))
+
+    def info(self) -> PipeInfo:
+        """The graph of stages, and how many there are."""
+        return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward)
+
+    def build_stage(
+        self,
+        stage_index: int,
+        device: torch.device | str,
+        group: dist.ProcessGroup | None = None,
+    ) -> Stage:
+        """One stage as schedules of `torch.distributed.pipelining` run it.
+
+        The stage keeps nothing of the pipe alive but its own parameters and buffers, which are
+        moved to `device`. Of a parameter that an earlier stage holds as well it has a copy.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        # Not at the top: torch.distributed is not in every build of torch.
+        from graphopt.pipelining.stage import OutputNest, Stage
+
+        self._call_of(stage_index)
+        plan = plan_chain(self.split_gm.graph)
+        flow = find_flow(self.split_gm, plan)
+        module = chain_stage(self.split_gm, stage_index, plan)
+        own_replicas(module, stage_index, self.replicated_params)
+        move_to_device(module, torch.device(device))
+        leaves: Any = get_output(self.split_gm.graph).args[0]
+        positions = {node: position for position, node in enumerate(plan.returned)}
+        return Stage(
+            module,
+            stage_index,
+            torch.device(device),
+            group,
+            flow=flow,
+            calling=self._calling,
+            output=OutputNest(
+                tuple(
+                    (positions[leaf],) if isinstance(leaf, fx.Node) else (None, leaf)
+                    for leaf in leaves
+                ),
+                self._output_spec,
+            ),
+            replicas=self.replicated_params,
+        )
+
+    def print_readable(self) -> str:
+        """Print the code of the graph of stages and of every stage, and return it."""
+        text = str(self)
+        print(text)
+        return text
+
+    def __str__(self) -> str:
+        parts = [f"Pipe of {self.num_stages} stages", self.split_gm.code.strip()]
+        for index in range(self.num_stages):
+            parts += [f"# stage {index}", self.get_stage_module(index).code.strip()]
+        return "\n\n".join(parts)
+
+    def _call_of(self, stage_idx: int) -> fx.Node:
+        if not 0 <= stage_idx < self.num_stages:
+            raise ValueError(f"there is no stage {stage_idx}; the pipe has {self.num_stages}")
+        return stage_nodes(self.split_gm.graph)[stage_idx]
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: SplitPolicy | None = None,
+    output_loss_value_spec: Any = None,
+    multi_use_param_spec: MultiUseSpec = None,
+) -> Pipe:
+    """Divide a model into pipeline stages.
+
+    Args:
+        module: the model; it is as before afterwards, and shares its parameters with the pipe.
+        mb_args, mb_kwargs: example arguments of one microbatch.
+        split_spec: boundaries by the qualified names of submodules.
+        split_policy, output_loss_value_spec, multi_use_param_spec: see `Pipe.from_tracing`.
+
+    Raises:
+        ValueError: both `split_spec` and `split_policy`.
+        ModuleCaptureError, PartitionError: see `Pipe.from_tracing`.
+    """
+    if split_spec is not None and split_policy is not None:
+        raise ValueError("pipeline takes a split_spec or a split_policy, not both")
+    if split_spec is not None:
+        annotate_split_points(module, split_spec)
+    return Pipe.from_tracing(
+        module, mb_args, mb_kwargs, split_policy, output_loss_value_spec, multi_use_param_spec
+    )
+
+
+def _loss_index(mod: nn.Module, exported: Exported, spec: Any) -> int | None:
+    leaves: Any = get_output(exported.graph_module.graph).args[0]
+    values = [leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    output = exported.output_spec.nest(values)
+    index = loss_position(mod, output, spec)
+    if index is None:
+        return None
+    loss = values[index]
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise PartitionError(f"the loss must be a tensor with one element; it is {what}")
+    return index
+
+
+def _pass_all_arguments(top: fx.GraphModule) -> None:
+    """Let the first stage take all of the model's arguments, in their order and by their names."""
+    call = stage_nodes(top.graph)[0]
+    first = module_of(top, call)
+    own = dict(zip(call.args, first.graph.find_nodes(op="placeholder"), strict=True))
+    arguments = top.graph.find_nodes(op="placeholder")
+    body = next(node for node in first.graph.nodes if node.op != "placeholder")
+    for argument in arguments:
+        if argument in own:
+            body.prepend(own[argument])
+            continue
+        with first.graph.inserting_before(body):
+            placeholder = first.graph.placeholder(argument.name)
+        placeholder.meta = dict(argument.meta)
+    call.args = tuple(arguments)
+    for graph_module in (first, top):
+        graph_module.graph.lint()
+        graph_module.recompile()

@@ -1,0 +1,127 @@
+"""Parameters, buffers and regions move from the graph of stages into the stages that use them."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import fx, nn
+
+from graphopt.pipelining.sharing import Replica
+from graphopt.pipelining.stage_module import StageModule, make_stage_module
+from graphopt.pipelining.state import State
+
+
+def stage_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The calls of stages, in order."""
+    return graph.find_nodes(op="call_module")
+
+
+def module_of(graph_module: fx.GraphModule, call: fx.Node) -> StageModule:
+    """The stage that a node calls."""
+    stage = graph_module.get_submodule(str(call.target))
+    assert isinstance(stage, StageModule)
+    return stage
+
+
+def arguments_of(call: fx.Node) -> list[fx.Node]:
+    """The values that a stage receives; all are nodes."""
+    return [value for value in call.args if isinstance(value, fx.Node)]
+
+
+def results(call: fx.Node) -> dict[int, fx.Node]:
+    """The values that a stage returns and somebody reads, by position."""
+    items: dict[Any, fx.Node] = {
+        user.args[1]: user for user in call.users if user.target is operator.getitem
+    }
+    return dict(sorted(items.items())) or {0: call}
+
+
+def place_state(top: fx.GraphModule, state: State) -> tuple[fx.GraphModule, list[Replica]]:
+    """Move each `get_attr` of the graph of stages into the stages that read it.
+
+    Every name of the model's parameters and buffers is then in some stage: a name that no stage
+    reads is where the name before it is, or where another name of the same tensor is.
+
+    Returns:
+        The graph of stages, which holds nothing but them, and the parameters that are in several.
+    """
+    calls = stage_nodes(top.graph)
+    holders: dict[str, list[tuple[int, str]]] = {}
+    stages = [cast(fx.GraphModule, top.get_submodule(str(call.target))) for call in calls]
+    for node in top.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        for index, call in enumerate(calls):
+            if node in call.all_input_nodes:
+                own = _move_into(stages[index], call, node, state)
+                holders.setdefault(name, []).extend((index, alias) for alias in own)
+        top.graph.erase_node(node)
+    placed = {alias: stage for pairs in reversed(holders.values()) for stage, alias in pairs}
+    _place_others(stages, placed, state)
+    replicas = [
+        _replica(pairs) for name, pairs in holders.items() if _is_shared(pairs, state, name)
+    ]
+    return _with_stages_alone(top, stages), replicas
+
+
+def _with_stages_alone(top: fx.GraphModule, stages: list[fx.GraphModule]) -> fx.GraphModule:
+    result = fx.GraphModule(nn.Module(), fx.Graph())
+    for call, stage in zip(stage_nodes(top.graph), stages, strict=True):
+        stage.graph.lint()
+        result.add_module(str(call.target), make_stage_module(stage, stage.graph))
+    result.graph = top.graph
+    result.graph.lint()
+    return result
+
+
+def _move_into(stage: fx.GraphModule, call: fx.Node, node: fx.Node, state: State) -> list[str]:
+    """Let a stage read an attribute of its own instead of an argument. Returns its names there."""
+    position = call.args.index(node)
+    placeholder = stage.graph.find_nodes(op="placeholder")[position]
+    names = _names_in_stage(placeholder.users, state.aliases(str(node.target)), str(node.target))
+    for name in names:
+        state.place(stage, name)
+    first = next(n for n in stage.graph.nodes if n.op not in ("placeholder", "get_attr"))
+    with stage.graph.inserting_before(first):
+        attribute = stage.graph.create_node("get_attr", names[0])
+    attribute.meta = dict(placeholder.meta)
+    placeholder.replace_all_uses_with(attribute)
+    stage.graph.erase_node(placeholder)
+    call.args = (*call.args[:position], *call.args[position + 1 :])
+    return names
+
+
+def _names_in_stage(users: Iterable[fx.Node], aliases: list[str], traced: str) -> list[str]:
+    """Of a tied parameter's names, those whose modules the stage runs."""
+    if len(aliases) == 1:
+        return aliases
+    paths = {
+        entry[0] for user in users for entry in (user.meta.get("nn_module_stack") or {}).values()
+    }
+    return [name for name in aliases if name.rpartition(".")[0] in paths - {""}] or [traced]
+
+
+def _place_others(stages: list[fx.GraphModule], placed: dict[str, int], state: State) -> None:
+    names = state.names()
+    known = [index for index, name in enumerate(names) if name in placed]
+    for index, name in enumerate(names):
+        if name in placed:
+            continue
+        tied = [placed[alias] for alias in state.aliases(name) if alias in placed]
+        before = known[bisect(known, index) - 1] if known and known[0] < index else None
+        nearby = placed[names[before]] if before is not None else 0
+        state.place(stages[min(tied, default=nearby)], name)
+
+
+def _is_shared(pairs: list[tuple[int, str]], state: State, name: str) -> bool:
+    return state.is_parameter(name) and len({stage for stage, _ in pairs}) > 1
+
+
+def _replica(pairs: list[tuple[int, str]]) -> Replica:
+    """With the first of the names that each stage has for it."""
+    first: dict[int, str] = {}
+    for stage, name in pairs:
+        first.setdefault(stage, name)
+    return Replica(tuple(sorted(first.items())))

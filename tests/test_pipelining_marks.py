@@ -1,0 +1,194 @@
+"""Boundaries between stages: in code, by annotation, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphopt.errors import PartitionError
+from graphopt.pipelining import (
+    Pipe,
+    PipeSequential,
+    SplitPoint,
+    annotate_split_points,
+    pipe_split,
+    pipeline,
+)
+
+X = torch.randn(2, 4)
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.body(x)
+
+
+def stage_names(pipe: Pipe) -> list[list[str]]:
+    """Names of the parameters of each stage, without `.weight` and `.bias`."""
+    return [
+        list(
+            dict.fromkeys(name.rpartition(".")[0] for name in pipe.get_stage_module(i).state_dict())
+        )
+        for i in range(pipe.num_stages)
+    ]
+
+
+def test_a_mark_does_nothing_when_the_model_runs() -> None:
+    assert pipe_split() is None
+    with torch.no_grad():
+        pipe_split()
+
+
+def test_split_points_divide_before_and_after_submodules() -> None:
+    model = Stack()
+    spec = {"layers.1": SplitPoint.BEGINNING, "layers.2": SplitPoint.END}
+    pipe = pipeline(model, (X,), split_spec=spec)
+    assert stage_names(pipe) == [["layers.0"], ["layers.1", "layers.2"], ["body.0"]]
+    assert torch.equal(pipe(X), model(X))
+
+
+def test_without_marks_there_is_one_stage() -> None:
+    model = Stack()
+    pipe = pipeline(model, (X,))
+    assert pipe.num_stages == 1
+    assert torch.equal(pipe(X), model(X))
+
+
+def test_the_model_is_as_before() -> None:
+    model = Stack()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    pipeline(model, (X,), split_spec={"body": SplitPoint.BEGINNING})
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_forward_set_on_the_instance_is_given_back() -> None:
+    model = Stack()
+    own = lambda x: x * 2  # noqa: E731
+    model.body.forward = own
+    pipe = pipeline(model, (X,), split_spec={"body": SplitPoint.BEGINNING})
+    assert model.body.forward is own
+    assert torch.equal(pipe(X), model(X))
+
+
+@pytest.mark.parametrize(
+    ("args", "error"), [((X, X), TypeError), ((torch.randn(2, 5),), RuntimeError)]
+)
+def test_marks_go_away_when_tracing_fails(args: Any, error: type[Exception]) -> None:
+    model = Stack()
+    with pytest.raises(error):
+        pipeline(model, args, split_spec={"body": SplitPoint.BEGINNING})
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_annotating_twice_marks_once() -> None:
+    model = Stack()
+    for _ in range(3):
+        annotate_split_points(model, {"layers.1": SplitPoint.BEGINNING})
+    annotate_split_points(model, {"layers.1": SplitPoint.END})
+    assert torch.equal(model(X), Stack.forward(model, X))
+    pipe = Pipe.from_tracing(model, (X,))
+    assert stage_names(pipe) == [["layers.0"], ["layers.1"], ["layers.2", "body.0"]]
+    assert Pipe.from_tracing(model, (X,)).num_stages == 1
+
+
+def test_annotations_can_be_undone_without_tracing() -> None:
+    model = Stack()
+    with annotate_split_points(model, {"body": SplitPoint.END}):
+        assert "forward" in vars(model.body)
+    assert "forward" not in vars(model.body)
+
+
+def test_a_sequential_becomes_a_stage_for_each_child() -> None:
+    plain = nn.Sequential()
+    plain.add_module("first", nn.Linear(4, 4))
+    plain.add_module("second", nn.Linear(4, 4))
+    plain.append(nn.ReLU())
+    staged = PipeSequential.from_sequential(plain)
+    assert torch.equal(staged(X), plain(X))
+    pipe = pipeline(staged, (X,))
+    assert pipe.num_stages == 3
+    assert stage_names(pipe) == [["first"], ["second"], []]
+    assert torch.equal(pipe(X), plain(X))
+
+
+def test_a_module_called_twice_is_marked_twice() -> None:
+    class Twice(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(self.body(x))
+
+    assert pipeline(Twice(), (X,), split_spec={"body.0": SplitPoint.END}).num_stages == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"body.7": SplitPoint.END}, "split point 'body.7': 'body' has no submodule '7'"),
+        ({"trunk.0": SplitPoint.END}, "split point 'trunk.0': the Stack has no submodule 'trunk'"),
+        ({"body": "end"}, "the split point of 'body' is 'end', not a SplitPoint"),
+    ],
+)
+def test_wrong_split_points(spec: Any, message: str) -> None:
+    model = Stack()
+    with pytest.raises(PartitionError, match=message):
+        annotate_split_points(model, {"layers.0": SplitPoint.END, **spec})
+    assert "forward" not in vars(model.layers[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            {"layers.0": SplitPoint.END, "layers.1": SplitPoint.BEGINNING},
+            "stage 1 is empty: nothing is computed between END of 'layers.0' and BEGINNING of"
+            " 'layers.1'",
+        ),
+        ({"body": SplitPoint.END}, "stage 1 is empty: nothing is computed after END of 'body'"),
+        (
+            {"layers.0": SplitPoint.BEGINNING},
+            "stage 0 is empty: nothing is computed before BEGINNING of 'layers.0'",
+        ),
+        ({"layers": SplitPoint.END}, "split point END of 'layers' was never reached"),
+    ],
+)
+def test_boundaries_that_divide_nothing(spec: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        pipeline(Stack(), (X,), split_spec=spec)
+
+
+def test_marks_in_code_are_named_by_their_line() -> None:
+    class Empty(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            pipe_split()
+            return super().forward(x)
+
+    line = Empty.forward.__code__.co_firstlineno + 1
+    message = rf"before pipe_split\(\) at test_pipelining_marks.py:{line}"
+    with pytest.raises(PartitionError, match=message):
+        pipeline(Empty(), (X,))
+
+
+def test_a_mark_inside_a_region_is_refused() -> None:
+    class Inside(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = self.layers[0](x)
+                pipe_split()
+                return self.body(x)
+
+    with pytest.raises(PartitionError, match="stands inside an autocast, no_grad or other region"):
+        pipeline(Inside(), (X,))
+
+
+def test_a_spec_and_a_policy_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        pipeline(Stack(), (X,), split_spec={}, split_policy=lambda graph_module: graph_module)
