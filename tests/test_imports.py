@@ -1,4 +1,4 @@
-"""Imports go one way, torch's private modules stay in one package, and `import graphopt` is light."""
+"""Imports go one way, torch's private parts stay in one package, `import graphopt` is light."""
 
 from __future__ import annotations
 
@@ -90,6 +90,27 @@ PUBLIC = {
         "TritonKernel",
         "compile_triton",
         "partial_lower",
+    ],
+    "graphopt.partition": ["Partition", "PartitionCycleError", "partition_graph", "split_module"],
+    "graphopt.pipelining": [
+        "LossReducer",
+        "LossWrapper",
+        "MultiUseParameterConfig",
+        "Pipe",
+        "PipeInfo",
+        "PipeSequential",
+        "Reducer",
+        "Replicated",
+        "SplitPoint",
+        "TensorChunkSpec",
+        "TrivialLossWrapper",
+        "annotate_split_points",
+        "balanced",
+        "merge_chunks",
+        "pipe_split",
+        "pipeline",
+        "split_args_kwargs_into_chunks",
+        "stage_backward",
     ],
     "graphopt.testing": ["check_pass"],
     "graphopt.graph_utils": [
