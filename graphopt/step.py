@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 import torch.distributed as dist
 
-from graphopt.errors import GraphOptError, LoweringError, PipelineSyntaxError
+from graphopt.errors import GraphOptError, PipelineSyntaxError
+from graphopt.finishing import Finishing, options_for
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from graphopt._run import BoundStep
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
-    from graphopt.lowering.partial import Lowering
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import Pass, PassManager, PassRecord
     from graphopt.tracing import CapturedStep
@@ -78,7 +78,7 @@ class TrainStep:
             else:
                 entry.drop()
         self._entries = []
-        self._lowering: Lowering | None = None
+        self._finishing = Finishing(self._lower)
         self._captured = 0
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
@@ -162,7 +162,7 @@ class TrainStep:
     @property
     def lowered(self) -> list[LoweredSubgraph]:
         """The compiled regions of all graphs in use; a region that several have is listed once."""
-        return [] if self._lowering is None else list(self._lowering.subgraphs.values())
+        return self._finishing.regions
 
     @property
     def report(self) -> list[PassRecord]:
@@ -209,7 +209,7 @@ class TrainStep:
             self._optimize(captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
-        self._finalize(module)
+        self._finishing.finish(module)
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
@@ -219,26 +219,6 @@ class TrainStep:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
-
-    def _finalize(self, module: IterGraphModule) -> None:
-        """Make the graph final, and say how the graphs that are derived from it run."""
-        from graphopt.executable import finalize
-
-        options = self._lower
-        if options is None:
-            module.finalize_setup(finalize)
-            return
-        from graphopt.lowering.boxed import box_calls
-        from graphopt.lowering.partial import Lowering
-        from graphopt.lowering.regions import mark_regions
-
-        if self._lowering is None:
-            self._lowering = Lowering(options=options)
-        lower = self._lowering.lower
-        mark_regions(module.graph, min_ops=options.min_ops, random=options.random).log()
-        module.finalize_setup(lambda derived: box_calls(finalize(lower(derived))))
-        if options.ahead:
-            module.prepare()
 
     def _drop_unusable(self) -> None:
         """Drop the graphs whose models are gone or whose collectives the ranks have changed."""
@@ -319,26 +299,6 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
         for meant in difflib.get_close_matches(pipeline, named, 1):
             raise PipelineSyntaxError(f"there is no pipeline {pipeline!r}; did you mean {meant!r}?")
     return PassManager(pipeline, verify=verify)
-
-
-def options_for(lower: str | Options | None) -> Options | None:
-    """How to lower, given what `graphopt.compile` was given.
-
-    Raises:
-        LoweringError: no such way.
-    """
-    if lower is None:
-        return None
-    from graphopt.lowering.compiler import Options
-
-    if isinstance(lower, Options):
-        return lower
-    if lower in ("inductor", "inductor+cudagraphs"):
-        return Options(cudagraphs=lower.endswith("cudagraphs"))
-    raise LoweringError(
-        f"there is no lower={lower!r}: pass None, 'inductor', 'inductor+cudagraphs' or"
-        " graphopt.lowering.Options(...)"
-    )
 
 
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:

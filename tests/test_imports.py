@@ -30,6 +30,7 @@ TOP = (
     "graphopt.commands",
     "graphopt.demo",
     "graphopt.discovery",
+    "graphopt.finishing",
     "graphopt.hooks",
     "graphopt.step",
     "graphopt.testing",

@@ -20,6 +20,9 @@ logger = logging.getLogger("graphopt")
 
 Transform = Callable[[fx.GraphModule], fx.GraphModule]
 
+DERIVED = "derived"
+"""Metadata of a derived graph: "setup", "main", "drain" or "cleanup"."""
+
 
 class IterGraphModule(fx.GraphModule):
     """A training step as one graph, of which some nodes run in the next iteration.
@@ -229,6 +232,7 @@ class IterGraphModule(fx.GraphModule):
         derivation = Derivation(self.graph, self._current_plan())
         derived = fx.GraphModule(self, getattr(derivation, name)(*options))
         derived.meta.update(self.meta)
+        derived.meta[DERIVED] = name
         return derived
 
     def _program(self, name: str, *options: Any) -> Program:
