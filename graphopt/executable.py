@@ -122,7 +122,7 @@ class _Reuse:
             return False
         if not is_dense(source.meta["val"]):
             return False
-        if storages.read_after(source, position) or storages.leaves_the_graph(source):
+        if storages.old_read_after(source, position) or storages.leaves_the_graph(source):
             return False
         arguments = self._arguments(node)
         if arguments.storages[storages.key(source)] > 1:

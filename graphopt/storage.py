@@ -65,6 +65,8 @@ class Storages:
         self._parent: dict[object, object] = {}
         self.position = {node: index for index, node in enumerate(graph.nodes)}
         self._last_read: dict[object, int] = {}
+        self._last_renewed_read: dict[object, int] = {}
+        self._renewed: set[fx.Node] = set()
         self._fixed: set[object] = set()
         self._inputs: dict[object, fx.Node] = {}
         for node in graph.nodes:
@@ -91,8 +93,8 @@ class Storages:
         if first == second:
             return
         self._parent[second] = first
-        last = max(self._last_read.get(first, -1), self._last_read.get(second, -1))
-        self._last_read[first] = last
+        for reads in (self._last_read, self._last_renewed_read):
+            reads[first] = max(reads.get(first, -1), reads.get(second, -1))
         if second in self._fixed:
             self._fixed.add(first)
         if second in self._inputs:
@@ -110,12 +112,16 @@ class Storages:
             source = node.all_input_nodes[0]
             if is_operator(source.target, *_ONE_TENSOR_TWICE):
                 self._join(source, node)
+        of_renewed = may_alias(node) and not self._renewed.isdisjoint(node.all_input_nodes[:1])
+        if of_renewed or is_operator(node.target, "aten::copy_"):
+            self._renewed.add(node)
         unfinished = _reads_until_wait(node) and not any(map(is_wait, node.users))
         for source in _read_by(node):
             root = self._find(source)
-            self._last_read[root] = max(self._last_read.get(root, -1), self.position[node])
+            reads = self._last_renewed_read if source in self._renewed else self._last_read
+            reads[root] = max(reads.get(root, -1), self.position[node])
             if unfinished:  # it reads what it sends until a wait in a later graph
-                self._last_read[root] = sys.maxsize
+                reads[root] = sys.maxsize
         if node.op in ("placeholder", "get_attr"):
             root = self._find(node)
             if node.op == "placeholder":
@@ -143,7 +149,17 @@ class Storages:
 
     def read_after(self, node: fx.Node, position: int) -> bool:
         """Whether anything reads the storage of `node` after `position`."""
-        return self._last_read.get(self._find(node), -1) > position
+        renewed = self._last_renewed_read.get(self._find(node), -1)
+        return renewed > position or self.old_read_after(node, position)
+
+    def old_read_after(self, node: fx.Node, position: int) -> bool:
+        """Whether anything reads what is in the storage of `node` now after `position`.
+
+        Who reads what a later `copy_` puts there does not.
+        """
+        root = self._find(node)
+        reads = self._last_renewed_read if node in self._renewed else self._last_read
+        return max(reads.get(root, -1), self._last_read.get(root, -1)) > position
 
     def leaves_the_graph(self, node: fx.Node) -> bool:
         """Whether the storage of `node` is returned, or is a constant of the module."""
