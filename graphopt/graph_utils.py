@@ -168,6 +168,23 @@ def without_autocast() -> AbstractContextManager[object]:
     return stack
 
 
+def environment() -> tuple[Any, ...]:
+    """Modes of torch that change what operators run."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+    )
+
+
 def find_nodes(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """Nodes for which `predicate` holds, in graph order."""
     return [node for node in graph.nodes if predicate(node)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     device: torch.device
+    negated: bool = False
 
     def fake(self) -> torch.Tensor:
         """A tensor of this kind; needs an active fake mode to take no memory."""
@@ -38,8 +40,13 @@ NUMBER = Kind(torch.float64, (), (), torch.device("cpu"))
 def kind_of(value: torch.Tensor | float | torch.SymFloat) -> Kind:
     """The kind of an input of a region."""
     if not isinstance(value, torch.Tensor):
+        assert isinstance(value, (float, torch.SymFloat))
         return NUMBER
-    return Kind(value.dtype, value.shape, value.stride(), value.device)
+    return Kind(value.dtype, value.shape, value.stride(), value.device, value.is_neg())
+
+
+_COMPILING = threading.RLock()
+"""Held while compiling, which changes settings of the whole process."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +91,19 @@ def compile_body(
     from graphopt._compat import inductor
 
     mode = _compat.new_fake_mode()
-    with mode:
-        inputs = [kind.fake() for kind in kinds]
     try:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # of Inductor's own code, not the user's
+            stack.enter_context(_COMPILING)
             stack.enter_context(same_random_numbers())
             stack.enter_context(without_autocast())
             stack.enter_context(_compat.without_modes())
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
             stack.enter_context(inductor.patched_config(options.config()))
+            with mode:
+                inputs = [kind.fake() for kind in kinds]
             return inductor.compile_inner(_decompose(body, inputs), inputs)
     except Exception as error:
         raise LoweringError(_explained(error)) from error

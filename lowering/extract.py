@@ -15,6 +15,7 @@ from graphopt.graph_utils import (
     get_outputs,
     may_alias,
     set_outputs,
+    tensors_in,
     written,
 )
 from graphopt.lowering.compiler import kind_of
@@ -48,7 +49,8 @@ class Body:
                 what = str(kind_of(node.meta["val"]))
             else:
                 arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
-                what = f"{node.target}{arguments}"
+                kinds = [kind_of(tensor) for tensor in tensors_in(node.meta.get("val"))]
+                what = f"{node.target}{arguments} -> {kinds}"
             lines.append(f"%{index} = {node.op} {what}")
         return "\n".join(lines)
 
@@ -115,7 +117,9 @@ class Cut:
 
     def _outside(self, graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
         """A node of a region, or a free one, that is needed outside and is not returned."""
-        if self._marks[node].region >= 0 and written(node):
+        mark = self._marks[node]
+        assert mark.free or mark.region >= 0, "what stays is computed once"
+        if mark.region >= 0 and written(node):
             return value(written(node)[0])
         if isinstance(node.meta["val"], (list, tuple)) and not may_alias(node):
             items = {user.args[1]: user for user in node.users if is_item(user)}
@@ -123,7 +127,7 @@ class Cut:
         return self._copy(graph, node, value)
 
     def _copy(self, graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], Any]) -> fx.Node:
-        if reads_metadata_only(node) and self._marks[node.all_input_nodes[0]].region >= 0:
+        if reads_metadata_only(node):
             call = as_factory(node)
             assert call is not None
             copy = graph.call_function(*call)

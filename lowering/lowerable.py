@@ -21,6 +21,10 @@ _NAMESPACES = ("aten", "prims")
 _KEEP_ATEN_KERNEL = ("aten::_fused_adagrad", "aten::_fused_adam", "aten::_fused_sgd")
 """Fused optimizers: ATen has one kernel for each, which compiled code was not faster than."""
 
+NodePredicate = Callable[[fx.Node], bool]
+
+_READS_STRIDES = ("aten::as_strided", "aten::as_strided_scatter")
+
 _NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 _METADATA_ONLY = (
@@ -62,6 +66,8 @@ def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
         return "it updates its argument"
     if target._schema.name.startswith(_KEEP_ATEN_KERNEL):
         return "ATen has one kernel for all updates"
+    if target._schema.name in _READS_STRIDES:
+        return "it counts from the beginning of a storage"
     if target._schema.name.startswith("aten::_foreach_") and not is_listed(node):
         return "nothing says what it does to each tensor of its lists"
     if counts_steps(node):
@@ -92,6 +98,8 @@ def unsuitable_tensor(tensor: torch.Tensor) -> str | None:
         return f"its layout is {tensor.layout}"
     if tensor.is_quantized:
         return "a tensor is quantized"
+    if tensor.is_neg():
+        return "a tensor has its negative bit set"
     if tensor.is_complex():
         return "a tensor is complex"
     if _compat.has_symbolic_shape(tensor):

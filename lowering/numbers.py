@@ -38,22 +38,36 @@ _LISTED = _WITH_NUMBERS | {
 }
 
 
+_OTHER_OVERLOADS = {
+    ("addcdiv", "Tensor"),
+    ("addcmul", "Tensor"),
+    ("maximum", "Scalar"),
+    ("maximum", "ScalarList"),
+    ("minimum", "Scalar"),
+    ("minimum", "ScalarList"),
+    ("pow", "ScalarAndTensor"),
+}
+"""Their arguments mean something else than those of the operator on one tensor."""
+
+
 @dataclass(frozen=True)
 class Number:
     """A number of the graph, as a 0-dim float64 tensor."""
 
     tensor: torch.Tensor
 
-    def like(self, other: torch.Tensor) -> torch.Tensor:
-        """In the precision in which operators on `other` compute."""
-        precise = torch.float64 if other.dtype is torch.float64 else torch.float32
-        return self.tensor.to(precise)
+    def like(self, dtype: torch.dtype) -> torch.Tensor:
+        """In the precision in which operators of which the result has `dtype` compute."""
+        return self.tensor.to(torch.float64 if dtype is torch.float64 else torch.float32)
 
 
 def is_listed(node: fx.Node) -> bool:
     """Whether a node is a list of independent operations that can be written one by one."""
-    name = _name(node.target)
-    return name.startswith("_foreach_") and name.removeprefix("_foreach_") in _LISTED
+    name, target = _name(node.target), node.target
+    if not name.startswith("_foreach_") or name.removeprefix("_foreach_") not in _LISTED:
+        return False
+    assert isinstance(target, _compat.OpOverload)
+    return (name.removeprefix("_foreach_"), target._overloadname) not in _OTHER_OVERLOADS
 
 
 def counts_steps(node: fx.Node) -> bool:
@@ -100,13 +114,20 @@ def _item(value: Any, index: int) -> Any:
 
 
 def _one(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    first = args[0]
-    args = [v.like(first) if isinstance(v, Number) else v for v in args]
-    kwargs = {k: v.like(first) if isinstance(v, Number) else v for k, v in kwargs.items()}
+    dtype = _result_dtype(args)
+    args = [v.like(dtype) if isinstance(v, Number) else v for v in args]
+    kwargs = {k: v.like(dtype) if isinstance(v, Number) else v for k, v in kwargs.items()}
     result = (
         _RULES[name](*args, **kwargs) if name in _RULES else getattr(aten, name)(*args, **kwargs)
     )
-    return result.to(first.dtype) if name in _WITH_NUMBERS and not first.dim() else result
+    return result.to(dtype) if name in _WITH_NUMBERS else result
+
+
+def _result_dtype(args: Sequence[Any]) -> torch.dtype:
+    """What operators on these operands return: a number is a Python float to them."""
+    operands = [v for v in args if isinstance(v, (torch.Tensor, Number, int, float))]
+    other: Any = operands[1] if len(operands) > 1 else operands[0]
+    return torch.result_type(args[0], 1.5 if isinstance(other, Number) else other)
 
 
 def _add(x: torch.Tensor, other: Any, alpha: Any = 1) -> Any:

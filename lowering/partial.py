@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import count
 
 from torch import fx
 
-from graphopt.graph_utils import written
+from graphopt.graph_utils import environment, written
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.running import GROUP
 from graphopt.lowering.compiler import Options
 from graphopt.lowering.extract import Body, Cut
-from graphopt.lowering.regions import NodePredicate, RegionPredicate, mark_regions
+from graphopt.lowering.lowerable import NodePredicate
+from graphopt.lowering.regions import RegionPredicate, mark_regions
 from graphopt.lowering.subgraph import LoweredSubgraph
 
 logger = logging.getLogger("graphopt")
@@ -49,7 +51,7 @@ class Lowering:
     def _call(
         self, gm: fx.GraphModule, graph: fx.Graph, body: Body, inputs: list[fx.Node]
     ) -> fx.Node:
-        name = f"subgraph_{sum(node.op == 'call_module' for node in graph.nodes)}"
+        name = next(n for n in map("subgraph_{}".format, count()) if not hasattr(gm, n))
         module = self._module(body)
         gm.add_submodule(name, module)
         node = graph.call_module(name, tuple(inputs), {"tag": self._tag(name, module)})
@@ -61,7 +63,7 @@ class Lowering:
         return node
 
     def _module(self, body: Body) -> LoweredSubgraph:
-        text = body.text()
+        text = f"{environment()}\n{body.text()}"
         if text not in self.subgraphs:
             name = f"region {len(self.subgraphs)}"
             region = fx.GraphModule({}, body.graph)
@@ -92,6 +94,9 @@ def partial_lower(
     Each region becomes a call of a `LoweredSubgraph`, ``subgraph_0`` and so on, which compiles on
     its first call. No region delays the start of a collective, or takes away from what runs while
     one is under way. What stays outside is logged with its reason (logger ``graphopt``, INFO).
+
+    Compiled code has no autograd: a graph whose results are to be differentiated has to hold its
+    backward.
 
     Args:
         gm: a graph in which nodes have ``meta["val"]``, with static shapes. Changed in place; an

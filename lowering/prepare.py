@@ -19,14 +19,9 @@ from graphopt.lowering.numbers import Number, is_listed, written_out
 
 aten = torch.ops.aten
 
-_READS_STRIDES = ("aten::as_strided", "aten::as_strided_scatter", "aten::set_")
-
 
 def can_change_layout(graph: fx.Graph) -> bool:
-    """Whether all operators of a graph compute the same whatever the strides of what they read, and
-    every result has a layout that can be restored."""
-    if any(is_operator(node.target, *_READS_STRIDES) for node in graph.nodes):
-        return False
+    """Whether every result of a graph has a layout that can be restored."""
     return all(_memory_format(node.meta["val"]) is not None for node in _returned(graph))
 
 
@@ -68,10 +63,14 @@ class Prepared(fx.Interpreter):
         if is_operator(target, "aten::copy_"):
             self._updates.append((args[0], args[1]))
             return args[1]
-        if is_operator(target, "aten::view", "aten::_unsafe_view"):
+        if target in (aten.view.default, aten._unsafe_view.default):
             return aten.reshape.default(*args, **kwargs)
         leaves = _compat.tree_leaves((args, kwargs))
-        if is_listed(self._node) or any(isinstance(leaf, Number) for leaf in leaves):
+        if (
+            is_listed(self._node)
+            or _has_factor(self._node)
+            or any(isinstance(leaf, Number) for leaf in leaves)
+        ):
             return written_out(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
@@ -85,6 +84,14 @@ class Prepared(fx.Interpreter):
         """Do the updates of inputs, which come last."""
         for state, value in self._updates:
             state.copy_(value)
+
+
+def _has_factor(node: fx.Node) -> bool:
+    """Whether a sum scales its second operand. Inductor forgets that where the other operand is a
+    matrix product (seen in torch 2.13)."""
+    if not is_operator(node.target, "aten::add", "aten::sub"):
+        return False
+    return bool(node.kwargs.get("alpha", 1) != 1)
 
 
 class ChannelsLast(Prepared):

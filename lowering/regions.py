@@ -1,18 +1,4 @@
-"""Find the largest parts of a graph that can each be compiled as one, without harm to the rest.
-
-Every node gets a *level*. Lowerable nodes of one level form one region. The order
-
-    level 0: the nodes that stay, then the region; level 1: the nodes that stay, then the region; …
-
-keeps all dependencies, because
-
-- a node that stays is one level above the lowerable nodes it needs, and a lowerable node is not
-  below the nodes that stay which it needs: so there is no way out of a region and back into it;
-- what stands after the launch of a collective is not below it, so that no region delays a launch;
-- a wait is above all that stands before it, so that what ran between launch and wait still does.
-
-A node that stays and of which a region needs nothing breaks no region. One pass over the graph.
-"""
+"""Find the largest parts of a graph that can each be compiled as one, without harm to the rest."""
 
 from __future__ import annotations
 
@@ -20,30 +6,15 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import (
-    follows_output_convention,
-    get_outputs,
-    is_collective,
-    is_operator,
-    is_wait,
-    same_kind,
-    tensors_in,
-    written,
-)
-from graphopt.iter_graph import IterGraph
-from graphopt.lowering.lowerable import (
-    draws,
-    is_free,
-    is_item,
-    reads_metadata_only,
-    reason_to_keep,
-    unsuitable_tensor,
-)
+from graphopt.graph_utils import written
+from graphopt.lowering.candidates import free_nodes, keep_updates, reasons_to_keep
+from graphopt.lowering.levels import levels_of
+from graphopt.lowering.lowerable import NodePredicate, is_item, reads_metadata_only
 from graphopt.storage import Storages
 
 logger = logging.getLogger("graphopt")
@@ -56,7 +27,7 @@ class Mark(NamedTuple):
     """Where a call runs.
 
     Attributes:
-        level: see the module docstring.
+        level: see `graphopt.lowering.levels`.
         region: number of its region, -1 outside all regions.
         free: it is computed wherever it is needed, inside regions and outside.
     """
@@ -66,7 +37,6 @@ class Mark(NamedTuple):
     free: bool = False
 
 
-NodePredicate = Callable[[fx.Node], bool]
 RegionPredicate = Callable[[list[fx.Node]], bool]
 
 
@@ -123,10 +93,11 @@ def mark_regions(
         random: whether compiled code may draw random numbers; they are not eager's then.
     """
     found = Regions()
-    reasons = dict(_reasons(graph, node_predicate, random))
-    _keep_shared_updates(graph, reasons)
-    found.free = _free_nodes(graph, reasons)
-    levels, lowerable = _placed(graph, reasons, found.free)
+    storages = Storages(graph)
+    reasons = reasons_to_keep(graph, node_predicate, random)
+    keep_updates(graph, storages, reasons)
+    found.free = free_nodes(graph, storages, reasons)
+    levels, lowerable = _placed(graph, storages, reasons, found.free)
     members: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node in levels:
@@ -145,69 +116,6 @@ def mark_regions(
         if reason is not None and not is_item(node) and node not in found.free:
             found.breaks.append(Break(node.name, str(node.target), reason))
     return found
-
-
-def _reasons(
-    graph: fx.Graph, node_predicate: NodePredicate | None, random: bool
-) -> Iterator[tuple[fx.Node, str | None]]:
-    """Each call with the reason to keep it, None where it is lowerable."""
-    known: dict[fx.Node, str | None] = {}
-    updates = set(get_outputs(graph).updates) if follows_output_convention(graph) else set()
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        if is_item(node) and isinstance(node.args[0], fx.Node):
-            reason = known.get(node.args[0], "it is an item of an input")
-        else:
-            reason = None
-            if node not in updates or not _updates_whole(node):
-                reason = reason_to_keep(node, random=random)
-            if reason is None and node_predicate is not None and not node_predicate(node):
-                reason = "node_predicate refused it"
-        known[node] = reason
-        yield node, reason
-
-
-def _updates_whole(node: fx.Node) -> bool:
-    """Whether a state update gives all of an input a value of its kind."""
-    if not is_operator(node.target, "aten::copy_") or len(node.all_input_nodes) != 2:
-        return False
-    state, value = node.all_input_nodes
-    if state.op != "placeholder" or node.args[0] is not state or not same_kind(state, value):
-        return False
-    return unsuitable_tensor(value.meta["val"]) is None
-
-
-def _keep_shared_updates(graph: fx.Graph, reasons: dict[fx.Node, str | None]) -> None:
-    """Keep updates of state that is also reached through values outside compiled regions, which the
-    compiler would take for others."""
-    storages = Storages(graph)
-    reached = {
-        storages.key(node)
-        for node, reason in reasons.items()
-        if reason is not None and list(tensors_in(node.meta.get("val")))
-    }
-    states: dict[Any, int] = defaultdict(int)
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            states[storages.key(node)] += 1
-    for node, reason in reasons.items():
-        if reason is None and written(node):
-            key = storages.key(node)
-            if key in reached or states[key] > 1:
-                reasons[node] = "its state is also reached through other values"
-
-
-def _free_nodes(graph: fx.Graph, reasons: dict[fx.Node, str | None]) -> set[fx.Node]:
-    free: set[fx.Node] = set()
-
-    def stays(node: fx.Node) -> bool:
-        return node in free or node not in reasons or reasons[node] is not None
-
-    for node in graph.nodes:
-        if reasons.get(node, "") is None and is_free(node, stays):
-            free.add(node)
-    return free
 
 
 def _refusal(
@@ -233,7 +141,10 @@ def _free_inputs(node: fx.Node, free: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _placed(
-    graph: fx.Graph, reasons: dict[fx.Node, str | None], free: set[fx.Node]
+    graph: fx.Graph,
+    storages: Storages,
+    reasons: dict[fx.Node, str | None],
+    free: set[fx.Node],
 ) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     """The level of each call, and the lowerable ones.
 
@@ -242,7 +153,7 @@ def _placed(
     """
     lowerable = {node for node, reason in reasons.items() if reason is None} - free
     while True:
-        levels = _levels(graph, lowerable)
+        levels = levels_of(graph, storages, lowerable)
         alone = [node for node in lowerable if written(node) and not _goes(node, levels, lowerable)]
         if not alone:
             return levels, lowerable
@@ -254,77 +165,3 @@ def _goes(update: fx.Node, levels: dict[fx.Node, int], lowerable: set[fx.Node]) 
     """Whether a state update is in the region of the value that it writes."""
     value = update.args[1]
     return value in lowerable and levels[value] == levels[update]  # type: ignore[index]
-
-
-def _levels(graph: fx.Graph, lowerable: set[fx.Node]) -> dict[fx.Node, int]:
-    """The level of each call; see the module docstring."""
-    levels: dict[fx.Node, int] = {}
-    dependencies = _Dependencies(graph)
-    floor, highest = 0, -1
-    for node in _order(graph):
-        if node is None:
-            floor = highest = highest + 1
-            continue
-        inside = node in lowerable
-        level = floor
-        if is_item(node):  # with the node that has the results
-            level = max((levels[s] for s in node.all_input_nodes if s in levels), default=floor)
-        for source in dependencies.of(node):
-            if source in levels:
-                above = source in lowerable and not inside
-                level = max(level, levels[source] + above)
-        if is_wait(node):
-            level = max(level, highest + 1)
-        levels[node] = level
-        if is_collective(node):
-            floor = level
-        if inside:
-            highest = max(highest, level)
-    return levels
-
-
-def _order(graph: fx.Graph) -> Iterator[fx.Node | None]:
-    """Calls in the order in which they run when an iteration is in flight; None between parts
-    that are not to be mixed."""
-    late = graph.late if isinstance(graph, IterGraph) else {}
-    groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if node in late:
-            groups[late[node]].append(node)
-    for node in graph.nodes:
-        if node in groups:
-            yield None
-            yield from groups[node]
-            yield None
-        if node.op not in ("placeholder", "get_attr", "output") and node not in late:
-            yield node
-
-
-class _Dependencies:
-    """What has to run before each node, asked for in an order in which they may run."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._storages = Storages(graph)
-        writes = (state for node in graph.nodes for state in written(node))
-        self._written = {self._storages.key(state) for state in writes}
-        self._last_write: dict[Any, fx.Node] = {}
-        self._readers: dict[Any, list[fx.Node]] = defaultdict(list)
-        self._last_draw: fx.Node | None = None
-
-    def of(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes that must run before `node`, among those asked for before."""
-        found = [] if reads_metadata_only(node) else list(node.all_input_nodes)
-        if draws(node):
-            if self._last_draw is not None:
-                found.append(self._last_draw)
-            self._last_draw = node
-        if not self._written:
-            return found
-        for key in {self._storages.key(source) for source in list(found)} & self._written:
-            if key in self._last_write:
-                found.append(self._last_write[key])
-            self._readers[key].append(node)
-        for key in {self._storages.key(state) for state in written(node)}:
-            found += [reader for reader in self._readers[key] if reader is not node]
-            self._last_write[key], self._readers[key] = node, []
-        return found

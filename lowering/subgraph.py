@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.errors import LoweringError
+from graphopt.graph_utils import written
 from graphopt.lowering.compiler import NUMBER, Kind, Options, compile_body, kind_of
 
 logger = logging.getLogger("graphopt")
@@ -44,6 +45,9 @@ class LoweredSubgraph(nn.Module):
         self.failure: LoweringError | None = None
         self._name = name
         self._numbers = [index for index, kind in enumerate(self.kinds) if kind is NUMBER]
+        self._written = _written_inputs(body.graph)
+        self._warned = False
+        self._eager = _Checked(self._run_eagerly, [])
         self._compiled: dict[tuple[Kind, ...], Compiled] = {}
         self._current: tuple[tuple[Kind, ...], Compiled] | None = None
 
@@ -73,38 +77,41 @@ class LoweredSubgraph(nn.Module):
     def call_boxed(self, args: list[Any], tag: str = "") -> Sequence[torch.Tensor]:
         """Like `forward`, but clears the list, so that inputs are freed after their last use."""
         for index in self._numbers:
-            args[index] = torch.tensor(args[index], dtype=torch.float64)
+            args[index] = torch.tensor(args[index], dtype=torch.float64, device="cpu")
         kinds = tuple(map(kind_of, args))
-        if self._current is None or self._current[0] != kinds:
-            self._current = kinds, self._for_kinds(kinds)
+        current = self._current
+        if current is None or current[0] != kinds:
+            current = self._current = kinds, self._for_kinds(kinds)
         with torch.profiler.record_function(tag or self._name):
-            return self._current[1](args)
+            return current[1](args)
 
     def prepare(self) -> None:
         """Compile now for the inputs that the region was made for."""
         self._for_kinds(self.kinds)
 
     def _for_kinds(self, kinds: tuple[Kind, ...]) -> Compiled:
-        if kinds not in self._compiled:
-            self._compiled[kinds] = self._compile(kinds)
-        return self._compiled[kinds]
-
-    def _compile(self, kinds: tuple[Kind, ...]) -> Compiled:
-        if self.failure is not None:
-            return self._run_eagerly
+        if kinds in self._compiled:
+            return self._compiled[kinds]
+        if self.failure is not None or any(kind.negated for kind in kinds):
+            return self._eager
         if len(self._compiled) >= _MOST_KINDS:
-            logger.warning(
-                "%s was compiled for %d kinds of inputs; any other runs operator by operator",
-                self._name,
-                _MOST_KINDS,
+            self._warn_once(
+                f"it was compiled for {_MOST_KINDS} kinds of inputs; others run op by op"
             )
-            return self._run_eagerly
+            return self._eager
         try:
-            return _Checked(compile_body(self.graph_module, kinds, self.options))
+            compiled = compile_body(self.graph_module, kinds, self.options)
         except LoweringError as error:
             self.failure = error
-            logger.warning("%s runs operator by operator: %s", self._name, error)
-            return self._run_eagerly
+            self._warn_once(f"it runs operator by operator: {error}")
+            return self._eager
+        self._compiled[kinds] = _Checked(compiled, self._written)
+        return self._compiled[kinds]
+
+    def _warn_once(self, text: str) -> None:
+        if not self._warned:
+            logger.warning("%s: %s", self._name, text)
+        self._warned = True
 
     def _run_eagerly(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         given: list[Any] = list(args)
@@ -115,24 +122,37 @@ class LoweredSubgraph(nn.Module):
         return result
 
 
-class _Checked:
-    """Compiled code whose results have storage of their own, which the graph around relies on.
+def _written_inputs(graph: fx.Graph) -> list[int]:
+    """Positions of the inputs that a region updates in place."""
+    states = {state for node in graph.nodes for state in written(node)}
+    placeholders = (node for node in graph.nodes if node.op == "placeholder")
+    return [index for index, node in enumerate(placeholders) if node in states]
 
-    The compiler may find that two results are the same, or that one is an input. The first call
-    tells, since it does so by its inputs' kinds alone.
+
+class _Checked:
+    """Compiled code that keeps what operators promise.
+
+    Results have storage of their own, which the graph around relies on: the compiler may find that
+    two results are the same, or that one is an input. The first call tells, since it does so by its
+    inputs' kinds alone. What is updated in place gets a new version, which autograd looks at.
     """
 
-    def __init__(self, compiled: Compiled) -> None:
-        self._compiled = compiled
+    def __init__(self, compiled: Compiled, written: list[int]) -> None:
+        self._compiled, self._written = compiled, written
         self._shared: list[int] | None = None
 
     def __call__(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self._shared == []:
-            return self._compiled(args)
-        taken = set(map(_compat.storage_key, args)) if self._shared is None else set()
+        updated = [args[index] for index in self._written if not args[index].is_inference()]
+        results = self._compiled(args) if self._shared == [] else self._call_checked(args)
+        if updated:
+            torch.autograd.graph.increment_version(updated)
+        return results
+
+    def _call_checked(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        given = list(args) if self._shared is None else []  # alive, so that storages differ
         results = list(self._compiled(args))
         if self._shared is None:
-            self._shared = _sharing(results, taken)
+            self._shared = _sharing(results, set(map(_compat.storage_key, given)))
         for index in self._shared:
             results[index] = results[index].clone()
         return results

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.graph_utils import environment
 from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
 from graphopt.tracing.inputs import Inputs, Storage
@@ -20,23 +21,6 @@ from graphopt.tracing.numbers import holds
 from graphopt.tracing.object_guards import ModuleGuard, OptimizerGuard
 from graphopt.tracing.signature import AttributeResult
 from graphopt.watching import unwatched
-
-
-def _environment() -> tuple[Any, ...]:
-    """Modes of torch that change what operators run."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-    )
 
 
 class Guards:
@@ -53,7 +37,7 @@ class Guards:
         for result in attributes:
             assigned.setdefault(id(result.attributes), set()).add(result.name)
         self.mode = mode
-        self.environment = _environment()
+        self.environment = environment()
         self.treespec = call.treespec
         self.modules = [
             ModuleGuard(name, m, assigned.get(id(vars(m)), ()))
@@ -101,7 +85,7 @@ class Guards:
         if call.treespec != self.treespec or _positions(call) != self.positions:
             yield "the structure of the arguments changed"
             return
-        if _environment() != self.environment:
+        if environment() != self.environment:
             yield "grad mode, autocast or another mode of torch changed"
         for root, position in zip(self.roots, call.modules, strict=True):
             if call.leaves[position] is not root():

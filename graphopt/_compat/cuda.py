@@ -1,0 +1,80 @@
+"""CUDA graphs and kernels: what torch keeps private of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+def clear_cublas_workspaces() -> None:
+    """Let cuBLAS allocate its workspaces anew on the next call.
+
+    Those of a recording then lie in its memory pool, and nobody else's work writes into them.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def same_addresses(
+    values: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]
+) -> bool:
+    """Whether the tensors at `indices` of `values` have the `addresses` at the same indices."""
+    # Builds without CUDA lack the function.
+    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if compare is None:
+        return all(values[index].data_ptr() == addresses[index] for index in indices)
+    return bool(compare(list(values), list(addresses), list(indices)))
+
+
+def end_allocation(device: torch.device, pool: tuple[int, int]) -> None:
+    """After a recording that failed: allocate from the ordinary memory again.
+
+    Before torch 2.15, `CUDAGraph.capture_end` does not get there when it raises. Later ones do; the
+    allocator then says that nothing is being recorded.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)
+
+
+def uses_nccl(group_name: str) -> bool:
+    """Whether a process group sends CUDA tensors by NCCL."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = distributed_c10d._resolve_process_group  # its type differs between versions
+    try:
+        backend = resolve(group_name)._get_backend(torch.device("cuda"))
+    except (RuntimeError, ValueError):  # no such group, or one that does not take CUDA tensors
+        return False
+    return bool(backend.name() == "nccl")
+
+
+class KernelTime(NamedTuple):
+    """A Triton kernel alone: its name, the bytes that it has to move, and its seconds."""
+
+    name: str
+    bytes: float
+    seconds: float
+
+
+@contextmanager
+def kernels_measured() -> Iterator[list[KernelTime]]:
+    """Measure each Triton kernel that is compiled inside instead of running it.
+
+    Yields:
+        A list that is filled at the end, with one entry for each call of a kernel.
+    """
+    from torch._inductor import config
+    from torch._inductor.runtime import triton_heuristics
+
+    found: list[KernelTime] = []
+    with config.patch(profile_bandwidth=True, profile_bandwidth_regex=""):
+        triton_heuristics.collected_calls.clear()
+        yield found
+        for milliseconds, gigabytes, _, name in triton_heuristics.collected_calls:
+            found.append(KernelTime(name, gigabytes * 1e9, milliseconds / 1e3))

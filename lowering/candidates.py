@@ -1,0 +1,106 @@
+"""Which nodes of a graph may be compiled, looked at in their graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import fx
+
+from graphopt.graph_utils import (
+    follows_output_convention,
+    get_outputs,
+    is_operator,
+    is_view,
+    same_kind,
+    tensors_in,
+    written,
+)
+from graphopt.lowering.lowerable import (
+    NodePredicate,
+    is_free,
+    is_item,
+    reason_to_keep,
+    unsuitable_tensor,
+)
+from graphopt.storage import Storages
+
+
+def reasons_to_keep(
+    graph: fx.Graph, node_predicate: NodePredicate | None, random: bool
+) -> dict[fx.Node, str | None]:
+    """Each call with the reason to keep it, None where it is lowerable."""
+    known: dict[fx.Node, str | None] = {}
+    updates = set(get_outputs(graph).updates) if follows_output_convention(graph) else set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if is_item(node) and isinstance(node.args[0], fx.Node):
+            reason = known.get(node.args[0], "it is an item of an input")
+        else:
+            reason = None
+            if node not in updates or not _updates_whole(node):
+                reason = reason_to_keep(node, random=random)
+            reason = reason or _whole_list(node)
+            if reason is None and node_predicate is not None and not node_predicate(node):
+                reason = "node_predicate refused it"
+        known[node] = reason
+    return known
+
+
+def _whole_list(node: fx.Node) -> str | None:
+    """Only tensors cross the boundary of a region, so nobody may use a list of results whole."""
+    if isinstance(node.meta["val"], (list, tuple)) and not all(map(is_item, node.users)):
+        return "its results are used as a whole list"
+    if any(isinstance(source.meta.get("val"), (list, tuple)) for source in node.all_input_nodes):
+        return "it takes a whole list of results"
+    return None
+
+
+def _updates_whole(node: fx.Node) -> bool:
+    """Whether a state update gives all of an input a value of its kind."""
+    if not is_operator(node.target, "aten::copy_") or len(node.all_input_nodes) != 2:
+        return False
+    state, value = node.all_input_nodes
+    if state.op != "placeholder" or node.args[0] is not state or not same_kind(state, value):
+        return False
+    return unsuitable_tensor(value.meta["val"]) is None
+
+
+def keep_updates(graph: fx.Graph, storages: Storages, reasons: dict[fx.Node, str | None]) -> None:
+    """Keep the updates of state that compiled code would do too late for somebody, or that it would
+    take for other state."""
+    reached = {
+        storages.key(node)
+        for node, reason in reasons.items()
+        if reason is not None and list(tensors_in(node.meta.get("val")))
+    }
+    states: Counter[Any] = Counter(
+        storages.key(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")
+    )
+    for node, reason in reasons.items():
+        if reason is not None or not written(node):
+            continue
+        key, (state,) = storages.key(node), written(node)
+        if key in reached or states[key] > 1:
+            reasons[node] = "its state is also reached through other values"
+        elif storages.old_read_after(state, storages.position[node]):
+            reasons[node] = "its state is read afterwards, and not as its result"
+
+
+def free_nodes(
+    graph: fx.Graph, storages: Storages, reasons: dict[fx.Node, str | None]
+) -> set[fx.Node]:
+    """Nodes that are computed wherever they are needed: constants, and views of what stays."""
+    free: set[fx.Node] = set()
+    changed = {storages.key(state) for node in graph.nodes for state in written(node)}
+
+    def stays(node: fx.Node) -> bool:
+        return node in free or node not in reasons or reasons[node] is not None
+
+    for node in graph.nodes:
+        if reasons.get(node, "") is not None or not is_free(node, stays):
+            continue
+        if is_view(node) or storages.key(node) not in changed:  # a constant that nobody fills in
+            free.add(node)
+    return free

@@ -1,0 +1,143 @@
+"""CUDA graphs for a step that runs again and again: `CudaGraphs`.
+
+The CPU then launches one recording where it launched hundreds of kernels. In the steady state of a
+step on one device, all between the first operator and the last update is one recording, or two:
+
+    before                                     after
+    mm         = mm(x, weight)                 cudagraph_0 = cudagraph_0(x, weight, exp_avg, …)
+    …                                          loss        = getitem(cudagraph_0, 0)
+    fused_adam = _fused_adam_([weight], …)     output(([loss], [], []))
+    output(([loss], [], []))
+
+A recording finds its inputs at fixed addresses. Parameters, buffers and optimizer state have them,
+and so have results of recordings before it; others are copied. What the user gets, or what the
+next iteration needs, is copied out. What cannot be recorded runs between the recordings as before:
+
+- work of the CPU, Python numbers that are computed in the graph, and what waits for the device;
+- collectives other than NCCL's, and those whose launch and wait are not in one recording;
+- operators of other libraries, and those that draw from a generator of their own.
+
+Random operators draw what they would have drawn: a replay goes on where the default generator is.
+A learning rate goes to fused optimizers in float32, as their kernels take it on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from functools import partial
+
+from torch import fx, nn
+
+from graphopt.graph_utils import tensors_in
+from graphopt.lowering.cudagraphs_cut import Body, body_of, splice
+from graphopt.lowering.cudagraphs_inputs import Input
+from graphopt.lowering.cudagraphs_nodes import Recordable
+from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
+from graphopt.lowering.cudagraphs_pieces import Pieces, find_pieces, gather_items
+from graphopt.lowering.cudagraphs_recorder import CudaRecorder, Recorder
+
+logger = logging.getLogger("graphopt")
+
+
+class CudaGraphs:
+    """Lets graphs run as CUDA graphs. To be kept for all graphs of one step.
+
+    Args:
+        recorder: does the recording; by default that of CUDA.
+        min_ops: parts with fewer operators stay as they are; with inputs that have to be copied, so
+            do parts with some more.
+    """
+
+    def __init__(self, recorder: Recorder | None = None, min_ops: int = 4) -> None:
+        self._recorder = CudaRecorder() if recorder is None else recorder
+        self._min_ops = min_ops
+        self._said = False
+
+    def apply(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Let the parts of a graph that can be recorded run as CUDA graphs, in place.
+
+        Each becomes a call of a `CudaGraphPiece`, ``cudagraph_0`` and so on. What stays outside is
+        logged with its reason (logger ``graphopt``, INFO). Where there is no CUDA device, one
+        warning says so, and graphs stay as they are.
+
+        Args:
+            gm: a graph in the executable dialect, with static shapes, that is called many times.
+                Its regions are `LoweredSubgraph` modules that are not boxed yet.
+
+        Returns:
+            `gm`.
+        """
+        recorder = self._recorder
+        if not _uses(gm.graph, recorder.device_type):
+            self._say_that_there_is_no_device()
+            return gm
+        gather_items(gm.graph)
+        recordable = Recordable(recorder.device_type, recorder.records_group)
+        modules = dict(gm.named_modules())
+        module_of = partial(_called, modules)
+        found = find_pieces(gm.graph, module_of, recordable, self._min_ops)
+        _log(found)
+        pools = Pools(recorder.new_pool)
+        bodies = [body_of(piece) for piece in found.pieces]
+        names = {id(body): f"cudagraph_{index}" for index, body in enumerate(bodies)}
+        for position, body in enumerate(bodies):
+            name = names[id(body)]
+            gm.add_submodule(name, _module(gm, body, name, position, pools, recorder))
+        gm.graph = splice(gm.graph, bodies, lambda body: names[id(body)])
+        gm.graph.lint()
+        gm.recompile()
+        return gm
+
+    def _say_that_there_is_no_device(self) -> None:
+        if not self._said:
+            logger.warning(
+                "CUDA graphs were asked for, but the step runs on no CUDA device: it runs without"
+                " them"
+            )
+        self._said = True
+
+
+def with_cudagraphs(gm: fx.GraphModule, *, recorder: Recorder | None = None) -> fx.GraphModule:
+    """Let the parts of one graph run as CUDA graphs, in place; see `CudaGraphs.apply`."""
+    return CudaGraphs(recorder).apply(gm)
+
+
+def _called(modules: dict[str, nn.Module], node: fx.Node) -> nn.Module | None:
+    return modules.get(str(node.target)) if node.op == "call_module" else None
+
+
+def _module(
+    gm: fx.GraphModule, body: Body, name: str, position: int, pools: Pools, recorder: Recorder
+) -> CudaGraphPiece:
+    piece = body.piece
+    return CudaGraphPiece(
+        body.module(gm),
+        name,
+        [Input(node.name, way, node in piece.written) for node, way in piece.inputs.items()],
+        [output in piece.leaving for output in body.outputs],
+        position=position,
+        device=piece.device,
+        pools=pools,
+        recorder=recorder,
+    )
+
+
+def _uses(graph: fx.Graph, device_type: str) -> bool:
+    return any(
+        tensor.device.type == device_type
+        for node in graph.nodes
+        for tensor in tensors_in(node.meta.get("val"))
+    )
+
+
+def _log(found: Pieces) -> None:
+    """Log every node that is not recorded, those of one operator and reason in one line."""
+    sizes = [len(piece.nodes) for piece in found.pieces]
+    logger.info("CUDA graphs: %d pieces, of %s nodes", len(sizes), sizes)
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for node, reason in found.reasons.items():
+        alike[str(node.target), reason].append(f"%{node.name}")
+    for (target, reason), names in alike.items():
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        logger.info("not recorded: %s (%s): %s", target, listed, reason)

@@ -1,0 +1,289 @@
+"""Which nodes of an executable graph can be recorded into a CUDA graph, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.comm import argument
+from graphopt.graph_utils import (
+    is_collective,
+    is_operator,
+    is_pointwise,
+    is_wait,
+    may_alias,
+    tensors_in,
+    written,
+)
+from graphopt.lowering.lowerable import is_item
+from graphopt.lowering.subgraph import LoweredSubgraph
+from graphopt.tracing import fused
+
+_MAY_COPY = (
+    "aten::contiguous",
+    "aten::flatten",
+    "aten::ravel",
+    "aten::reshape",
+    "aten::reshape_as",
+    "aten::resolve_conj",
+    "aten::resolve_neg",
+    "aten::to",
+)
+"""Operators that return a view of their argument or a copy of it."""
+
+_READS_INDICES = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index_put")
+"""Operators that wait for the device where an index is a mask, and else do not."""
+
+_WAITS_FOR_DEVICE = (
+    "aten::_assert_scalar",
+    "aten::_ctc_loss",
+    "aten::_pack_padded_sequence",
+    "aten::histc",
+    "aten::is_nonzero",
+    "aten::multinomial",
+    "aten::randperm",
+    "aten::segment_reduce",
+)
+"""Operators without a tag that says so, which read results back to the CPU or draw there."""
+
+_WAITING_FAMILIES = ("aten::linalg_", "aten::_linalg_", "aten::_cudnn_ctc", "aten::_sparse_")
+"""Beginnings of the names of operators of which many wait for the device."""
+
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+_NAMESPACES = ("aten", "prims", "_c10d_functional")
+
+
+def is_pure_view(node: fx.Node) -> bool:
+    """Whether a node computes nothing: its result, or each of several, is a view for certain."""
+    if node.op != "call_function" or is_wait(node) or written(node):
+        return False
+    if is_item(node):
+        return is_pure_view(node.all_input_nodes[0])
+    return may_alias(node) and (not is_operator(node.target, *_MAY_COPY) or _shares_storage(node))
+
+
+def may_be_view(node: fx.Node) -> bool:
+    """Whether nothing says if the result of a node is a view."""
+    return is_operator(node.target, *_MAY_COPY) and not is_pure_view(node)
+
+
+def _shares_storage(node: fx.Node) -> bool:
+    result, source = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
+    if not isinstance(result, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return False
+    return _compat.storage_key(result) == _compat.storage_key(source)
+
+
+def is_update(node: fx.Node) -> bool:
+    """Whether a node updates its first argument, and is that."""
+    if not isinstance(node.target, _compat.OpOverload):
+        return False
+    updated = written(node)
+    return bool(updated) and node.args[0] is updated[0]
+
+
+def updated_by(node: fx.Node) -> list[fx.Node]:
+    """What a node updates: not the gradients of a fused optimizer, whatever its schema says."""
+    name = fused.functional_name(node.target)
+    if name is None:
+        return written(node)
+    lists = [node.args[position] for position in fused.WRITTEN[name] if position < len(node.args)]
+    return [leaf for leaf in _compat.tree_leaves(lists) if isinstance(leaf, fx.Node)]
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node that made the tensor whose storage `node` holds, as far as that is certain."""
+    while is_pure_view(node) or is_update(node) or is_wait(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def outer_bases(node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
+    """What has to come from outside so that `node` is there among the nodes `inside`."""
+    if is_pure_view(node):
+        for source in node.all_input_nodes:
+            yield from outer_bases(source, inside)
+    elif node in inside:
+        return
+    elif is_update(node):
+        yield from outer_bases(node.all_input_nodes[0], inside)
+    else:
+        yield node
+
+
+def inner_bases(node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
+    """Which of the nodes `inside` have to be returned so that `node`, one of them, is there."""
+    if node not in inside:
+        return
+    if is_pure_view(node) or is_update(node) or is_wait(node):
+        for source in node.all_input_nodes[:1]:
+            yield from inner_bases(source, inside)
+    else:
+        yield node
+
+
+def is_number(value: object) -> bool:
+    """A Python number or a symbolic one."""
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_unknown_number(value: object) -> bool:
+    """A number that is known only when the graph runs."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return _compat.known_number(value) is None
+    return isinstance(value, torch.SymBool)
+
+
+def takes_numbers(node: fx.Node) -> bool:
+    """Whether a node takes Python numbers that are computed in the graph."""
+    return any(is_unknown_number(source.meta.get("val")) for source in node.all_input_nodes)
+
+
+def is_learning_rate(node: fx.Node, user: fx.Node) -> bool:
+    """Whether `user` is a fused optimizer, and `node` the tensor with its learning rate."""
+    return fused.functional_name(user.target) is not None and argument(user, "lr") is node
+
+
+@dataclass(frozen=True)
+class Recordable:
+    """Says of nodes why they cannot be recorded.
+
+    Attributes:
+        device_type: the kind of device that records, ``"cuda"``.
+        group_records: whether the collectives of the group of that name can be recorded.
+    """
+
+    device_type: str
+    group_records: Callable[[str], bool]
+
+    def reason_against(self, node: fx.Node, module: object = None) -> str | None:
+        """Why a call cannot be recorded; None where it can.
+
+        Args:
+            node: neither a pure view nor an item of several results.
+            module: of a `call_module` node, what it calls.
+        """
+        if node.op == "call_module":
+            return self._against_module(node, module)
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, _compat.OpOverload):
+            return "it computes with Python numbers or calls Python"
+        if target.namespace not in _NAMESPACES:
+            return f"what operators of {target.namespace} do besides their result is not known"
+        if isinstance(node.meta.get("val"), (list, tuple)) and not all(map(is_item, node.users)):
+            return "its results are used as a list"
+        return (
+            self._against_communication(node)
+            or _against_waiting(node, target)
+            or _against_generator(node)
+            or _against_update(node, target)
+            or self._against_values(node)
+        )
+
+    def _against_module(self, node: fx.Node, module: object) -> str | None:
+        if not isinstance(module, LoweredSubgraph):
+            return "it is a module"
+        for inner in module.graph_module.graph.nodes:
+            if inner.op == "placeholder":
+                continue
+            if any(t.device.type != self.device_type for t in tensors_in(inner.meta.get("val"))):
+                return f"%{inner.name} of it is on another device"
+        return self._against_values(node)
+
+    def _against_communication(self, node: fx.Node) -> str | None:
+        if not is_collective(node):
+            return None
+        if self.group_records(argument(node, "group_name")):
+            return None
+        return "its process group does not communicate by NCCL"
+
+    def _against_values(self, node: fx.Node) -> str | None:
+        devices = set()
+        for tensor in tensors_in(node.meta.get("val")):
+            devices.add(tensor.device)
+            if tensor.layout is not torch.strided or _compat.has_symbolic_shape(tensor):
+                return "its result has a shape or layout that is not fixed"
+        for source in node.all_input_nodes:
+            value = source.meta.get("val")
+            if is_unknown_number(value) and fused.functional_name(node.target) is None:
+                return "it takes a number that is computed in the graph"
+            for tensor in tensors_in(value):
+                if tensor.layout is not torch.strided or _compat.has_symbolic_shape(tensor):
+                    return "it takes a tensor of a shape or layout that is not fixed"
+                if not self._is_baked_in(source, node, tensor):
+                    devices.add(tensor.device)
+        if not devices:
+            return "it has no tensor"
+        if any(device.type != self.device_type for device in devices):
+            return f"it takes or gives a tensor on another device than {self.device_type}"
+        if len(devices) > 1:
+            return "it takes or gives tensors on several devices"
+        return None
+
+    def _is_baked_in(self, source: fx.Node, user: fx.Node, tensor: torch.Tensor) -> bool:
+        """Whether a tensor on the CPU may stay there: a constant number, or a learning rate."""
+        if tensor.device.type != "cpu" or self.device_type == "cpu" or tensor.dim() > 0:
+            return False
+        if is_learning_rate(source, user):
+            return True
+        takes_constants = user.op == "call_module" or is_pointwise(user.target)
+        takes_constants &= not is_operator(user.target, "aten::where")
+        return source.op == "get_attr" and takes_constants
+
+    def device_of(self, node: fx.Node) -> torch.device | None:
+        """The device that a recordable node runs on; None where its tensors do not say."""
+        for tensor in _tensors_of(node):
+            if tensor.device.type == self.device_type:
+                return tensor.device
+        return None
+
+
+def _tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
+    yield from tensors_in(node.meta.get("val"))
+    for source in node.all_input_nodes:
+        yield from tensors_in(source.meta.get("val"))
+
+
+def _against_waiting(node: fx.Node, target: _compat.OpOverload) -> str | None:
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # torch 2.11 has no such tag
+    if unsafe is not None and unsafe in target.tags:
+        return "it is tagged as unsafe in CUDA graphs"
+    name = target._schema.name
+    waits = any(tag in target.tags for tag in _TAGS)
+    if name in _READS_INDICES:
+        waits = any(map(_is_mask, argument(node, "indices")))
+    if waits or name in _WAITS_FOR_DEVICE or name.startswith(_WAITING_FAMILIES):
+        return "it waits for the device"
+    return None
+
+
+def _is_mask(index: Any) -> bool:
+    values = tensors_in(index.meta.get("val")) if isinstance(index, fx.Node) else ()
+    return any(value.dtype in (torch.bool, torch.uint8) for value in values)
+
+
+def _against_generator(node: fx.Node) -> str | None:
+    if argument(node, "generator") is not None:
+        return "it draws from a generator of its own"
+    return None
+
+
+def _against_update(node: fx.Node, target: _compat.OpOverload) -> str | None:
+    """The value of a recorded in-place operator is taken to be its first argument."""
+    if not target._schema.is_mutable:
+        return None
+    if torch.Tag.inplace_view in target.tags:
+        return "it changes the shape of its argument"
+    if not target._schema.returns:
+        return None
+    updated = written(node)
+    first = node.args[0] if node.args else None
+    if len(target._schema.returns) == 1 and updated == [first]:
+        return None
+    return "it updates several arguments and returns them"

@@ -1,0 +1,294 @@
+"""Cut an executable graph into pieces, each of which is recorded as one CUDA graph.
+
+A piece is a run of nodes in graph order. A node that cannot be recorded ends it. So does a change
+of the device, or of the late group (`graphopt.iter_graph.running`), whose bookkeeping is inserted
+between the nodes afterwards. Views compute nothing: they end no piece, and whoever needs one makes
+it from the tensor that it is a view of.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.graph_utils import is_collective, is_wait, tensors_in
+from graphopt.iter_graph.running import GROUP
+from graphopt.lowering.cudagraphs_nodes import (
+    Recordable,
+    base_of,
+    is_number,
+    is_pure_view,
+    may_be_view,
+    outer_bases,
+    takes_numbers,
+    updated_by,
+)
+from graphopt.lowering.lowerable import is_item
+from graphopt.lowering.subgraph import LoweredSubgraph
+from graphopt.storage import Storages
+
+_BYTES_PER_OPERATOR = 2**18
+"""What may be copied to spare the launch of an operator. Copying takes the device's time. Launching
+takes the CPU's, for which a device with much to do does not wait."""
+
+_STATE = ("parameter", "buffer", "optimizer_state")
+"""Kinds of inputs that are the same tensors in each call."""
+
+ModuleOf = Callable[[fx.Node], Any]
+
+
+class Way(enum.Enum):
+    """How a piece gets a value from outside.
+
+    STATIC: a tensor that has the same address in each call. COPIED: a tensor that is copied into
+    one. SCALAR: a number in a tensor on the CPU, written into a tensor of the device. NUMBER: a
+    Python number, which is part of the recording.
+    """
+
+    STATIC = "static"
+    COPIED = "copied"
+    SCALAR = "scalar"
+    NUMBER = "number"
+
+
+@dataclass
+class Piece:
+    """Nodes that are recorded together.
+
+    Attributes:
+        nodes: in graph order, views among them included.
+        inputs: what they need from outside, and how they get it.
+        written: inputs that they update.
+        leaving: nodes of it whose tensors are needed after the next replay may have begun.
+        group: the late group, None outside all groups.
+        device: where they run.
+    """
+
+    nodes: list[fx.Node]
+    device: torch.device
+    group: int | None
+    inputs: dict[fx.Node, Way] = field(default_factory=dict)
+    written: set[fx.Node] = field(default_factory=set)
+    leaving: set[fx.Node] = field(default_factory=set)
+
+
+@dataclass
+class Pieces:
+    """What is recorded of a graph.
+
+    Attributes:
+        pieces: in graph order.
+        reasons: for each node that computes and is not recorded, why.
+    """
+
+    pieces: list[Piece]
+    reasons: dict[fx.Node, str]
+
+
+def find_pieces(
+    graph: fx.Graph, module_of: ModuleOf, recordable: Recordable, min_ops: int
+) -> Pieces:
+    """Find the pieces of a graph.
+
+    Args:
+        graph: in the executable dialect. The items of a node's results follow it (`gather_items`).
+        module_of: what a `call_module` node calls.
+        recordable: decides about single nodes.
+        min_ops: a piece has at least so many operators, and more where inputs are copied.
+    """
+    reasons = dict(_reasons(graph, module_of, recordable))
+    while True:
+        scan = _Scan(graph, module_of, recordable, min_ops, dict(reasons))
+        found = scan.run()
+        crossing = {node for piece in found.pieces for node in _crossing(piece)}
+        if not crossing:
+            return found
+        reasons |= dict.fromkeys(crossing, "its collective begins and ends in different places")
+
+
+def gather_items(graph: fx.Graph) -> None:
+    """Move the items of each node with several results to directly behind it."""
+    for node in list(graph.nodes):
+        last = node
+        for user in list(node.users):
+            if is_item(user) and user.args[0] is node:
+                last.append(user)
+                last = user
+
+
+def _reasons(
+    graph: fx.Graph, module_of: ModuleOf, recordable: Recordable
+) -> Iterator[tuple[fx.Node, str]]:
+    for node in filter(_computes, graph.nodes):
+        reason = recordable.reason_against(node, module_of(node))
+        if reason is not None:
+            yield node, reason
+
+
+def _computes(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    return not is_item(node) and not is_pure_view(node)
+
+
+def _crossing(piece: Piece) -> Iterator[fx.Node]:
+    """Launches without all of their waits in the piece, and waits without their launch."""
+    inside = set(piece.nodes)
+    for node in piece.nodes:
+        if is_wait(node):
+            launch = node.all_input_nodes[0]
+            launch = launch.all_input_nodes[0] if is_item(launch) else launch
+            if launch not in inside:
+                yield node
+        elif is_collective(node):
+            results = [user for user in node.users if is_item(user)] or [node]
+            waits = [user for result in results for user in result.users if is_wait(user)]
+            if not waits or not inside.issuperset(waits):
+                yield node
+
+
+class _Scan:
+    """One walk over a graph, with a run of nodes that grows until something ends it."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        module_of: ModuleOf,
+        recordable: Recordable,
+        min_ops: int,
+        reasons: dict[fx.Node, str],
+    ) -> None:
+        self._graph, self._module_of, self._recordable = graph, module_of, recordable
+        self._min_ops = min_ops
+        self._found = Pieces([], reasons)
+        self._storages = Storages(graph)
+        self._static: set[fx.Node] = set()
+        self._run: list[fx.Node] = []
+        self._inside: set[fx.Node] = set()
+        self._device: torch.device | None = None
+        self._numbered = False
+
+    def run(self) -> Pieces:
+        for node in self._graph.nodes:
+            self._visit(node)
+        self._close()
+        return self._found
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.op in ("placeholder", "get_attr", "output"):
+            return
+        if not _computes(node):
+            if self._run and node.meta.get(GROUP) != self._run[0].meta.get(GROUP):
+                self._close()
+            if is_pure_view(node) or set(node.all_input_nodes) <= self._inside:
+                self._add(node)
+            return
+        if node in self._found.reasons:
+            self._close()
+            return
+        device, numbered = self._recordable.device_of(node), takes_numbers(node)
+        if self._run and not self._continues(node, device, numbered):
+            self._close()
+        if not self._may_update(node):
+            self._close()
+            self._found.reasons[node] = "it updates a tensor that has no fixed address"
+            return
+        self._device = self._device or device
+        self._numbered = self._numbered or numbered
+        self._add(node)
+
+    def _continues(self, node: fx.Node, device: torch.device | None, numbered: bool) -> bool:
+        """Whether a node can stand in one piece with the run so far.
+
+        A number that changes calls for a new recording. So that it is a short one, nodes that take
+        numbers begin a piece, of optimizer operators alone.
+        """
+        if node.meta.get(GROUP) != self._run[0].meta.get(GROUP):
+            return False
+        if self._device is not None and device is not None and device != self._device:
+            return False
+        if self._numbered:
+            return _is_list_operator(node)
+        return not numbered
+
+    def _may_update(self, node: fx.Node) -> bool:
+        """Whether what a node updates is where the recording will find it."""
+        for target in updated_by(node):
+            base = base_of(target)
+            if may_be_view(base):
+                return False
+            if base not in self._inside and self._way(base) is not Way.STATIC:
+                return False
+        return True
+
+    def _add(self, node: fx.Node) -> None:
+        self._run.append(node)
+        self._inside.add(node)
+
+    def _close(self) -> None:
+        run, device = self._run, self._device
+        self._run, self._inside, self._device, self._numbered = [], set(), None, False
+        computing = [node for node in run if _computes(node)]
+        if not computing or device is None:
+            return
+        piece = Piece(run, device, computing[0].meta.get(GROUP))
+        self._fill(piece, computing)
+        copies = sum(itertools.starmap(_copying, piece.inputs.items()))
+        if sum(map(self._operators, computing)) < self._min_ops + copies:
+            reason = "its piece has too few operators for the inputs that would be copied"
+            self._found.reasons.update(dict.fromkeys(computing, reason))
+            return
+        self._static.update(node for node in run if node not in piece.leaving)
+        self._found.pieces.append(piece)
+
+    def _fill(self, piece: Piece, computing: list[fx.Node]) -> None:
+        inside = set(piece.nodes)
+        for node in computing:
+            for source in node.all_input_nodes:
+                for base in outer_bases(source, inside):
+                    piece.inputs.setdefault(base, self._way(base))
+            piece.written.update(base_of(target) for target in updated_by(node))
+        piece.written &= piece.inputs.keys()
+        end = len(self._graph.nodes)
+        for node in piece.nodes:
+            leaves = self._storages.leaves_the_graph(node) or self._storages.read_after(node, end)
+            if leaves or may_be_view(node):
+                piece.leaving.add(node)
+
+    def _way(self, base: fx.Node) -> Way:
+        value = base.meta.get("val")
+        if is_number(value):
+            return Way.NUMBER
+        if base.op == "get_attr" or base in self._static:
+            return Way.STATIC
+        if isinstance(value, torch.Tensor) and value.device.type != self._recordable.device_type:
+            return Way.SCALAR
+        is_state = base.op == "placeholder" and base.meta.get("kind") in _STATE
+        return Way.STATIC if is_state else Way.COPIED
+
+    def _operators(self, node: fx.Node) -> int:
+        """How many operators a node stands for: compiled ones, or those of its list."""
+        if node.op == "call_module":
+            module = self._module_of(node)
+            assert isinstance(module, LoweredSubgraph)
+            return sum(inner.op == "call_function" for inner in module.graph_module.graph.nodes)
+        first = node.args[0] if node.args else None
+        return max(1, len(first)) if _is_list_operator(node) and isinstance(first, list) else 1
+
+
+def _copying(node: fx.Node, way: Way) -> int:
+    """How many operators have to be spared so that copying an input pays."""
+    if way not in (Way.COPIED, Way.SCALAR):
+        return 0
+    return 1 + sum(tensor.nbytes for tensor in tensors_in(node.meta["val"])) // _BYTES_PER_OPERATOR
+
+
+def _is_list_operator(node: fx.Node) -> bool:
+    listed = getattr(node.target, "_schema", None)
+    return listed is not None and listed.name.startswith(("aten::_foreach_", "aten::_fused_"))

@@ -1,0 +1,100 @@
+"""An order of a graph in which what is compiled together stands together.
+
+Every node gets a *level*. Lowerable nodes of one level form one region. The order
+
+    level 0: the nodes that stay, then the region; level 1: the nodes that stay, then the region; …
+
+keeps all dependencies, because
+
+- a node that stays is one level above the lowerable nodes it needs, and a lowerable node is not
+  below the nodes that stay which it needs: so there is no way out of a region and back into it;
+- what stands after the launch of a collective is not below it, so that no region delays a launch;
+- a wait is above all that stands before it, so that what ran between launch and wait still does.
+
+A node that stays and of which a region needs nothing breaks no region. One pass over the graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from graphopt.graph_utils import is_collective, is_wait, written
+from graphopt.iter_graph import IterGraph
+from graphopt.iter_graph.derive import Plan, plan
+from graphopt.lowering.lowerable import draws, is_item, reads_metadata_only
+from graphopt.storage import Storages
+
+
+def levels_of(graph: fx.Graph, storages: Storages, lowerable: set[fx.Node]) -> dict[fx.Node, int]:
+    """The level of each call, given those that are lowerable."""
+    levels: dict[fx.Node, int] = {}
+    dependencies = _Dependencies(graph, storages)
+    floor, highest = 0, -1
+    for node in _order(graph):
+        if node is None:
+            floor = highest = highest + 1
+            continue
+        inside = node in lowerable
+        level = floor
+        if is_item(node):  # with the node that has the results
+            level = max((levels[s] for s in node.all_input_nodes if s in levels), default=floor)
+        for source in dependencies.of(node):
+            if source in levels:
+                above = source in lowerable and not inside
+                level = max(level, levels[source] + above)
+        if is_wait(node):
+            level = max(level, highest + 1)
+        levels[node] = level
+        if is_collective(node):
+            floor = level
+        if inside:
+            highest = max(highest, level)
+    return levels
+
+
+def _order(graph: fx.Graph) -> Iterator[fx.Node | None]:
+    """Calls in the order in which they run when an iteration is in flight; None between parts
+    that are not to be mixed."""
+    planned = plan(graph) if isinstance(graph, IterGraph) else Plan([])
+    late, groups = set(planned.late), planned.groups
+    for node in graph.nodes:
+        if node in groups:
+            yield None
+            yield from groups[node]
+            yield None
+        if node.op not in ("placeholder", "get_attr", "output") and node not in late:
+            yield node
+
+
+class _Dependencies:
+    """What has to run before each node, asked for in an order in which they may run."""
+
+    def __init__(self, graph: fx.Graph, storages: Storages) -> None:
+        self._storages = storages
+        writes = (state for node in graph.nodes for state in written(node))
+        self._written = {self._storages.key(state) for state in writes}
+        self._last_write: dict[Any, fx.Node] = {}
+        self._readers: dict[Any, list[fx.Node]] = defaultdict(list)
+        self._last_draw: fx.Node | None = None
+
+    def of(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes that must run before `node`, among those asked for before."""
+        found = [] if reads_metadata_only(node) else list(node.all_input_nodes)
+        if draws(node):
+            if self._last_draw is not None:
+                found.append(self._last_draw)
+            self._last_draw = node
+        if not self._written:
+            return found
+        for key in {self._storages.key(source) for source in list(found)} & self._written:
+            if key in self._last_write:
+                found.append(self._last_write[key])
+            self._readers[key].append(node)
+        for key in {self._storages.key(state) for state in written(node)}:
+            found += [reader for reader in self._readers[key] if reader is not node]
+            self._last_write[key], self._readers[key] = node, []
+        return found
