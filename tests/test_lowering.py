@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
 import graphopt
 from graphopt import _compat
-from graphopt.lowering import LoweredSubgraph, partial_lower
+from graphopt.lowering import LoweredSubgraph, Options, partial_lower
 from graphopt.lowering.ahead import compile_ahead
 from zoo import MODELS, OPTIMIZERS, train_step
 
@@ -208,3 +209,100 @@ def test_compiled_ahead_in_other_processes() -> None:
 def test_unknown_ways_to_lower() -> None:
     with pytest.raises(graphopt.LoweringError, match="there is no lower='triton'"):
         graphopt.compile(train_step, lower="triton")
+
+
+def alpha_first(x: Tensor, y: Tensor) -> Tensor:
+    return (x * 2).add(x @ y, alpha=0.5).sin()
+
+
+def alpha_second(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ y).sub(x * 2, alpha=0.25).sin()
+
+
+def state_read_after(x: Tensor, y: Tensor) -> Tensor:
+    x.copy_(x.sin())
+    return x.view(-1).cos() + y.view(-1)
+
+
+def filled_in(x: Tensor, y: Tensor) -> Tensor:
+    z = torch.zeros(4, 4)
+    z[0] = x[0] * 2
+    return z.sin() + y
+
+
+def whole_list(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat(torch._foreach_add([x.sin(), y.sin()], 1)).cos()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [alpha_first, alpha_second, state_read_after, filled_in, whole_list],
+    ids=lambda function: str(function.__name__),
+)
+def test_what_compilers_get_wrong(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    gm = traced(function, torch.ones(4, 4), torch.ones(4, 4))
+    partial_lower(gm, min_ops=1)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.rand(4, 4, generator=generator) for _ in range(2))
+    expected = function(x.clone(), y.clone())
+    torch.testing.assert_close(gm(x.clone(), y.clone()), expected)
+
+
+def test_negative_views_are_read_with_their_sign() -> None:
+    gm = lowered()
+    x = torch.randn(8, 3, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    torch.testing.assert_close(gm(x), pointwise(x))
+
+
+def test_lowering_twice_keeps_the_first_regions() -> None:
+    gm = lowered()
+    region = region_of(gm)
+    (item,) = next(iter(reversed(gm.graph.nodes))).args
+    with gm.graph.inserting_before(next(iter(reversed(gm.graph.nodes)))):
+        for _ in range(2):
+            item = gm.graph.call_function(aten.cos.default, (item,))
+            item.meta["val"] = item.args[0].meta["val"]
+    next(iter(reversed(gm.graph.nodes))).args = (item,)
+    partial_lower(gm, min_ops=2)
+    assert gm.subgraph_0 is region
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(gm(x), pointwise(x).cos().cos())
+
+
+def test_updates_are_seen_by_autograd() -> None:
+    """As in eager: a backward through weights that have been updated is refused."""
+    torch.manual_seed(0)
+    case = MODELS["mlp"]
+    model = case.make()
+    optimizer = OPTIMIZERS["sgd-momentum-foreach"](model.parameters())
+    step = graphopt.compile(train_step, lower=Options(min_ops=1))
+    for index in range(2):
+        inputs, targets = case.batch(index)
+        step(model, optimizer, inputs, targets)
+    value = model(inputs).pow(2).sum()
+    step(model, optimizer, inputs, targets)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_another_default_dtype_is_other_code() -> None:
+    def halved(
+        model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor, numbers: Tensor
+    ) -> Tensor:
+        train_step(model, optimizer, inputs, targets)
+        return numbers / 2
+
+    model = MODELS["mlp"].make()
+    optimizer = OPTIMIZERS["sgd-fused"](model.parameters())
+    step = graphopt.compile(halved, lower=Options(min_ops=1))
+    inputs, targets = MODELS["mlp"].batch(0)
+    numbers = torch.arange(4)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(step(model, optimizer, inputs, targets, numbers).dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found == [torch.float32, torch.float64, torch.float32]

@@ -1,0 +1,148 @@
+"""What `gpu_step.py` checks before it measures: that the figures are those of the same training."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gpu_step_variants import GRAPHOPT, synchronize
+from step_models import GPT_ALPHABET, GPT_LENGTH, train_step
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.demo.model import CharGPT, GPTSize
+
+STEPS = 5
+LIMIT = 3.0
+"""How many times eager's own error the error of compiled code may be."""
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class Check(NamedTuple):
+    """One thing that has to hold."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+class Warnings(logging.Handler):
+    """Regions and pieces that run operator by operator."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "operator by operator" in record.getMessage():
+            self.found.append(record.getMessage())
+
+
+@contextmanager
+def fallbacks() -> Iterator[list[str]]:
+    """What graphopt says inside of parts that it could not compile or record."""
+    handler, logger = Warnings(), logging.getLogger("graphopt")
+    logger.addHandler(handler)
+    try:
+        yield handler.found
+    finally:
+        logger.removeHandler(handler)
+
+
+class Run(NamedTuple):
+    """Parameters after training, the losses that were kept, and what they were at once."""
+
+    parameters: list[Tensor]
+    kept: list[Tensor]
+    read: list[float]
+
+
+def train(variant: str, device: str, dropout: float, dtype: torch.dtype) -> Run:
+    """A small GPT for five steps at falling learning rates, with a new seed in the middle."""
+    torch.manual_seed(0)
+    size = GPTSize(GPT_ALPHABET, length=GPT_LENGTH, layers=2, dropout=dropout)
+    model: nn.Module = CharGPT(size).to(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    step: Callable[..., Tensor] = train_step
+    if variant != "eager":
+        step = graphopt.compile(train_step, **options(variant))
+    generator = torch.Generator().manual_seed(1)
+    run = Run([], [], [])
+    for number in range(STEPS):
+        tokens = torch.randint(GPT_ALPHABET, (8, GPT_LENGTH + 1), generator=generator).to(device)
+        if number in (0, 3):
+            torch.manual_seed(number)
+        loss = step(model, optimizer, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        run.kept.append(loss.detach())
+        run.read.append(float(loss))
+        schedule.step()
+    if isinstance(step, graphopt.TrainStep):
+        step.flush()
+    run.parameters.extend(parameter.detach() for parameter in model.parameters())
+    synchronize(device)
+    return run
+
+
+def options(variant: str) -> dict[str, Any]:
+    """Random operators stay ATen's here, so that they draw what eager draws."""
+    name = variant.partition(" ")[2]
+    return {"pipeline": name} if name in ("none", "default") else {"lower": name}
+
+
+def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
+    """Norm of the difference of two lists of tensors over the norm of the second."""
+    difference = sum(
+        float((a.double() - e).square().sum()) for a, e in zip(actual, exact, strict=True)
+    )
+    return float((difference / sum(float(e.square().sum()) for e in exact)) ** 0.5)
+
+
+def check_numerics(device: str) -> Iterator[Check]:
+    """Each graphopt variant against eager, and against eager in float64."""
+    exact = train("eager", device, 0.0, torch.float64).parameters
+    plain = train("eager", device, 0.0, torch.float32)
+    dropped = train("eager", device, 0.2, torch.float32)
+    own = relative_error(plain.parameters, exact)
+    for variant in GRAPHOPT:
+        with fallbacks() as found:
+            run = train(variant, device, 0.0, torch.float32)
+            masked = train(variant, device, 0.2, torch.float32)
+        error = relative_error(run.parameters, exact)
+        yield Check(
+            f"{variant}: error to float64 over eager's",
+            error <= LIMIT * own,
+            f"{error / own:.3f}  ({error:.2e} / {own:.2e})",
+        )
+        gap = relative_error(masked.parameters, [p.double() for p in dropped.parameters])
+        yield Check(f"{variant}: dropout and schedule as eager", gap <= 1e-3, f"{gap:.2e}")
+        if "inductor" not in variant:
+            pairs = zip(run.parameters + run.kept, plain.parameters + plain.kept, strict=True)
+            same = all(torch.equal(a, b) for a, b in pairs)
+            yield Check(f"{variant}: bit for bit eager", same, "same" if same else "differs")
+        lasting = [float(loss) for loss in run.kept + masked.kept] == run.read + masked.read
+        yield Check(f"{variant}: kept losses stay", lasting, f"{len(run.kept)} losses")
+        yield Check(f"{variant}: nothing falls back", not found, "; ".join(found) or "0 parts")
+
+
+def check_tests(quick: bool, timeout: float) -> Check:
+    """The tests of CUDA graphs; only those that need a device where it has to be quick."""
+    pattern = "test_cudagraphs_gpu.py" if quick else "test_cudagraphs*.py"
+    files = sorted(map(str, (REPOSITORY / "tests").glob(pattern)))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    try:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check("tests of CUDA graphs", False, f"not done after {timeout:.0f} s")
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    last = (done.stdout.strip().splitlines() or [done.stderr.strip()])[-1]
+    return Check("tests of CUDA graphs", done.returncode == 0, "; ".join([last, *failed]))
