@@ -7,6 +7,8 @@ LOCATION := $(VENV)/location
 DEMO_READY := $(VENV)/installed-demo
 TEST_READY := $(VENV)/installed-test
 SOURCES := graphopt passes lowering
+# Tests of one file share the ranks that they start, so a file is run by one process.
+PARALLEL := -n 2 --dist loadfile
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test check lint clean
@@ -23,10 +25,10 @@ demo: $(DEMO_READY)
 	$(RUN) -m graphopt demo $(ARGS)
 
 test: lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(PARALLEL)
 
 check: lint
-	$(RUN) -m pytest -m "not slow and not hf"
+	$(RUN) -m pytest $(PARALLEL) -m "not slow and not hf"
 
 lint: $(TEST_READY)
 	$(RUN) -m ruff check .
