@@ -109,9 +109,8 @@ def test_sizes_computed_later_are_not_passed() -> None:
     assert torch.equal(split(x), f(x))
 
 
-def test_sizes_that_depend_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
-
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_depend_on_data() -> None:
     def f(x: Tensor) -> Tensor:
         found = torch.nonzero(x)
         return (found * 2).sum(0) + found.shape[0]
