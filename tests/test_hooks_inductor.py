@@ -201,8 +201,11 @@ def test_passes_see_every_kind_of_graph() -> None:
         return watch
 
     passes = {slot: watching(slot) for slot in SLOTS}
-    without_caches = config.patch(force_disable_caches=True)
-    with without_caches, inductor_passes(**passes):
+    with (
+        config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        inductor_passes(**passes),
+    ):
         product(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).sum().backward()
         training = seen.copy()
         seen.clear()
