@@ -34,7 +34,16 @@ class Kind(NamedTuple):
 
 
 NUMBER = Kind(torch.float64, (), (), torch.device("cpu"))
-"""How a number that the graph computes enters compiled code."""
+"""Stands for a number that the graph computes."""
+
+
+def number_dtype(kinds: Sequence[Kind]) -> torch.dtype:
+    """How numbers enter code for inputs of these kinds: in the precision that it computes in.
+
+    Code that converts them for each element is several times slower.
+    """
+    precise = any(kind.dtype is torch.float64 for kind in kinds if kind is not NUMBER)
+    return torch.float64 if precise else torch.float32
 
 
 def kind_of(value: torch.Tensor | float | torch.SymFloat) -> Kind:
@@ -103,7 +112,10 @@ def compile_body(
                 stack.enter_context(torch.device("cpu"))
             stack.enter_context(inductor.patched_config(options.config()))
             with mode:
-                inputs = [kind.fake() for kind in kinds]
+                dtype = number_dtype(kinds)
+                inputs = [
+                    k._replace(dtype=dtype).fake() if k is NUMBER else k.fake() for k in kinds
+                ]
             return inductor.compile_inner(_decompose(body, inputs), inputs)
     except Exception as error:
         raise LoweringError(_explained(error)) from error

@@ -2,7 +2,7 @@
 
 An optimizer that is not fused computes with lists of tensors (`_foreach_mul`, …) and with Python
 numbers, such as the bias correction of a step. Here each becomes one operator for each tensor, and
-a number becomes a 0-dim float64 tensor, so that compiled code serves every step.
+a number becomes a 0-dim tensor, so that compiled code serves every step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OTHER_OVERLOADS = {
 
 @dataclass(frozen=True)
 class Number:
-    """A number of the graph, as a 0-dim float64 tensor."""
+    """A number of the graph, as a 0-dim tensor."""
 
     tensor: torch.Tensor
 

@@ -11,8 +11,15 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.errors import LoweringError
-from graphopt.graph_utils import written
-from graphopt.lowering.compiler import NUMBER, Kind, Options, compile_body, kind_of
+from graphopt.graph_utils import tensors_in, written
+from graphopt.lowering.compiler import (
+    NUMBER,
+    Kind,
+    Options,
+    compile_body,
+    kind_of,
+    number_dtype,
+)
 
 logger = logging.getLogger("graphopt")
 
@@ -44,7 +51,6 @@ class LoweredSubgraph(nn.Module):
         self.options = options or Options()
         self.failure: LoweringError | None = None
         self._name = name
-        self._numbers = [index for index, kind in enumerate(self.kinds) if kind is NUMBER]
         self._written = _written_inputs(body.graph)
         self._warned = False
         self._eager = _Checked(self._run_eagerly, [])
@@ -76,8 +82,6 @@ class LoweredSubgraph(nn.Module):
 
     def call_boxed(self, args: list[Any], tag: str = "") -> Sequence[torch.Tensor]:
         """Like `forward`, but clears the list, so that inputs are freed after their last use."""
-        for index in self._numbers:
-            args[index] = torch.tensor(args[index], dtype=torch.float64, device="cpu")
         kinds = tuple(map(kind_of, args))
         current = self._current
         if current is None or current[0] != kinds:
@@ -101,11 +105,14 @@ class LoweredSubgraph(nn.Module):
             return self._eager
         try:
             compiled = compile_body(self.graph_module, kinds, self.options)
+            numbers = [index for index, kind in enumerate(kinds) if kind is NUMBER]
         except LoweringError as error:
             self.failure = error
             self._warn_once(f"it runs operator by operator: {error}")
             return self._eager
-        self._compiled[kinds] = _Checked(compiled, self._written)
+        self._compiled[kinds] = _Checked(
+            _with_numbers(compiled, numbers, number_dtype(kinds)), self._written
+        )
         return self._compiled[kinds]
 
     def _warn_once(self, text: str) -> None:
@@ -116,10 +123,21 @@ class LoweredSubgraph(nn.Module):
     def _run_eagerly(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         given: list[Any] = list(args)
         args.clear()
-        for index in self._numbers:
-            given[index] = given[index].item()
         result: Sequence[torch.Tensor] = self.graph_module(*given)
         return result
+
+
+def _with_numbers(compiled: Compiled, numbers: list[int], dtype: torch.dtype) -> Compiled:
+    """Compiled code that takes Python numbers at these positions."""
+    if not numbers:
+        return compiled
+
+    def call(args: list[Any]) -> Sequence[torch.Tensor]:
+        for index in numbers:
+            args[index] = torch.tensor(args[index], dtype=dtype, device="cpu")
+        return compiled(args)
+
+    return call
 
 
 def _written_inputs(graph: fx.Graph) -> list[int]:
@@ -152,7 +170,7 @@ class _Checked:
         given = list(args) if self._shared is None else []  # alive, so that storages differ
         results = list(self._compiled(args))
         if self._shared is None:
-            self._shared = _sharing(results, set(map(_compat.storage_key, given)))
+            self._shared = _sharing(results, set(map(_compat.storage_key, tensors_in(given))))
         for index in self._shared:
             results[index] = results[index].clone()
         return results
