@@ -184,7 +184,7 @@ def chosen(options: argparse.Namespace, console: Console) -> list[str]:
 def main() -> None:
     """Measure what the command line asks for and print it."""
     options = parse()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # clean up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and cleans up
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     conditions = {"torch": torch.__version__, "threads": options.threads, "rounds": rounds}
