@@ -24,7 +24,6 @@ A learning rate goes to fused optimizers in float32, as their kernels take it on
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from functools import partial
 
 from torch import fx, nn
@@ -36,6 +35,7 @@ from graphopt.lowering.cudagraphs_nodes import Recordable
 from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
 from graphopt.lowering.cudagraphs_pieces import Pieces, find_pieces, gather_items
 from graphopt.lowering.cudagraphs_recorder import CudaRecorder, Recorder
+from graphopt.lowering.log import log_left_out
 
 logger = logging.getLogger("graphopt")
 
@@ -135,9 +135,5 @@ def _log(found: Pieces) -> None:
     """Log every node that is not recorded, those of one operator and reason in one line."""
     sizes = [len(piece.nodes) for piece in found.pieces]
     logger.info("CUDA graphs: %d pieces, of %s nodes", len(sizes), sizes)
-    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for node, reason in found.reasons.items():
-        alike[str(node.target), reason].append(f"%{node.name}")
-    for (target, reason), names in alike.items():
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-        logger.info("not recorded: %s (%s): %s", target, listed, reason)
+    left_out = ((str(node.target), node.name, reason) for node, reason in found.reasons.items())
+    log_left_out("not recorded", left_out)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from graphopt._compat import cuda
+from graphopt.collector import collector_paused
 
 Run = Callable[[], list[Any]]
 
@@ -77,7 +77,8 @@ class CudaRecorder:
                 current.wait_stream(stream)
 
     def record(self, device: torch.device, run: Run, pool: Any) -> tuple[Recording, list[Any]]:
-        with torch.cuda.device(device), _no_collection():
+        # objects that are freed while something is recorded must not call the driver
+        with torch.cuda.device(device), collector_paused():
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             cuda.clear_cublas_workspaces()
@@ -97,18 +98,6 @@ class CudaRecorder:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """While something is recorded, objects that are freed must not call the driver."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _abort(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:

@@ -96,7 +96,7 @@ class Cut:
             if mark.free or mark.region in done:
                 continue
             if mark.region < 0:
-                outer[node] = self._copy(graph, node, value)
+                outer[node] = _unmarked(_copied(graph, node, value))
                 continue
             done.add(mark.region)
             body = self.bodies[mark.region]
@@ -124,18 +124,23 @@ class Cut:
         if isinstance(node.meta["val"], (list, tuple)) and not may_alias(node):
             items = {user.args[1]: user for user in node.users if is_item(user)}
             return [value(items[index]) for index in range(len(node.meta["val"]))]
-        return self._copy(graph, node, value)
+        return _unmarked(_copied(graph, node, value))
 
-    def _copy(self, graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], Any]) -> fx.Node:
-        if reads_metadata_only(node):
-            call = as_factory(node)
-            assert call is not None
-            copy = graph.call_function(*call)
-            copy.meta = dict(node.meta)
-        else:
-            copy = graph.node_copy(node, value)
-        copy.meta.pop(MARK, None)
-        return copy
+
+def _copied(graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], Any]) -> fx.Node:
+    """A copy of `node` in `graph`; without its argument if it reads the metadata of that alone."""
+    if not reads_metadata_only(node):
+        return graph.node_copy(node, value)
+    call = as_factory(node)
+    assert call is not None
+    copy = graph.call_function(*call)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _unmarked(node: fx.Node) -> fx.Node:
+    node.meta.pop(MARK, None)
+    return node
 
 
 def _marks(graph: fx.Graph) -> dict[fx.Node, Mark]:
@@ -170,7 +175,7 @@ class _Cutter:
         for node in body.nodes:
             self._inside[node] = body.graph.node_copy(node, self._value)
         body.graph.erase_node(first)
-        body.outputs = list(dict.fromkeys(_returned(body.nodes, members, self._marks)))
+        body.outputs = list(dict.fromkeys(_returned(body.nodes, members)))
         body.graph.output([self._inside[node] for node in body.outputs])
 
     def _value(self, node: fx.Node) -> fx.Node:
@@ -178,15 +183,8 @@ class _Cutter:
             return self._inside[node]
         if not self._marks[node].free:
             return self._input(node)
-        if reads_metadata_only(node):
-            call = as_factory(node)
-            assert call is not None
-            copy = self._body.graph.call_function(*call)
-            copy.meta = dict(node.meta)
-        else:
-            copy = self._body.graph.node_copy(node, self._value)
-        self._inside[node] = copy
-        return copy
+        self._inside[node] = _copied(self._body.graph, node, self._value)
+        return self._inside[node]
 
     def _input(self, node: fx.Node) -> fx.Node:
         if node not in self._taken:
@@ -198,9 +196,7 @@ class _Cutter:
         return self._taken[node]
 
 
-def _returned(
-    nodes: list[fx.Node], members: set[fx.Node], marks: dict[fx.Node, Mark]
-) -> Iterator[fx.Node]:
+def _returned(nodes: list[fx.Node], members: set[fx.Node]) -> Iterator[fx.Node]:
     """What a region has to return: values used outside, or what those are views of."""
     for node in nodes:
         if any(_is_outside(user, members) for user in node.users):

@@ -17,7 +17,7 @@ A node that stays and of which a region needs nothing breaks no region. One pass
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import fx
@@ -29,12 +29,17 @@ from graphopt.lowering.lowerable import draws, is_item, reads_metadata_only
 from graphopt.storage import Storages
 
 
-def levels_of(graph: fx.Graph, storages: Storages, lowerable: set[fx.Node]) -> dict[fx.Node, int]:
-    """The level of each call, given those that are lowerable."""
+def levels_of(
+    graph: fx.Graph,
+    order: Iterable[fx.Node | None],
+    storages: Storages,
+    lowerable: set[fx.Node],
+) -> dict[fx.Node, int]:
+    """The level of each call, given their `run_order` and those that are lowerable."""
     levels: dict[fx.Node, int] = {}
     dependencies = _Dependencies(graph, storages)
     floor, highest = 0, -1
-    for node in _order(graph):
+    for node in order:
         if node is None:
             floor = highest = highest + 1
             continue
@@ -56,7 +61,7 @@ def levels_of(graph: fx.Graph, storages: Storages, lowerable: set[fx.Node]) -> d
     return levels
 
 
-def _order(graph: fx.Graph) -> Iterator[fx.Node | None]:
+def run_order(graph: fx.Graph) -> Iterator[fx.Node | None]:
     """Calls in the order in which they run when an iteration is in flight; None between parts
     that are not to be mixed."""
     planned = plan(graph) if isinstance(graph, IterGraph) else Plan([])

@@ -114,7 +114,7 @@ def draws(node: fx.Node) -> bool:
         return False
     target: Any = node.target
     for index, argument in enumerate(target._schema.arguments):
-        if argument.name not in ("dropout_p", "p", "train", "dropout"):
+        if argument.name not in ("dropout_p", "train"):
             continue
         default = argument.default_value if argument.has_default_value() else None
         given = node.args[index] if index < len(node.args) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,11 +12,10 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import written
 from graphopt.lowering.candidates import free_nodes, keep_updates, reasons_to_keep
-from graphopt.lowering.levels import levels_of
+from graphopt.lowering.levels import levels_of, run_order
+from graphopt.lowering.log import log_left_out
 from graphopt.lowering.lowerable import NodePredicate, is_item, reads_metadata_only
 from graphopt.storage import Storages
-
-logger = logging.getLogger("graphopt")
 
 MARK = "lowering"
 """Metadata of each call of a marked graph."""
@@ -65,12 +63,7 @@ class Regions:
 
     def log(self) -> None:
         """Log every break with its reason, those of one operator and reason in one line."""
-        alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for found in self.breaks:
-            alike[found.target, found.reason].append(f"%{found.node}")
-        for (target, reason), names in alike.items():
-            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            logger.info("not lowered: %s (%s): %s", target, listed, reason)
+        log_left_out("not lowered", ((b.target, b.node, b.reason) for b in self.breaks))
 
 
 def mark_regions(
@@ -152,8 +145,9 @@ def _placed(
     copy, and outside regions there need not be one.
     """
     lowerable = {node for node, reason in reasons.items() if reason is None} - free
+    order = list(run_order(graph))
     while True:
-        levels = levels_of(graph, storages, lowerable)
+        levels = levels_of(graph, order, storages, lowerable)
         alone = [node for node in lowerable if written(node) and not _goes(node, levels, lowerable)]
         if not alone:
             return levels, lowerable

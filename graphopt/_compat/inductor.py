@@ -11,8 +11,6 @@ from torch import fx
 
 from graphopt import _compat
 
-aten = torch.ops.aten
-
 
 def decompose(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], interpreter: type[fx.Interpreter]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from torch import fx, nn
 
+from graphopt.collector import collector_paused
 from graphopt.iter_graph import IterGraph, copy_graph
 
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -30,7 +29,8 @@ class Snapshot:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._original = gm.graph
-        with _collector_paused():
+        # garbage would be looked for, over and over, among growing numbers of new nodes
+        with collector_paused():
             self.graph, copies = copy_graph(gm.graph)
             # Arguments are immutable: a changed node has other argument objects.
             self._nodes = [(node, _content(node), dict(node.meta)) for node in gm.graph.nodes]
@@ -68,19 +68,6 @@ class Snapshot:
         for module, attributes in self._modules.items():
             _restore_attributes(module, attributes)
         self._gm.graph = self.graph
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """While active, garbage is not looked for: it would be, over and over, among growing numbers of
-    new nodes, and that would take longer than to make them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _late(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
