@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -212,3 +213,12 @@ def _last_frames(trace: list[str]) -> Iterator[str]:
     """The last two frames of a traceback's lines, without the exception's own text."""
     starts = [index for index, line in enumerate(trace) if line.startswith('  File "')]
     return takewhile(lambda line: line.startswith("  "), trace[starts[-2:][0] :])
+
+
+def loopback() -> dict[str, str]:
+    """The environment in which gloo finds the ranks of this machine: by itself it looks its address
+    up by the host's name, which on many machines leads nowhere."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    names = [name for _, name in socket.if_nameindex()]
+    return {"GLOO_SOCKET_IFNAME": next(name for name in names if name.startswith("lo"))}

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 import graphopt
 from graphopt.demo import DemoError
-from graphopt.demo.launch import Event, run_ranks, threads_per_rank
+from graphopt.demo.launch import Event, loopback, run_ranks, threads_per_rank
 from graphopt.demo.link import SlowLink, parse_rate
 from graphopt.demo.replica import VARIANTS, Variant, train_step
 from graphopt.demo.report import ProgressView, Results, comparison_table, difference_text
@@ -84,7 +84,7 @@ def _train(task: Task, ranks: int, rate: int | None, results: Results, console: 
 
         task.save(folder)
         prefixes = link.prefixes if link is not None else None
-        environment = link.environment if link is not None else _loopback()
+        environment = link.environment if link is not None else loopback()
         run_ranks(_WORKER, ranks, folder, on_event, prefixes=prefixes, environment=environment)
 
 
@@ -94,7 +94,7 @@ def _measure_alone(task: Task, variant: Variant, ranks: int, results: Results) -
 
     with tempfile.TemporaryDirectory(prefix="graphopt-") as name:
         replace(task, alone=variant, port=None).save(Path(name))
-        run_ranks(_WORKER, ranks, Path(name), on_event, environment=_loopback())
+        run_ranks(_WORKER, ranks, Path(name), on_event, environment=loopback())
 
 
 def _verdict(results: Results, ranks: int, console: Console) -> int:
@@ -174,14 +174,6 @@ def _chosen_port(rate: int | None) -> int | None:
                 exit_code=2,
             ) from error
     return int(text)
-
-
-def _loopback() -> dict[str, str]:
-    """Gloo looks its address up by the host's name, which on many machines leads nowhere."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return {}
-    names = [name for _, name in socket.if_nameindex()]
-    return {"GLOO_SOCKET_IFNAME": next(name for name in names if name.startswith("lo"))}
 
 
 def _interrupted(number: signal.Signals, errors: Console) -> int:

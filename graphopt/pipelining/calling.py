@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ class Calling:
         for name, leaf, constant in zip(self.names, leaves, self._constants, strict=True):
             self._check_leaf(name, leaf, constant)
         return list(leaves)
+
+    def nest(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a call with these tensors, and all else as in the example."""
+        given = iter(tensors)
+        leaves = [next(given) if kept is None else kept[0] for kept in self._constants]
+        args, kwargs = _compat.tree_unflatten(leaves, self._spec)
+        return args, kwargs
 
     def _arrange(self, bound: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that the example gives, by position where it gives them so."""

@@ -58,6 +58,7 @@ class Pipe(nn.Module):
 
     Attributes:
         split_gm: the graph of stages, whose children `submod_<i>` are the stages.
+        calling: how the model is called.
         num_stages: how many stages.
         has_loss_and_backward: whether a call computes gradients.
         replicated_params: the parameters that several stages hold.
@@ -76,7 +77,7 @@ class Pipe(nn.Module):
         self.num_stages = len(stage_nodes(split_gm.graph))
         self.has_loss_and_backward = loss_index is not None
         self.replicated_params = replicated_params
-        self._calling = calling
+        self.calling = calling
         self._output_spec = output_spec
         self._loss_index = loss_index
 
@@ -128,7 +129,7 @@ class Pipe(nn.Module):
             TypeError: the arguments do not fit the signature of the model's forward.
             ValueError: they differ from the example's in more than the values of tensors.
         """
-        flat = self._calling.flatten(args, kwargs)
+        flat = self.calling.flatten(args, kwargs)
         return self._output_spec.nest(list(self.split_gm(*flat)))
 
     @property
@@ -185,7 +186,7 @@ class Pipe(nn.Module):
             torch.device(device),
             group,
             flow=flow,
-            calling=self._calling,
+            calling=self.calling,
             output=OutputNest(
                 tuple(
                     (positions[leaf],) if isinstance(leaf, fx.Node) else (None, leaf)

@@ -1,0 +1,123 @@
+"""Private parts of torch's pipeline schedules. Written for torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+_COMPUTE = ("F", "B", "I", "W")
+
+_Computed = tuple[int, str, int]
+"""Stage, kind, microbatch."""
+
+
+def stage_stand_in(stage: int, stages: int, ranks: int) -> Any:
+    """As much of a stage of rank 0 as schedules ask for before they run.
+
+    A real one needs a process group.
+    """
+    return SimpleNamespace(
+        stage_index=stage, num_stages=stages, group_rank=0, group_size=ranks, submod=None
+    )
+
+
+def compute_actions(schedule: Any) -> list[list[_Computed]] | None:
+    """What each rank computes, in order. None for a schedule that does not say."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    order = schedule.pipeline_order
+    if not order:
+        return None
+    rows = [list(_computed(order[rank])) for rank in sorted(order)]
+    # Schedule1F1B (torch 2.11 to 2.15) numbers the last rank's forwards from 1 in what it says;
+    # what it runs, as all schedules with one stage on each rank, is numbered from 0.
+    return (
+        [_renumbered(row) for row in rows] if isinstance(schedule, PipelineScheduleSingle) else rows
+    )
+
+
+def actions_in_csv(text: str) -> list[list[_Computed]]:
+    """What the lines of a schedule file let each rank compute; sends and the like are left out.
+
+    Raises:
+        RuntimeError: a cell is not an action.
+    """
+    from torch.distributed.pipelining.schedules import _Action
+
+    rows = csv.reader(text.splitlines())
+    return [list(_computed(map(_Action.from_str, row))) for row in rows]
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages of this rank that a schedule runs."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    if isinstance(schedule, PipelineScheduleSingle):
+        return [schedule._stage]
+    return list(schedule._stages)
+
+
+@contextmanager
+def loss_wrapped(
+    schedule: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """While active, the schedule computes its losses by `wrap(loss_fn)`."""
+    loss_fn = schedule._loss_fn
+    if loss_fn is None:
+        yield
+        return
+    schedule._loss_fn = wrap(loss_fn)
+    try:
+        yield
+    finally:
+        schedule._loss_fn = loss_fn
+
+
+def input_backward(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor] | None,
+    inputs: Sequence[torch.Tensor],
+    module: nn.Module,
+) -> Any:
+    """The input gradients of a stage, as its zero-bubble schedules compute them.
+
+    What it returns is for `weight_backward`.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    given = None if gradients is None else list(gradients)
+    _, groups = stage_backward_input(list(outputs), given, list(inputs), module.parameters())
+    return groups
+
+
+def weight_backward(groups: Any, module: nn.Module) -> None:
+    """The weight gradients that `input_backward` left."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(module.parameters(), groups)
+
+
+def _computed(actions: Iterable[Any]) -> Iterator[_Computed]:
+    for action in actions:
+        if action is None:
+            continue
+        # An overlapped forward and backward (DualPipeV): torch runs one after the other.
+        for part in action.sub_actions or (action,):
+            if part.computation_type.value in _COMPUTE:
+                yield part.stage_index, part.computation_type.value, part.microbatch_index
+
+
+def _renumbered(row: list[_Computed]) -> list[_Computed]:
+    counts: Counter[str] = Counter()
+    result = []
+    for stage, kind, _ in row:
+        result.append((stage, kind, counts[kind]))
+        counts[kind] += 1
+    return result

@@ -1,0 +1,266 @@
+"""`graphopt trace`: pictures of pipeline schedules, predicted and measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from graphopt.commands.errors import FAILED, reported
+from graphopt.commands.trace_pipe import PipeSource
+from graphopt.demo.launch import threads_per_rank
+from graphopt.errors import GraphOptError
+from graphopt.pipelining.timeline import (
+    SCHEDULES,
+    ScheduleError,
+    ScheduleOrder,
+    ScheduleTimeline,
+    StageDurations,
+    measure_durations,
+    predict_schedule,
+)
+from graphopt.pipelining.timeline.html import page
+from graphopt.pipelining.timeline.orders import ScheduleKind, find_schedule
+from graphopt.pipelining.timeline.text import percent, seconds_text
+
+_USUAL_RANKS = 4
+_FORWARD, _BACKWARD = (1.0,), (2.0,)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        pipe: `module_or_file.py:function`, or None.
+        schedule: a name, "all", or a file of actions.
+        forward, backward: seconds on one rank, or of each stage; None where not given.
+        transfer: seconds between ranks.
+        out: a folder for files.
+    """
+
+    pipe: str | None
+    schedule: str
+    microbatches: int
+    ranks: int | None
+    stages: int | None
+    forward: tuple[float, ...] | None
+    backward: tuple[float, ...] | None
+    transfer: float
+    measure: bool
+    out: Path | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule: the pictures of it, or why there are none."""
+
+    name: str
+    stages: int = 0
+    predicted: ScheduleTimeline | None = None
+    measured: ScheduleTimeline | None = None
+    reason: str = ""
+
+    @property
+    def pictures(self) -> list[ScheduleTimeline]:
+        return [picture for picture in (self.predicted, self.measured) if picture is not None]
+
+
+def run_trace(request: Request) -> None:
+    """Print figures of the schedules, and where their pictures are."""
+    console = Console()
+    with reported("trace"):
+        _check(request)
+        with Console(stderr=True).status("predicting"):
+            rows = _predicted(request)
+    if request.measure:
+        with reported("trace", FAILED), Console(stderr=True).status("running on local ranks"):
+            rows = _measured(request, rows)
+    if len(rows) == 1:
+        for picture in rows[0].pictures:
+            console.print(str(picture), markup=False, highlight=False, soft_wrap=True)
+    console.print(_table(rows))
+    if request.out is not None:
+        with reported("trace"):
+            _write(rows, request.out)
+        console.print(f"saved: {request.out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _check(request: Request) -> None:
+    if request.pipe is None and request.measure:
+        raise GraphOptError(
+            "--measure runs a pipe: name the function that makes it, file.py:function"
+        )
+    if request.pipe is not None and (request.forward or request.backward):
+        raise GraphOptError(
+            "--forward and --backward do not go with a pipe: its stages are measured"
+        )
+    if _is_file(request) and request.measure:
+        raise GraphOptError("--measure runs the schedules of torch by name, not a file of actions")
+    if _is_file(request) and (request.ranks or request.stages):
+        raise GraphOptError("--ranks and --stages do not go with a file of actions: it has its own")
+
+
+def _is_file(request: Request) -> bool:
+    return request.schedule.endswith(".csv")
+
+
+# ---------------------------------------------------------------------------- predicted
+
+
+def _predicted(request: Request) -> list[Row]:
+    durations = _Durations(request)
+    if _is_file(request):
+        order = ScheduleOrder.from_csv(request.schedule)
+        return [_row(order, durations.of(order.num_ranks, order.num_stages), request)]
+    if request.schedule != "all":
+        return [_named(find_schedule(request.schedule), durations, request)]
+    rows = [_named_or_reason(kind, durations, request) for kind in SCHEDULES.values()]
+    if not any(row.predicted for row in rows):
+        raise ScheduleError("\n".join(row.reason for row in rows))
+    return rows
+
+
+def _named_or_reason(kind: ScheduleKind, durations: _Durations, request: Request) -> Row:
+    try:
+        return _named(kind, durations, request)
+    except ScheduleError as error:
+        return Row(kind.name, reason=str(error))
+
+
+def _named(kind: ScheduleKind, durations: _Durations, request: Request) -> Row:
+    ranks, stages = _layout(kind, request.ranks, durations.stages)
+    order = ScheduleOrder.named(kind.name, ranks, stages, request.microbatches)
+    return _row(order, durations.of(ranks, stages), request)
+
+
+def _row(order: ScheduleOrder, durations: StageDurations, request: Request) -> Row:
+    picture = predict_schedule(order, durations, transfer=request.transfer)
+    return Row(order.name, order.num_stages, picture)
+
+
+def _layout(kind: ScheduleKind, ranks: int | None, stages: int | None) -> tuple[int, int]:
+    """How many ranks and stages, where the command line leaves out one or both."""
+    usual = kind.usual_stages
+    if stages is None:
+        ranks = _USUAL_RANKS if ranks is None else ranks
+        stages = ranks * usual
+    if ranks is None:
+        ranks = max(1, stages // usual)
+    kind.check(ranks, stages)
+    return ranks, stages
+
+
+class _Durations:
+    """Seconds of stages: given, or measured once for each number of stages.
+
+    Attributes:
+        stages: how many there must be, None where that is free.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._source = None if request.pipe is None else PipeSource(request.pipe)
+        self._known: dict[tuple[int, int], StageDurations] = {}
+        self.stages = request.stages
+        lists = [len(s) for s in (request.forward, request.backward) if s and len(s) > 1]
+        if self.stages is None and lists:
+            self.stages = lists[0]
+        if self._source is not None and not self._source.any_stages:
+            self.stages = self._source.make(request.stages).num_stages
+
+    def of(self, ranks: int, stages: int) -> StageDurations:
+        if (ranks, stages) not in self._known:
+            self._known[ranks, stages] = self._find(ranks, stages)
+        return self._known[ranks, stages]
+
+    def _find(self, ranks: int, stages: int) -> StageDurations:
+        if self._source is not None:
+            with _threads(threads_per_rank(ranks)):
+                return measure_durations(self._source.make(stages))
+        return StageDurations.given(
+            _of_each_stage(self._request.forward or _FORWARD, ranks, stages),
+            _of_each_stage(self._request.backward or _BACKWARD, ranks, stages),
+        )
+
+
+def _of_each_stage(seconds: tuple[float, ...], ranks: int, stages: int) -> tuple[float, ...]:
+    """One number is what a rank takes, for all of its stages together."""
+    return seconds if len(seconds) > 1 else (seconds[0] * ranks / stages,) * stages
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """As many threads as a rank has beside the others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------------- measured
+
+
+def _measured(request: Request, rows: Sequence[Row]) -> list[Row]:
+    from graphopt.commands.trace_launch import measure_on_ranks
+
+    assert request.pipe is not None
+    by_ranks: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+    for row in rows:
+        if row.predicted is not None:
+            by_ranks[row.predicted.num_ranks].append((row.name, row.stages))
+    found: dict[str, ScheduleTimeline] = {}
+    for ranks, schedules in by_ranks.items():
+        found |= measure_on_ranks(request.pipe, schedules, request.microbatches, ranks)
+    return [replace(row, measured=found.get(row.name)) for row in rows]
+
+
+# ---------------------------------------------------------------------------- shown and saved
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    measured = any(row.measured for row in rows)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("ranks", "stages", "step", "bubble"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("measured", "bubble") if measured else ():
+        table.add_column(heading, justify="right", no_wrap=True)
+    if any(row.reason for row in rows):
+        table.add_column("", overflow="fold")
+    for row in rows:
+        table.add_row(row.name, *_cells(row, measured), escape(row.reason))
+    return table
+
+
+def _cells(row: Row, measured: bool) -> list[str]:
+    if row.predicted is None:
+        return [""] * (6 if measured else 4)
+    cells = [str(row.predicted.num_ranks), str(row.stages), *_figures(row.predicted)]
+    return cells + _figures(row.measured) if row.measured else cells
+
+
+def _figures(picture: ScheduleTimeline) -> list[str]:
+    return [seconds_text(picture.step_seconds), percent(picture.bubble_share)]
+
+
+def _write(rows: Sequence[Row], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        for picture in row.pictures:
+            picture.save_chrome_trace(out / f"{row.name}.{picture.origin}.json")
+        if row.pictures:
+            (out / f"{row.name}.html").write_text(page(row.pictures), encoding="utf-8")
+    every: list[Any] = [picture for row in rows for picture in row.pictures]
+    if len(rows) > 1:
+        (out / "schedules.html").write_text(page(every), encoding="utf-8")

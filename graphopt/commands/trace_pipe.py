@@ -1,0 +1,102 @@
+"""The pipe that `graphopt trace` is about: `module_or_file.py:function`, called on every rank."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from graphopt.errors import GraphOptError
+from graphopt.pipelining import Pipe
+
+
+class PipeSource:
+    """A function that makes a pipe, alike each time.
+
+    Attributes:
+        text: as the command line has it.
+        any_stages: whether it takes the number of stages.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._function = _load(text)
+        self.any_stages = bool(inspect.signature(self._function).parameters)
+
+    def make(self, stages: int | None) -> Pipe:
+        """A pipe with so many stages, or with as many as the function chooses.
+
+        Raises:
+            GraphOptError: the function fails, or returns something else.
+        """
+        torch.manual_seed(0)
+        try:
+            pipe = self._function(stages) if self.any_stages else self._function()
+        except GraphOptError:
+            raise
+        except Exception as error:
+            raise GraphOptError(f"{self.text}: {type(error).__name__}: {error}") from error
+        if not isinstance(pipe, Pipe):
+            raise GraphOptError(
+                f"{self.text} returned {_described(pipe)}; it is to return a Pipe, as"
+                " graphopt.pipelining.pipeline does"
+            )
+        if stages is not None and pipe.num_stages != stages:
+            raise GraphOptError(
+                f"{self.text} returned a pipe of {pipe.num_stages} stages; {stages} are asked for"
+            )
+        return pipe
+
+
+def _load(text: str) -> Callable[..., Any]:
+    module_name, colon, function_name = text.rpartition(":")
+    if not colon or not module_name or not function_name:
+        raise GraphOptError(
+            f"{text!r} names no function; write module:function or file.py:function"
+        )
+    module = _import(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        functions = inspect.getmembers(module, inspect.isfunction)
+        own = [n for n, f in functions if f.__module__ == module.__name__]
+        raise GraphOptError(
+            f"{module_name} has no function {function_name}; it has: {', '.join(own) or 'none'}"
+        )
+    found: Callable[..., Any] = function
+    return found
+
+
+def _import(name: str) -> ModuleType:
+    path = Path(name)
+    if path.suffix != ".py":
+        sys.path.insert(0, str(Path.cwd()))
+    elif not path.is_file():
+        raise GraphOptError(f"there is no file {name}")
+    try:
+        return _import_file(path) if path.suffix == ".py" else importlib.import_module(name)
+    except Exception as error:
+        raise GraphOptError(
+            f"{name} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    # As `python file.py` would, so that it finds its neighbours.
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,25 @@
+"""Pictures of pipeline schedules: predicted from durations, or measured in a real step."""
+
+from graphopt.pipelining.timeline.durations import StageDurations, measure_durations
+from graphopt.pipelining.timeline.errors import ScheduleDeadlockError, ScheduleError
+from graphopt.pipelining.timeline.orders import SCHEDULES, ScheduleOrder
+from graphopt.pipelining.timeline.picture import ScheduleTimeline
+from graphopt.pipelining.timeline.predicting import predict_schedule
+from graphopt.pipelining.timeline.recording import Recording, record_schedule
+from graphopt.pipelining.timeline.slots import Action, RankFigures, Slot
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "RankFigures",
+    "Recording",
+    "ScheduleDeadlockError",
+    "ScheduleError",
+    "ScheduleOrder",
+    "ScheduleTimeline",
+    "Slot",
+    "StageDurations",
+    "measure_durations",
+    "predict_schedule",
+    "record_schedule",
+]

@@ -1,0 +1,23 @@
+"""What pictures of schedules raise."""
+
+from __future__ import annotations
+
+from graphopt.errors import GraphOptError
+
+
+class ScheduleError(GraphOptError, ValueError):
+    """There is no such schedule, or it does not fit the stages, ranks or microbatches."""
+
+
+class ScheduleDeadlockError(GraphOptError, RuntimeError):
+    """Ranks of a schedule wait for actions that never run.
+
+    Attributes:
+        waiting: of each rank that is not done, the action that comes next and what it waits for.
+    """
+
+    def __init__(self, schedule: str, waiting: dict[int, tuple[str, str]]) -> None:
+        self.waiting = waiting
+        lines = [f"the schedule {schedule} cannot go on; these ranks wait:"]
+        lines += [f"  rank {r}: {a} waits for {other}" for r, (a, other) in waiting.items()]
+        super().__init__("\n".join(lines))

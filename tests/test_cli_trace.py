@@ -1,0 +1,210 @@
+"""`graphopt trace`: tables, files, messages."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from graphopt import cli
+from graphopt.pipelining.timeline import SCHEDULES, ScheduleOrder
+
+PIPES = """
+import torch
+from torch import nn
+
+from graphopt.pipelining import balanced, pipeline
+
+
+def of(stages):
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]
+    return pipeline(nn.Sequential(*layers), (torch.randn(3, 8),), split_policy=balanced(stages))
+
+
+def two():
+    return of(2)
+
+
+def number():
+    return 3
+
+
+def broken():
+    raise KeyError("weights")
+
+
+def same(stages):
+    return of(2)
+"""
+
+
+# torch closes the log of a rank only if it had to end that rank.
+@pytest.fixture
+def unclosed_logs() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pipes.py").write_text(PIPES)
+
+
+def rows(result: Result) -> dict[str, list[str]]:
+    """Cells of the table by schedule."""
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    start = next(index for index, words in enumerate(lines) if words[:1] == ["schedule"])
+    return {words[0]: words[1:] for words in lines[start + 1 :] if words[0] in SCHEDULES}
+
+
+def test_all_schedules() -> None:
+    found = rows(invoke("trace"))
+    assert list(found) == list(SCHEDULES)
+    assert found["gpipe"] == ["4", "4", "33", "s", "27.3", "%"]
+    assert found["interleaved"] == ["4", "8", "28.5", "s", "15.8", "%"]
+    assert found["zbv"] == ["4", "8", "25.5", "s", "5.9", "%"]
+
+
+def test_one_schedule_is_drawn() -> None:
+    result = invoke("trace", "--schedule", "Schedule1F1B", "--stages", "2", "--microbatches", "2")
+    assert result.exit_code == 0
+    assert result.output.startswith("1f1b, predicted: 2 ranks, 2 microbatches, step 9 s")
+    assert "  rank 0  |Ff..BB.bb|  33.3% idle" in result.output
+    assert rows(result) == {"1f1b": ["2", "2", "9", "s", "33.3", "%"]}
+
+
+def test_stages_share_a_rank_s_seconds() -> None:
+    words = "--schedule zbv --stages 4 --microbatches 4 --forward 2 --backward 4 --transfer 0.5"
+    result = invoke("trace", *words.split())
+    assert "zbv, predicted: 2 ranks, 4 microbatches" in result.output
+    assert [word for word in rows(result)["zbv"] if word != "s"][:2] == ["2", "4"]
+
+
+def test_seconds_of_each_stage() -> None:
+    result = invoke(
+        "trace",
+        "--schedule",
+        "gpipe",
+        "--microbatches",
+        "2",
+        "--forward",
+        "1,3",
+        "--backward",
+        "1,3",
+    )
+    assert rows(result) == {"gpipe": ["2", "2", "14", "s", "42.9", "%"]}
+
+
+def test_what_does_not_fit_is_named_beside_what_does() -> None:
+    found = rows(invoke("trace", "--ranks", "4", "--microbatches", "2"))
+    assert found["gpipe"][-1] == "%"
+    assert " ".join(found["1f1b"]).startswith("1f1b cannot run 2 microbatches: Number of")
+
+
+def test_files() -> None:
+    result = invoke("trace", "--microbatches", "8", "--out", "made/pictures")
+    assert result.exit_code == 0 and "saved: made/pictures" in result.output
+    made = {path.name for path in Path("made/pictures").iterdir()}
+    expected = {f"{name}.{end}" for name in SCHEDULES for end in ("html", "predicted.json")}
+    assert made == expected | {"schedules.html"}
+    text = Path("made/pictures/schedules.html").read_text()
+    assert all(f"<h2>{name}, predicted</h2>" in text for name in SCHEDULES)
+    trace = json.loads(Path("made/pictures/zbv.predicted.json").read_text())
+    assert trace["otherData"]["schedule"] == "zbv"
+
+
+def test_a_file_of_actions() -> None:
+    order = ScheduleOrder.named("1f1b", 2, 2, 2)
+    lines = [",".join(map(str, rank)) for rank in order.actions]
+    Path("mine.csv").write_text("\n".join(lines))
+    result = invoke("trace", "--schedule", "mine.csv")
+    assert result.exit_code == 0
+    assert "mine, predicted: 2 ranks, 2 microbatches, step 9 s" in result.output
+    Path("stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    result = invoke("trace", "--schedule", "stuck.csv")
+    assert result.exit_code == 2 and "rank 0: 0B0 waits for 1B0" in result.output
+
+
+def test_a_pipe_is_measured_in_this_process() -> None:
+    found = rows(invoke("trace", "pipes.py:two", "--microbatches", "4"))
+    assert {name: cells[:2] for name, cells in found.items() if cells[0] in "12"} == {
+        "gpipe": ["2", "2"],
+        "1f1b": ["2", "2"],
+        "interleaved": ["1", "2"],
+        "looped-bfs": ["1", "2"],
+        "zero-bubble": ["1", "2"],
+        "zbv": ["1", "2"],
+        "dualpipev": ["1", "2"],
+    }
+    assert found["zbv"][-2:] == ["0.0", "%"]
+    found = rows(invoke("trace", "pipes.py:of", "--ranks", "2", "--microbatches", "4"))
+    assert found["zbv"][:2] == ["2", "4"] and found["gpipe"][:2] == ["2", "2"]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.usefixtures("unclosed_logs")
+@pytest.mark.slow
+def test_a_pipe_on_local_ranks() -> None:
+    words = "pipes.py:of --ranks 2 --microbatches 4 --measure --out pictures"
+    found = rows(invoke("trace", *words.split()))
+    assert list(found) == list(SCHEDULES)
+    assert all(cells.count("%") == 2 for cells in found.values())
+    assert Path("pictures/zbv.measured.json").exists()
+    text = Path("pictures/zbv.html").read_text()
+    assert "<h2>zbv, predicted</h2>" in text and "<h2>zbv, measured</h2>" in text
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.usefixtures("unclosed_logs")
+@pytest.mark.slow
+def test_a_rank_fails() -> None:
+    Path("once.py").write_text(
+        "import os\nfrom pipes import of\n\n\n"
+        "def pipe():\n    assert 'RANK' not in os.environ, 'no weights here'\n    return of(2)\n"
+    )
+    result = invoke("trace", "once.py:pipe", "--schedule", "gpipe", "--measure")
+    assert result.exit_code == 1
+    assert "graphopt trace: rank" in result.output and "no weights here" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--schedule fastest", "no schedule 'fastest'; known are gpipe, 1f1b, interleaved"),
+        ("--schedule nothing.csv", "nothing.csv: No such file"),
+        ("--schedule 1f1b --ranks 4 --microbatches 2", "1f1b cannot run 2 microbatches"),
+        ("--schedule zbv --stages 3", "zbv has two stages on each rank"),
+        ("--schedule gpipe --ranks 2 --stages 3", "3 stages need 3 ranks"),
+        ("--forward fast", "'fast' is not a number"),
+        ("--forward 1,2,3 --backward 1,2 --schedule gpipe", "one number for each stage"),
+        ("--forward -1", "not less than 0"),
+        ("--microbatches 0", "--microbatches"),
+        ("--measure", "--measure runs a pipe"),
+        ("pipes.py:two --forward 1", "--forward and --backward do not go with a pipe"),
+        ("pipes.py:two --schedule a.csv --measure", "not a file of actions"),
+        ("--schedule a.csv --ranks 2", "it has its own"),
+        ("pipes.py", "names no function"),
+        ("nothing.py:two", "there is no file nothing.py"),
+        ("no_such_module:two", "no_such_module cannot be imported: ModuleNotFoundError"),
+        ("pipes.py:three", "pipes.py has no function three; it has: broken, number, of, same, two"),
+        ("pipes.py:number", "pipes.py:number returned a int; it is to return a Pipe"),
+        ("pipes.py:broken", "pipes.py:broken: KeyError: 'weights'"),
+        ("pipes.py:same --stages 3 --schedule gpipe", "a pipe of 2 stages; 3 are asked for"),
+        ("pipes.py:two --stages 3", "a pipe of 2 stages; 3 are asked for"),
+        ("--out pipes.py", "pipes.py: File exists"),
+    ],
+)
+def test_misuse(words: str, message: str) -> None:
+    result = invoke("trace", *words.split())
+    assert result.exit_code == 2, result.output
+    assert message in result.output
