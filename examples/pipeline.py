@@ -1,6 +1,10 @@
 """A small GPT in two pipeline stages, trained with 1F1B. Needs no GPU:
 
 torchrun --nproc-per-node 2 examples/pipeline.py
+
+Two such pipelines side by side, each with half of the data, their stages compiled:
+
+torchrun --nproc-per-node 4 examples/pipeline.py --replicas 2
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional as F
 
-from graphopt.pipelining import balanced, pipeline, reduce_replicated_gradients
+from graphopt import DataParallel
+from graphopt.pipelining import Pipe, balanced, pipeline, reduce_replicated_gradients
 
 VOCABULARY, WIDTH, CONTEXT = 64, 32, 16
 ROWS, MICROBATCHES = 4, 4
@@ -55,19 +60,33 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return sequence[:, :-1], sequence[:, 1:]
 
 
-def main(steps: int) -> None:
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+def make_pipe(stages: int) -> Pipe:
+    """The model in stages. Its schedules: graphopt trace examples/pipeline.py:make_pipe"""
     torch.manual_seed(0)  # all ranks make the same model, and keep their stage of it
-    model = GPT()
-    pipe = pipeline(model, (batch(0)[0][:ROWS],), split_policy=balanced(world))
-    stage = pipe.build_stage(rank, "cpu")
-    del model, pipe
+    return pipeline(GPT(), (batch(0)[0][:ROWS],), split_policy=balanced(stages))
+
+
+def groups(replicas: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The ranks of this rank's pipeline, and those that hold the same stage."""
+    ranks = torch.arange(dist.get_world_size()).view(replicas, -1)
+    pipelines, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    same_stage, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+    return pipelines, same_stage
+
+
+def main(steps: int, replicas: int) -> None:
+    dist.init_process_group("gloo")
+    stages = dist.get_world_size() // replicas
+    replica, rank = divmod(dist.get_rank(), stages)
+    along, across = groups(replicas)
+    stage = make_pipe(stages).build_stage(rank, "cpu", along)
+    if replicas > 1:
+        stage.compile(parallel=DataParallel(across))
 
     optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=3e-3)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=next_token_loss)
     for step in range(steps):
-        tokens, targets = batch(step)
+        tokens, targets = batch(step * replicas + replica)
         losses: list[Tensor] = []
         if stage.is_first:
             schedule.step(tokens)
@@ -78,7 +97,7 @@ def main(steps: int) -> None:
         reduce_replicated_gradients(stage)
         optimizer.step()
         optimizer.zero_grad()
-        if losses and step % 10 == 0:
+        if losses and replica == 0 and step % 10 == 0:
             print(f"step {step:3}  loss {torch.stack(losses).mean():.3f}")
     dist.destroy_process_group()
 
@@ -86,4 +105,6 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=51)
-    main(parser.parse_args().steps)
+    parser.add_argument("--replicas", type=int, default=1, help="pipelines side by side")
+    options = parser.parse_args()
+    main(options.steps, options.replicas)

@@ -32,6 +32,7 @@ TOP = (
     "graphopt.discovery",
     "graphopt.finishing",
     "graphopt.hooks",
+    "graphopt.pipelining",
     "graphopt.step",
     "graphopt.testing",
 )

@@ -13,17 +13,19 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline.py"
 
 
 @pytest.mark.slow
-def test_the_example_trains_under_torchrun() -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_example_trains_under_torchrun(replicas: int) -> None:
     launch = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
+        str(2 * replicas),
     ]
+    options = ["--steps", "21", "--replicas", str(replicas)]
     run = subprocess.run(
-        [*launch, str(EXAMPLE), "--steps", "21"], capture_output=True, text=True, timeout=200
+        [*launch, str(EXAMPLE), *options], capture_output=True, text=True, timeout=200
     )
     assert run.returncode == 0, run.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run.stdout)]

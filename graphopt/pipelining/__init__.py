@@ -3,7 +3,7 @@
 from graphopt.pipelining.backward import stage_backward
 from graphopt.pipelining.balance import balanced
 from graphopt.pipelining.chunk_specs import LossReducer, Reducer, Replicated, TensorChunkSpec
-from graphopt.pipelining.errors import ModuleCaptureError
+from graphopt.pipelining.errors import ModuleCaptureError, StageCompileError
 from graphopt.pipelining.loss import LossWrapper, TrivialLossWrapper
 from graphopt.pipelining.marks import (
     PipeSequential,
@@ -28,6 +28,7 @@ __all__ = [
     "Reducer",
     "Replicated",
     "SplitPoint",
+    "StageCompileError",
     "TensorChunkSpec",
     "TrivialLossWrapper",
     "annotate_split_points",

@@ -22,3 +22,19 @@ class ModuleCaptureError(CaptureError):
 
     def __str__(self) -> str:
         return f"{self.module} cannot be captured whole: {self.reason}\n  hint:  {self.hint}"
+
+
+class StageCompileError(CaptureError):
+    """A stage cannot be compiled, or its compiled graphs do not fit what it is to do.
+
+    Attributes:
+        stage: its index.
+    """
+
+    def __init__(self, stage: int, reason: str, *, hint: str | None = None) -> None:
+        super().__init__(reason, hint=hint)
+        self.stage = stage
+
+    def __str__(self) -> str:
+        text = f"stage {self.stage} cannot be compiled: {self.reason}"
+        return text if self.hint is None else f"{text}\n  hint:  {self.hint}"

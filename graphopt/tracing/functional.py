@@ -151,11 +151,15 @@ class _Interpreter(fx.Interpreter):
         return super().run_node(n)
 
     def tag(self, node: fx.Node) -> None:
-        if self._running is None:
+        source = self._running
+        if source is not None and source.op == "output":
+            # A view that is returned, made anew of what its base has become.
+            source = next(iter(node.all_input_nodes), None)
+        if source is None:
             return
         for key in KEYS:
-            if key in self._running.meta:
-                node.meta[key] = self._running.meta[key]
+            if key in source.meta:
+                node.meta[key] = source.meta[key]
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if target in numbers.ARITHMETIC and any(isinstance(a, torch.SymFloat) for a in args):

@@ -1,0 +1,327 @@
+"""Runs a compiled stage: its graphs, under the schedules of `torch.distributed.pipelining`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from graphopt import _compat
+from graphopt.finishing import Finishing, options_for
+from graphopt.graph_utils import without_autocast
+from graphopt.pipelining.accumulating import Gradients
+from graphopt.pipelining.division import Division
+from graphopt.pipelining.errors import StageCompileError
+from graphopt.pipelining.gradient_layout import laid_out, strides_of, to_add_to
+from graphopt.pipelining.stage_capture import Microbatch, StageCapture
+from graphopt.pipelining.stage_graph import StageGraph
+from graphopt.pipelining.state_guard import StateGuard
+from graphopt.step import manager_for
+from graphopt.tracing import reduction
+from graphopt.tracing.inputs import Storage
+
+if TYPE_CHECKING:
+    from graphopt.iter_graph import IterGraphModule
+    from graphopt.lowering.compiler import Options
+    from graphopt.lowering.subgraph import LoweredSubgraph
+    from graphopt.manager import PassManager
+    from graphopt.parallel import DataParallel
+
+Values = Sequence["torch.Tensor | None"]
+
+_FORWARDS = (("forward",), ("evaluation",))
+
+
+def compile_stage(
+    stage: int,
+    module: nn.Module,
+    microbatch: Microbatch,
+    pipeline: str | Sequence[Any] | PassManager,
+    parallel: DataParallel | None,
+    lower: str | Options | None,
+    verify: str | None,
+) -> CompiledStage:
+    """See `Stage.compile`."""
+    options = options_for(lower)
+    if options is not None and options.cudagraphs:
+        raise StageCompileError(
+            stage,
+            "CUDA graphs write into the same memory on every replay, but a schedule keeps several"
+            " microbatches in flight",
+            hint="use lower='inductor'",
+        )
+    capture = StageCapture(stage, module, manager_for(pipeline, verify), parallel)
+    return CompiledStage(stage, module, microbatch, capture, parallel, Finishing(options))
+
+
+class CompiledStage:
+    """The graphs of one stage, each made when it is first needed.
+
+    Args:
+        stage: its index.
+        module: holds its parameters and buffers.
+        microbatch: what it receives and sends.
+        capture: captures it.
+        parallel: over which ranks gradients are averaged; None: they are not.
+        finishing: makes graphs run.
+
+    Attributes:
+        full: the backward to come computes all gradients, not those of arguments alone.
+        last: the backward to come is the last of its step.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        module: nn.Module,
+        microbatch: Microbatch,
+        capture: StageCapture,
+        parallel: DataParallel | None,
+        finishing: Finishing,
+    ) -> None:
+        self._stage, self._module, self._microbatch = stage, module, microbatch
+        self._parallel, self._finishing = parallel, finishing
+        self._capture = capture
+        self._captured = capture.capture(microbatch)
+        self._forward = self._backward = Division(self._captured, len(microbatch.received))
+        self._owners = self._parameters()
+        self._guard = StateGuard(module)
+        self._graphs: dict[tuple[Any, ...], StageGraph] = {}
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._buffers_due = False
+        self._weights_left: Callable[[bool], None] | None = None
+        self._launched: list[Any] | None = None
+        self.full = True
+        self.last = False
+
+    @property
+    def graph_module(self) -> IterGraphModule:
+        """The captured graph after all passes."""
+        return self._captured.graph_module  # type: ignore[return-value]
+
+    @property
+    def constant(self) -> list[int]:
+        """Which of the tensors that the stage sends have no gradients."""
+        sent = self._microbatch.sent
+        return [index for index, tensor in enumerate(sent) if not tensor.requires_grad]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """Those whose gradients the backward computes."""
+        gradients = self._captured.live.gradients
+        return [gradients[a.index].owner.tensor for a in self._backward.accumulations]
+
+    def fit_to(self, gradients: Values) -> None:
+        """Capture a backward for gradients of what the stage sends that are missing or laid out in
+        memory otherwise than the one there is takes them.
+
+        Autograd computes less for missing gradients, and perhaps other bits for other layouts.
+        """
+        incoming = strides_of(gradients, self._microbatch.sent)
+        if incoming == self._microbatch.incoming:
+            return
+        self._microbatch = dataclasses.replace(self._microbatch, incoming=incoming)
+        self._captured = self._capture.capture(self._microbatch)
+        inputs = len(self._microbatch.received)
+        self._backward = Division(self._captured, inputs, self._forward)
+        self._owners = self._parameters()
+        self._graphs = {key: g for key, g in self._graphs.items() if key in _FORWARDS}
+
+    @property
+    def lowered(self) -> list[LoweredSubgraph]:
+        """The compiled regions of all graphs made so far."""
+        return self._finishing.regions
+
+    def begin_step(self, has_backward: bool) -> None:
+        """To be called before the first microbatch.
+
+        Raises:
+            StageCompileError: the module is not as it was compiled.
+        """
+        reason = self._guard.mismatch()
+        if reason is not None:
+            raise StageCompileError(
+                self._stage,
+                f"since it was compiled, {reason}",
+                hint="build the stage anew with Pipe.build_stage, and compile that",
+            )
+        launched, self._weights_left, self._launched = self._launched, None, None
+        if launched is not None:
+            raise StageCompileError(
+                self._stage,
+                "the gradients of the last step were not completed",
+                hint="a schedule calls perform_reduce_grad() of a stage at the end of each step",
+            )
+        self._buffers_due = has_backward and self._broadcasts_buffers()
+
+    def _broadcasts_buffers(self) -> bool:
+        return self._parallel is not None and self._parallel.broadcast_buffers
+
+    def forward(self, inputs: Sequence[torch.Tensor], has_backward: bool) -> tuple[Any, ...]:
+        """Run the forward of one microbatch. Returns what the stage sends."""
+        if self._buffers_due:
+            self._buffers_due = False
+            self._receive_buffers()
+        inputs = [value.contiguous() for value in inputs]
+        if has_backward and len(self.constant) < len(self._microbatch.sent):
+            results: tuple[Any, ...] = _Run.apply(self, self._anchor, *inputs)  # type: ignore[no-untyped-call]
+            return results
+        results, _, _ = self._run(self._graph("evaluation"), inputs, (), [])
+        return self._sent(results)
+
+    def _receive_buffers(self) -> None:
+        assert self._parallel is not None
+        group = _compat.group_or_default(self._parallel.group)
+        with torch.no_grad():
+            named = reduction.Group(group.group_name, group.size())
+            reduction.broadcast_buffers(self._module, named)
+
+    def run_forward(
+        self, inputs: Sequence[torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
+        """What the stage sends, and what its backward needs."""
+        results, _, kept = self._run(self._graph("forward"), inputs, (), [])
+        return self._sent(results), list(kept)
+
+    def _sent(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        pairs = zip(self._forward.results, results, strict=True)
+        return tuple(_no_view(result.of(value)) for result, value in pairs)
+
+    def run_backward(self, kept: list[Any], gradients: Values) -> list[torch.Tensor | None]:
+        """Run the backward of one microbatch, or that part of it that the schedule wants now.
+
+        Args:
+            kept: what the forward kept.
+            gradients: of what the stage sent.
+
+        Returns:
+            Gradients of the arguments. Those of parameters are in their `.grad`.
+        """
+        incoming = self._incoming(gradients)
+        if self.full:
+            return self._leave_gradients("backward", incoming, kept, self.last)
+        results, _, carried = self._run(self._graph("input_backward"), (), incoming, kept)
+        kept += carried
+
+        def weights(last: bool) -> None:
+            self._leave_gradients("weight_backward", (), kept, last)
+
+        self._weights_left = weights
+        return self._input_gradients(results)
+
+    def take_weights_left(self) -> Callable[[], None]:
+        """What is left of the backward that has just run: to be called when the schedule wants it,
+        with `last` set."""
+        left, self._weights_left = self._weights_left, None
+        return (lambda: left(self.last)) if left is not None else _nothing
+
+    def _incoming(self, gradients: Values) -> list[torch.Tensor]:
+        microbatch = self._microbatch
+        found = []
+        for gradient, like, stride in zip(
+            gradients, microbatch.sent, microbatch.incoming, strict=True
+        ):
+            if stride is not None:
+                found.append(laid_out(gradient, like, stride, microbatch.device))
+            elif gradient is not None:
+                raise StageCompileError(
+                    self._stage,
+                    "the loss depends on results on which it did not depend in the first backward",
+                    hint="build a stage of its own for each loss function",
+                )
+        return found
+
+    def _leave_gradients(
+        self, name: str, incoming: Sequence[torch.Tensor], kept: list[Any], last: bool
+    ) -> list[torch.Tensor | None]:
+        how = self._how(last)
+        graph = self._graph(name, how)
+        results, _, carried = self._run(graph, (), incoming, kept)
+        if how is Gradients.SET:
+            for owner, gradient in zip(self._owners, carried, strict=True):
+                owner.grad = gradient
+        elif how is Gradients.AVERAGE:
+            self._launched = list(carried)
+        return self._input_gradients(results) if results else []
+
+    def _input_gradients(self, results: Sequence[Any]) -> list[torch.Tensor | None]:
+        pairs = zip(self._backward.input_gradients, results, strict=True)
+        return [None if result is None else result.of(value) for result, value in pairs]
+
+    def average(self) -> None:
+        """Wait for the averages of gradients that the last backward has launched."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._run(self._graph("average"), (), (), launched)
+
+    def _how(self, last: bool) -> Gradients:
+        average = last and self._parallel is not None
+        if not average and all(owner.grad is None for owner in self._owners):
+            return Gradients.SET
+        for owner in self._owners:
+            owner.grad = to_add_to(owner)
+        return Gradients.AVERAGE if average else Gradients.ADD
+
+    def _graph(self, name: str, *options: Any) -> StageGraph:
+        key = (name, *options)
+        if key not in self._graphs:
+            division = self._forward if key in _FORWARDS else self._backward
+            graph = getattr(division, name)(*options)
+            self._finishing.finish(graph)
+            self._graphs[key] = graph
+        return self._graphs[key]
+
+    def _run(
+        self,
+        graph: StageGraph,
+        inputs: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        kept: list[Any],
+    ) -> Any:
+        live = self._captured.live
+        states, gradients = len(live.placeholders), len(live.gradients)
+        arguments = states + gradients
+
+        def value(position: int) -> Any:
+            if position < states:
+                holder = live.placeholders[position]
+                return holder.base() if isinstance(holder, Storage) else holder.live()
+            if position < arguments:
+                return live.gradients[position - states].owner.tensor.grad
+            position -= arguments
+            count = len(self._microbatch.received)
+            return inputs[position] if position < count else incoming[position - count]
+
+        flat = [value(position) for position in graph.positions]
+        with torch.no_grad(), without_autocast():
+            return graph(*flat, kept)
+
+
+class _Run(torch.autograd.Function):
+    """One microbatch, as autograd sees it: the schedule differentiates through it."""
+
+    @staticmethod
+    def forward(
+        context: Any, stage: CompiledStage, anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        sent, kept = stage.run_forward(inputs)
+        context.stage, context.kept = stage, kept
+        context.set_materialize_grads(False)
+        context.mark_non_differentiable(*(sent[index] for index in stage.constant))
+        return sent
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor | None) -> Any:
+        kept, context.kept = context.kept, None
+        return None, None, *context.stage.run_backward(kept, gradients)
+
+
+def _no_view(value: torch.Tensor) -> torch.Tensor:
+    """`value` as a tensor of its own that is no view: schedules detach it in place."""
+    return torch.ops.aten._unsafe_view.default(value, value.shape)  # type: ignore[no-any-return]
+
+
+def _nothing() -> None:
+    """Nothing is left of a whole backward."""

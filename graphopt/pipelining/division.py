@@ -1,0 +1,288 @@
+"""A captured stage, divided into the graphs that a schedule runs at different times.
+
+    forward ──► full backward                        of one microbatch
+    forward ──► input backward ──► weight backward   of one microbatch, under zero-bubble schedules
+    last backward ──► average                        of the step
+
+Forward is what the module computed, backward is what autograd computed and all that depends on
+received gradients. What crosses is kept, as autograd would have kept it; a view of a kept value, of
+an argument or of a parameter is made again where it is needed. The input backward of a zero-bubble
+schedule computes what the previous stage waits for; the weight backward does the rest (Qi et al.,
+"Zero Bubble Pipeline Parallelism", ICLR 2024).
+
+Each backward exists in up to three forms: the first microbatch of a step sets gradients, others add
+to them, and the last one also launches their average over the ranks, where the captured graph does.
+It does not wait for it: first the previous stage is sent its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphopt.errors import GraphOptError
+from graphopt.graph_utils import (
+    Outputs,
+    call_function_with_meta,
+    find_all_descendants,
+    get_outputs,
+    is_collective,
+    is_needed,
+    is_operator,
+    is_random,
+    is_wait,
+)
+from graphopt.iter_graph.graph import copy_graph
+from graphopt.pipelining.accumulating import Gradients, find_accumulation
+from graphopt.pipelining.crossing import (
+    Crossing,
+    closure,
+    find_crossing,
+    value_names,
+    with_items,
+)
+from graphopt.pipelining.stage_graph import StageGraph, extract
+from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.signature import Computed, Live, Recipe, View
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result of a graph: what `node` gives, or a view of it."""
+
+    node: fx.Node
+    view: View | None = None
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """The result, given the value of the node."""
+        view = self.view
+        if view is None:
+            return value
+        offset = value.storage_offset() + view.offset
+        return torch.as_strided(value, view.size, view.stride, offset)
+
+
+class Division:
+    """The graphs of one stage.
+
+    Args:
+        captured: the last microbatch of a step, after all passes.
+        inputs: how many arguments the stage has.
+        forward: another division of the same stage, captured with other gradients of what it
+            sends, whose forward is to be used: backwards take what that one keeps.
+
+    Attributes:
+        results: what the stage sends.
+        input_gradients: gradients of its arguments, None where there is none.
+        accumulations: of the parameters that have a gradient.
+
+    Raises:
+        GraphOptError: a pass has changed how gradients are added up.
+    """
+
+    def __init__(
+        self, captured: CapturedStep, inputs: int, forward: Division | None = None
+    ) -> None:
+        self._captured = captured
+        self._root = captured.graph_module
+        self._graph, _ = copy_graph(captured.graph_module.graph, into=fx.Graph)
+        live = captured.live
+        placeholders = self._graph.find_nodes(op="placeholder")
+        ends = [len(live.placeholders), len(live.gradients), inputs]
+        self._states, rest = placeholders[: ends[0]], placeholders[ends[0] :]
+        self._gradients, rest = rest[: ends[1]], rest[ends[1] :]
+        self._inputs, self._incoming = rest[: ends[2]], rest[ends[2] :]
+        self._outputs = get_outputs(self._graph)
+        self._updated = {update.args[0]: update for update in self._outputs.updates}
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self.results = [self._result(recipe) for recipe in captured.signature.outputs]
+        self.input_gradients = self._find_input_gradients()
+        self.accumulations = [
+            find_accumulation(self._graph, index, node, self._updated[node])
+            for index, node in enumerate(self._gradients)
+            if node in self._updated
+        ]
+        self._dependent = find_all_descendants([*self._gradients, *self._incoming])
+        self._early = self._forward_nodes()
+        self._crossing = self._cross([*self._backward_roots(), *self._weight_roots()], self._early)
+        self._launched = self._find_launched()
+        if forward is not None:
+            self._crossing = self._as_kept_by(forward)
+
+    def _as_kept_by(self, forward: Division) -> Crossing:
+        """The values that this backward needs, with the places that they have in `forward`."""
+        names = value_names(forward._graph, forward._early)
+        place = {names[node]: slot for node, slot in forward._crossing.slots.items()}
+        own = value_names(self._graph, self._early)
+        missing = [node.name for node in self._crossing.slots if own[node] not in place]
+        if missing:
+            raise GraphOptError(f"the forward of the stage did not keep {', '.join(missing)}")
+        slots = {node: place[own[node]] for node in self._crossing.slots}
+        return Crossing(slots, forward._crossing.kept)
+
+    def evaluation(self) -> StageGraph:
+        """The forward without a backward. Returns the stage's results."""
+        return self._forward([])
+
+    def forward(self) -> StageGraph:
+        """The forward. Returns the stage's results, and carries what the backward needs."""
+        return self._forward(self._crossing.kept)
+
+    def _forward(self, kept: list[fx.Node]) -> StageGraph:
+        updates = [update for update in self._outputs.updates if update in self._early]
+        results = [result.node for result in self.results]
+        random = [node for node in self._early if is_random(node)]
+        needed = closure([*results, *updates, *kept, *random])
+        outputs = Outputs(results, updates, list(kept))
+        return extract(self._root, self._graph, outputs, needed, {})
+
+    def backward(self, gradients: Gradients) -> StageGraph:
+        """The whole backward. Returns gradients of the arguments, None where there is none."""
+        updates, carried = self._left_behind(gradients)
+        slots = self._crossing.slots
+        needed = closure([*self._backward_roots(), *updates, *carried], slots)
+        outputs = Outputs(self._gradient_nodes(), updates, carried)
+        return extract(self._root, self._graph, outputs, needed, slots)
+
+    def input_backward(self) -> StageGraph:
+        """The gradients of the arguments alone. Carries what the weight backward needs beyond what
+        the forward has kept."""
+        needed, crossing = self._input_part()
+        slots = self._crossing.slots
+        outputs = Outputs(self._gradient_nodes(), [], list(crossing.kept))
+        later = closure(self._weight_roots(), {**slots, **crossing.slots})
+        shared = {slots[s] for n in later for s in n.all_input_nodes if s in slots}
+        return extract(self._root, self._graph, outputs, needed, slots, shared)
+
+    def weight_backward(self, gradients: Gradients) -> StageGraph:
+        """The rest of the backward, which takes what the forward has kept and, after that, what the
+        input backward carries."""
+        _, crossing = self._input_part()
+        slots = self._crossing.slots | {
+            node: len(self._crossing.kept) + slot for node, slot in crossing.slots.items()
+        }
+        updates, carried = self._left_behind(gradients)
+        needed = closure([*updates, *carried], slots)
+        return extract(self._root, self._graph, Outputs([], updates, carried), needed, slots)
+
+    def _input_part(self) -> tuple[set[fx.Node], Crossing]:
+        needed = closure(self._backward_roots(), self._crossing.slots)
+        early = {*with_items(needed), *self._incoming}
+        crossing = self._cross(self._weight_roots(), early, self._crossing.slots)
+        return needed | set(crossing.kept), crossing
+
+    def average(self) -> StageGraph:
+        """Waits for the averages that the last backward has launched, which it takes, and updates
+        gradients."""
+        updates = [accumulation.averaged for accumulation in self.accumulations]
+        slots = self._launched.slots
+        needed = closure(updates, slots)
+        return extract(self._root, self._graph, Outputs([], updates, []), needed, slots)
+
+    def _weight_roots(self) -> list[fx.Node]:
+        return [node for acc in self.accumulations for node in (acc.first, acc.averaged)]
+
+    def _left_behind(self, gradients: Gradients) -> tuple[list[fx.Node], list[fx.Node]]:
+        """State updates, and carried values."""
+        if gradients is Gradients.AVERAGE:
+            return [], list(self._launched.kept)
+        if gradients is Gradients.SET:
+            return [], [accumulation.first for accumulation in self.accumulations]
+        return [accumulation.added for accumulation in self.accumulations], []
+
+    def _backward_roots(self) -> list[fx.Node]:
+        """What every backward computes first: gradients of arguments, and random numbers, which
+        keep their order."""
+        random = [n for n in self._graph.nodes if is_random(n) and n not in self._early]
+        return [*(node for node in self._gradient_nodes() if node is not None), *random]
+
+    def _gradient_nodes(self) -> list[fx.Node | None]:
+        return [None if gradient is None else gradient.node for gradient in self.input_gradients]
+
+    # ------------------------------------------------------------------------ what crosses
+
+    def _forward_nodes(self) -> set[fx.Node]:
+        early = {
+            node
+            for node in self._graph.nodes
+            if node.op == "call_function" and node not in self._dependent and _runs_early(node)
+        }
+        early = closure([*(result.node for result in self.results), *early])
+        return {*with_items(early), *self._inputs} - {*self._states}
+
+    def _find_launched(self) -> Crossing:
+        """What the last backward hands to `average`: collectives under way."""
+        updates = [accumulation.averaged for accumulation in self.accumulations]
+        needed = closure(updates)
+        launches = closure(node for node in needed if is_collective(node))
+        waits = [node for node in needed if is_wait(node)]
+        late = {*waits, *find_all_descendants(waits), *updates} - launches
+        return self._cross(updates, {*with_items(needed - late)} - {*self._gradients})
+
+    def _cross(
+        self, roots: list[fx.Node], early: set[fx.Node], slots: Collection[fx.Node] = ()
+    ) -> Crossing:
+        """What `roots` need of what is computed `early` and is not in `slots`."""
+        changing = {node for node in self._states if node in self._updated}
+        crossing = Crossing()
+        for node in find_crossing(roots, (early - {*self._states}) | changing, slots):
+            crossing.add(node, self._as_it_is(node))
+        return crossing
+
+    def _as_it_is(self, node: fx.Node) -> fx.Node:
+        """A value that no update changes before the backward reads it."""
+        if node not in self._updated and not is_operator(node.target, "aten::copy_"):
+            return node
+        if node not in self._copies:
+            anchor = node if node.op == "call_function" else self._last_placeholder()
+            with self._graph.inserting_after(anchor):
+                copy = call_function_with_meta(self._graph, aten.clone.default, (node,), like=node)
+            self._copies[node] = _computed(copy, "forward")
+        return self._copies[node]
+
+    def _last_placeholder(self) -> fx.Node:
+        node: fx.Node = self._graph.find_nodes(op="placeholder")[-1]
+        return node
+
+    # ------------------------------------------------------------------------ results
+
+    def _result(self, recipe: Recipe) -> Result:
+        """What the stage sends, or a gradient: of its own, or a view of one of its inputs."""
+        if isinstance(recipe, Computed):
+            return Result([*self._outputs.results, *self._outputs.carried][recipe.index])
+        assert isinstance(recipe, (Live, View)), "a stage sends tensors"
+        view = recipe if isinstance(recipe, View) else None
+        position = (recipe.of if isinstance(recipe, View) else recipe).placeholder
+        assert position is not None, "what a stage sends is a tensor of its own"
+        placeholder = self._graph.find_nodes(op="placeholder")[position]
+        return Result(self._as_it_is(self._updated.get(placeholder, placeholder)), view)
+
+    def _find_input_gradients(self) -> list[Result | None]:
+        found: list[Result | None] = [None] * len(self._inputs)
+        for gradient in self._captured.signature.gradients:
+            if gradient.argument is None:
+                raise GraphOptError(
+                    "a hook replaces the gradient of a parameter, which other microbatches add to\n"
+                    "  hint:  change the gradient after the step of the schedule"
+                )
+            found[gradient.argument - 1] = self._result(gradient.recipe)  # the module is leaf 0
+        return found
+
+
+def _runs_early(node: fx.Node) -> bool:
+    """Whether a node that depends on no gradient was computed by the forward."""
+    phase = node.meta.get("phase")
+    return phase == "forward" or (phase != "backward" and is_needed(node))
+
+
+def _computed(node: fx.Node, phase: str) -> fx.Node:
+    """`node`, no longer described as the input that it was made from."""
+    for key in ("kind", "fqn", "returned"):
+        node.meta.pop(key, None)
+    node.meta["phase"] = phase
+    return node

@@ -1,0 +1,56 @@
+"""How gradients lie in memory: graphs are captured for one layout, on which their bits depend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def strides_of(
+    gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]
+) -> tuple[tuple[int, ...] | None, ...]:
+    """The strides of gradients, None where there is none; of a contiguous one those of `like`."""
+    return tuple(
+        None
+        if gradient is None
+        else sent.stride()
+        if gradient.is_contiguous()
+        else gradient.stride()
+        for gradient, sent in zip(gradients, like, strict=True)
+    )
+
+
+def laid_out(
+    gradient: torch.Tensor | None,
+    like: torch.Tensor,
+    stride: tuple[int, ...],
+    device: torch.device,
+) -> torch.Tensor:
+    """A gradient with the strides that a graph was captured with; zeros where there is none.
+
+    Args:
+        like: has its shape and dtype.
+        device: where it is.
+    """
+    if gradient is not None and (gradient.stride() == stride or _overlaps(stride, like)):
+        return gradient
+    result = torch.empty_strided(like.shape, stride, dtype=like.dtype, device=device)
+    return result.zero_() if gradient is None else result.copy_(gradient)
+
+
+def _overlaps(stride: tuple[int, ...], like: torch.Tensor) -> bool:
+    """Whether several elements of a tensor are one place in memory, so that it cannot be filled."""
+    return any(step == 0 and size > 1 for step, size in zip(stride, like.shape, strict=True))
+
+
+def to_add_to(owner: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter, laid out as autograd does it.
+
+    Where there is none it is -0.0, to which any number may be added without changing a bit of it.
+    """
+    if owner.grad is None:
+        return torch.zeros_like(owner).neg_()
+    if owner.grad.stride() == torch.empty_like(owner, device="meta").stride():
+        return owner.grad
+    return torch.empty_like(owner).copy_(owner.grad)

@@ -1,0 +1,142 @@
+"""Capture one microbatch of a stage: its forward, backward and the average of its gradients.
+
+What is captured is the last microbatch of a step, in which gradients are added to those of the
+microbatches before it and then averaged. `division` makes the graphs of all microbatches from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.iter_graph import IterGraphModule
+from graphopt.parallel import DataParallel
+from graphopt.pipelining.errors import StageCompileError
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import CapturedStep, capture_call
+
+if TYPE_CHECKING:
+    from graphopt.manager import PassManager
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What a stage receives and sends for one microbatch, as tensors without data.
+
+    Attributes:
+        received, sent: arguments and results; those with `requires_grad` have gradients.
+        incoming: for each result the strides of its gradient, None where it has none.
+        device: where all of them are.
+    """
+
+    received: tuple[torch.Tensor, ...]
+    sent: tuple[torch.Tensor, ...]
+    incoming: tuple[tuple[int, ...] | None, ...]
+    device: torch.device
+
+    def fakes(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Arguments and gradients of results, as fake tensors."""
+        with _compat.new_fake_mode():
+            inputs = [
+                self._fake(tensor, tensor.stride()).requires_grad_(tensor.requires_grad)
+                for tensor in self.received
+            ]
+            pairs = zip(self.sent, self.incoming, strict=True)
+            return inputs, [s if s is None else self._fake(tensor, s) for tensor, s in pairs]
+
+    def _fake(self, like: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=self.device)
+
+
+class StageCapture:
+    """Captures a stage and applies passes to the graph.
+
+    Args:
+        stage: index of the stage.
+        module: its module.
+        manager: the passes.
+        parallel: over which ranks gradients are averaged; None: they are not.
+    """
+
+    def __init__(
+        self, stage: int, module: nn.Module, manager: PassManager, parallel: DataParallel | None
+    ) -> None:
+        from graphopt._joint import JointCapture
+
+        self._stage, self._module = stage, module
+        self._manager = manager
+        # Buffers are not broadcast with each microbatch.
+        self._parallel = parallel and dataclasses.replace(parallel, broadcast_buffers=False)
+        self._joint = JointCapture(f"compile() of pipeline stage {stage}", self._optimize)
+
+    def capture(self, microbatch: Microbatch) -> CapturedStep:
+        """Capture one microbatch. With data parallelism all ranks of the group have to call it.
+
+        Raises:
+            StageCompileError: the module cannot be captured.
+            SpmdMismatchError: the ranks hold different stages, or one of them did not come.
+        """
+        inputs, incoming = microbatch.fakes()
+        call = Call(run_microbatch, (self._module, inputs, incoming), {})
+        try:
+            with _gradients_present(self._module):
+                return self._capture(call)
+        except CaptureError as error:
+            raise StageCompileError(self._stage, error.reason, hint=error.hint) from error
+
+    def _capture(self, call: Call) -> CapturedStep:
+        if self._parallel is not None:
+            mode = ("stage", self._stage)
+            return self._joint.capture(call, self._parallel, True, mode, ())[0]
+        captured = capture_call(call)
+        self._optimize(captured)
+        return captured
+
+    def _optimize(self, captured: CapturedStep) -> None:
+        from graphopt.verify import check_captured
+
+        check_captured(captured).raise_for_failure()
+        graph_module = IterGraphModule(captured.graph_module)
+        captured.graph_module = graph_module
+        self._manager.run(graph_module)
+        if graph_module.graph.late:
+            raise StageCompileError(
+                self._stage,
+                f"the pipeline {self._manager} moves work to the next iteration, but the gradients"
+                " of a stage have to be complete when its last microbatch is done",
+                hint="leave out the pass that does so; the default is"
+                " 'comm_fusion_with_concat -> schedule_comm_wait'",
+            )
+
+
+def run_microbatch(
+    module: nn.Module, inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """The function that is captured: forward, and backward with the gradients of the results."""
+    results: tuple[torch.Tensor, ...] = module(*inputs)
+    pairs = [(r, g) for r, g in zip(results, incoming, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+    return results
+
+
+@contextmanager
+def _gradients_present(module: nn.Module) -> Iterator[None]:
+    """While active, every parameter has a gradient, which its backward adds to."""
+    before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        for parameter, _ in before:
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient

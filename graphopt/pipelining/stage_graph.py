@@ -1,0 +1,120 @@
+"""A graph of a compiled stage, which runs at one point of a schedule and hands values to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.graph_utils import Outputs
+from graphopt.iter_graph import IterGraphModule
+
+SLOT = "slot"
+"""Metadata of the placeholder of a kept value: its position among them."""
+
+Transform = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+class StageGraph(IterGraphModule):
+    """Part of a captured stage.
+
+    Called with a value for each of `positions` and the list of kept values, from which it takes
+    what it needs, so that each value is freed after its last use.
+
+    Args:
+        graph_module: in the captured dialect; kept values are placeholders with a `SLOT`.
+        positions: which placeholders of the whole stage its other placeholders are.
+        shared: slots that a later graph needs as well.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        positions: Iterable[int],
+        shared: Collection[int] = (),
+    ) -> None:
+        super().__init__(graph_module)
+        self.positions = tuple(positions)
+        self._shared = frozenset(shared)
+
+    def finalize_setup(self, transform: Transform | None = None) -> None:
+        """Make the graph final, and let it take kept values out of their list."""
+
+        def ready(derived: fx.GraphModule) -> fx.GraphModule:
+            graph_module = derived if transform is None else transform(derived)
+            _take_kept(graph_module.graph, self._shared)
+            return graph_module
+
+        super().finalize_setup(ready)
+
+
+def take(kept: list[Any], slot: int) -> Any:
+    """Take a value out of `kept`, which then no longer holds it."""
+    value, kept[slot] = kept[slot], None
+    return value
+
+
+def look_at(kept: list[Any], slot: int) -> Any:
+    """A kept value that a later graph needs as well."""
+    return kept[slot]
+
+
+def _take_kept(graph: fx.Graph, shared: Collection[int]) -> None:
+    placeholders = graph.find_nodes(op="placeholder")
+    body = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(body):
+        kept = graph.placeholder("kept")
+    for node in placeholders:
+        if SLOT not in node.meta:
+            continue
+        slot = node.meta[SLOT]
+        with graph.inserting_before(min(node.users)):
+            value = graph.call_function(look_at if slot in shared else take, (kept, slot))
+        value.meta = dict(node.meta)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+
+
+def extract(
+    root: torch.nn.Module,
+    graph: fx.Graph,
+    outputs: Outputs,
+    needed: Collection[fx.Node],
+    slots: Mapping[fx.Node, int],
+    shared: Collection[int] = (),
+) -> StageGraph:
+    """A graph of its own that computes `outputs`.
+
+    Args:
+        root: holds the constants of `graph`.
+        needed: nodes of `graph`, without those that are kept values, that are to be computed.
+        slots: kept values that it may take, with their positions.
+        shared: slots that a later graph needs as well.
+    """
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    positions: list[int] = []
+    read = {source for node in needed for source in node.all_input_nodes}
+    read.update(leaf for part_ in outputs for leaf in part_ if isinstance(leaf, fx.Node))
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        if node in needed and node not in slots:
+            copies[node] = part.node_copy(node)
+            positions.append(position)
+    for node, slot in sorted(slots.items(), key=lambda item: item[1]):
+        if node in read:
+            copies[node] = _slot(part, node, slot)
+    for node in graph.nodes:
+        if node in needed and node.op not in ("placeholder", "output") and node not in slots:
+            copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output(fx.node.map_arg(tuple(outputs), copies.__getitem__))
+    return StageGraph(fx.GraphModule(root, part), positions, shared)
+
+
+def _slot(graph: fx.Graph, node: fx.Node, slot: int) -> fx.Node:
+    placeholder = graph.placeholder(f"kept_{slot}")
+    kept = ("val", "source", "nn_module_stack")
+    placeholder.meta = {key: node.meta[key] for key in kept if key in node.meta}
+    placeholder.meta |= {SLOT: slot, "kind": "kept"}
+    return placeholder

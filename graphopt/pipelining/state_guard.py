@@ -1,0 +1,42 @@
+"""Whether a stage's parameters and buffers are still those that its graphs were captured with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from graphopt import _compat
+from graphopt.graph_utils import environment
+from graphopt.tracing.guard_values import change, tensor_kind
+
+
+class StateGuard:
+    """The parameters and buffers of a module, as a graph of it was captured."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._tensors = [(name, t, tensor_kind(t), _compat.hooks_of(t)) for name, t in self._now()]
+        self._environment = environment()[2:]
+
+    def _now(self) -> list[tuple[str, torch.Tensor]]:
+        module = self._module
+        return [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+
+    def mismatch(self) -> str | None:
+        """The first thing that is no longer as it was."""
+        if environment()[2:] != self._environment:
+            return "autocast, the default dtype or another mode of torch changed"
+        now = self._now()
+        if len(now) != len(self._tensors):
+            return "parameters or buffers were added or removed"
+        for (name, tensor, kind, hooks), (_, other) in zip(self._tensors, now, strict=True):
+            if other is not tensor:
+                return f"{name} was replaced by another object"
+            if tensor_kind(tensor) != kind:
+                return f"{name} changed{change(kind, tensor)}"
+            if _compat.hooks_of(tensor) != hooks:
+                return f"gradient hooks of {name} changed"
+        return None
