@@ -34,13 +34,17 @@ class Finishing:
         """The compiled regions; one that several graphs have is listed once."""
         return [] if self._lowering is None else list(self._lowering.subgraphs.values())
 
-    def finish(self, module: IterGraphModule) -> None:
-        """Make the graph of `module` final, and say how the graphs derived from it run."""
+    def finish(self, module: IterGraphModule, once: bool = False) -> None:
+        """Make the graph of `module` final, and say how the graphs derived from it run.
+
+        Args:
+            once: it runs a single time, so that compiling it would take longer than it saves.
+        """
         from graphopt.executable import finalize
         from graphopt.iter_graph.module import DERIVED
 
         options = self._options
-        if options is None:
+        if options is None or once:
             module.finalize_setup(finalize)
             return
         from graphopt.lowering.boxed import box_calls

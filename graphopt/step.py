@@ -209,7 +209,7 @@ class TrainStep:
             self._optimize(captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
-        self._finishing.finish(module)
+        self._finishing.finish(module, once=_creates_state(call, captured))
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
@@ -279,6 +279,7 @@ def default_pipeline() -> list[Pass]:
         passes.comm_fusion_with_concat,
         passes.schedule_comm_wait,
         passes.iter_move_grads_and_optimizers,
+        passes.schedule_updates,
     ]
 
 
@@ -308,6 +309,15 @@ def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
         step._drop_unusable()
         if step._joint_capture is not None:
             step._joint_capture.forget_dead()
+
+
+def _creates_state(call: Call, captured: CapturedStep) -> bool:
+    """Whether a step creates optimizer state, so that the next one is captured again."""
+    optimizers, tensors = call.optimizer_objects(), captured.live.module_tensors
+    return any(
+        state.key not in optimizers[state.optimizer].state.get(tensors[state.owner].tensor, {})
+        for state in captured.signature.states
+    )
 
 
 def _is_usable(entry: BoundStep) -> bool:

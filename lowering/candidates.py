@@ -12,6 +12,7 @@ from graphopt.graph_utils import (
     get_outputs,
     is_operator,
     is_view,
+    readers_through_views,
     same_kind,
     tensors_in,
     written,
@@ -23,7 +24,27 @@ from graphopt.lowering.lowerable import (
     reason_to_keep,
     unsuitable_tensor,
 )
+from graphopt.lowering.updates import is_fused_update, stored_by, updated
 from graphopt.storage import Storages
+
+_NO_COPIES = (
+    "aten::_fused_rms_norm",
+    "aten::_fused_rms_norm_backward",
+    "aten::addmm",
+    "aten::baddbmm",
+    "aten::bmm",
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::embedding",
+    "aten::mm",
+    "aten::_native_batch_norm_legit_functional",
+    "aten::native_batch_norm_backward",
+    "aten::native_group_norm",
+    "aten::native_group_norm_backward",
+    "aten::native_layer_norm",
+    "aten::native_layer_norm_backward",
+)
+"""Operators that read parameters and that no rewrite takes for a copy."""
 
 
 def reasons_to_keep(
@@ -86,6 +107,36 @@ def keep_updates(graph: fx.Graph, storages: Storages, reasons: dict[fx.Node, str
             reasons[node] = "its state is also reached through other values"
         elif storages.old_read_after(state, storages.position[node]):
             reasons[node] = "its state is read afterwards, and not as its result"
+    for node, reason in reasons.items():
+        if reason is None and is_fused_update(node):
+            reasons[node] = _reason_to_keep_fused(node, storages, reasons)
+    for node in reasons:
+        if is_item(node) and reasons[node] is None:
+            reasons[node] = reasons.get(node.args[0])  # type: ignore[arg-type]
+
+
+def _reason_to_keep_fused(
+    node: fx.Node, storages: Storages, reasons: dict[fx.Node, str | None]
+) -> str | None:
+    """A fused optimizer in compiled code works in place, where it stands.
+
+    Inductor takes a graph for functional, and may read what a copy is made of in the place of the
+    copy. So nobody may read what is updated but operators that are no copies, and these before.
+    """
+    copies = stored_by(node)
+    for state in updated(node):
+        copy = copies.get(state)
+        if copy is None or reasons[copy] is not None:
+            return "what it updates is not all state that compiled code may write"
+        if storages.old_read_after(state, storages.position[node]):
+            return "a parameter or state is read afterwards, and not as its result"
+        for reader in readers_through_views(state):
+            own = reader is node or reader is copy
+            if not own and not is_view(reader) and not is_operator(reader.target, *_NO_COPIES):
+                return f"{reader.target} reads a parameter or state"
+        if any(user.op != "output" for user in copy.users):
+            return "what it updates is read again"
+    return None
 
 
 def free_nodes(

@@ -17,6 +17,7 @@ from graphopt import _compat
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import without_autocast
 from graphopt.lowering.prepare import ChannelsLast, Prepared, can_change_layout
+from graphopt.lowering.updates import FUSED_UPDATE, is_fused_update
 
 
 class Kind(NamedTuple):
@@ -37,13 +38,24 @@ NUMBER = Kind(torch.float64, (), (), torch.device("cpu"))
 """Stands for a number that the graph computes."""
 
 
-def number_dtype(kinds: Sequence[Kind]) -> torch.dtype:
+def number_dtypes(body: fx.Graph, kinds: Sequence[Kind]) -> dict[int, torch.dtype]:
     """How numbers enter code for inputs of these kinds: in the precision that it computes in.
 
-    Code that converts them for each element is several times slower.
+    Code that converts them for each element is several times slower. ATen's optimizers take Python
+    floats.
+
+    Returns:
+        The dtype for each position of a number among the inputs.
     """
-    precise = any(kind.dtype is torch.float64 for kind in kinds if kind is not NUMBER)
-    return torch.float64 if precise else torch.float32
+    precise = any(k.dtype is torch.float64 and k.shape for k in kinds if k is not NUMBER)
+    inputs = [node for node in body.nodes if node.op == "placeholder"]
+    return {
+        index: torch.float64
+        if precise or any(map(is_fused_update, inputs[index].users))
+        else torch.float32
+        for index, kind in enumerate(kinds)
+        if kind is NUMBER
+    }
 
 
 def kind_of(value: torch.Tensor | float | torch.SymFloat) -> Kind:
@@ -112,9 +124,10 @@ def compile_body(
                 stack.enter_context(torch.device("cpu"))
             stack.enter_context(inductor.patched_config(options.config()))
             with mode:
-                dtype = number_dtype(kinds)
+                numbers = number_dtypes(body.graph, kinds)
                 inputs = [
-                    k._replace(dtype=dtype).fake() if k is NUMBER else k.fake() for k in kinds
+                    kind._replace(dtype=numbers.get(index, kind.dtype)).fake()
+                    for index, kind in enumerate(kinds)
                 ]
             return inductor.compile_inner(_decompose(body, inputs), inputs)
     except Exception as error:
@@ -124,6 +137,7 @@ def compile_body(
 def _decompose(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     from graphopt._compat import inductor
 
+    inductor.order_after_reads(FUSED_UPDATE)
     decomposed = inductor.decompose(body, inputs, Prepared)
     if not inductor.prefers_channels_last(decomposed) or not can_change_layout(body.graph):
         return decomposed

@@ -21,6 +21,7 @@ from graphopt.graph_utils import (
 from graphopt.lowering.compiler import kind_of
 from graphopt.lowering.lowerable import as_factory, is_item, reads_metadata_only
 from graphopt.lowering.regions import MARK, Mark, mark_regions
+from graphopt.lowering.updates import is_fused_update
 
 
 @dataclass
@@ -230,5 +231,5 @@ def region_graphs(gm: fx.GraphModule, min_ops: int = 10) -> list[fx.GraphModule]
     Returns:
         Graphs that take tensors described by ``meta["val"]`` and return a list of tensors.
     """
-    mark_regions(gm.graph, min_ops=min_ops)
+    mark_regions(gm.graph, node_predicate=lambda node: not is_fused_update(node), min_ops=min_ops)
     return [fx.GraphModule({}, body.graph) for body in Cut(gm.graph).bodies.values()]

@@ -13,13 +13,12 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_operator, is_random, is_view, is_wait, tensors_in
 from graphopt.lowering.numbers import counts_steps, is_listed, takes_numbers
+from graphopt.lowering.updates import reason_to_keep_update
+from graphopt.tracing.fused import functional_name
 
 aten = torch.ops.aten
 
 _NAMESPACES = ("aten", "prims")
-
-_KEEP_ATEN_KERNEL = ("aten::_fused_adagrad", "aten::_fused_adam", "aten::_fused_sgd")
-"""Fused optimizers: ATen has one kernel for each, which compiled code was not faster than."""
 
 NodePredicate = Callable[[fx.Node], bool]
 
@@ -64,8 +63,8 @@ def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
         return "it draws random numbers"
     if target._schema.is_mutable:
         return "it updates its argument"
-    if target._schema.name.startswith(_KEEP_ATEN_KERNEL):
-        return "ATen has one kernel for all updates"
+    if functional_name(target) is not None:
+        return reason_to_keep_update(node)
     if target._schema.name in _READS_STRIDES:
         return "it counts from the beginning of a storage"
     if target._schema.name.startswith("aten::_foreach_") and not is_listed(node):

@@ -16,13 +16,16 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_output, is_operator
 from graphopt.lowering.numbers import Number, is_listed, written_out
+from graphopt.lowering.updates import call_update, gradients, is_fused_update
 
 aten = torch.ops.aten
 
 
 def can_change_layout(graph: fx.Graph) -> bool:
-    """Whether every result of a graph has a layout that can be restored."""
-    return all(_memory_format(node.meta["val"]) is not None for node in _returned(graph))
+    """Whether every result of a graph, and every gradient, has a layout that can be restored."""
+    updates = [node for node in graph.nodes if is_fused_update(node)]
+    kept = [*_returned(graph), *(gradient for node in updates for gradient in gradients(node))]
+    return all(_memory_format(node.meta["val"]) is not None for node in kept)
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:
@@ -61,8 +64,11 @@ class Prepared(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_operator(target, "aten::copy_"):
-            self._updates.append((args[0], args[1]))
+            if args[0] is not args[1]:
+                self._updates.append((args[0], args[1]))
             return args[1]
+        if is_fused_update(self._node):
+            return call_update(target, self._laid_out(args), kwargs)
         if target in (aten.view.default, aten._unsafe_view.default):
             return aten.reshape.default(*args, **kwargs)
         leaves = _compat.tree_leaves((args, kwargs))
@@ -79,6 +85,12 @@ class Prepared(fx.Interpreter):
         results = [_restored(value, like) for value, like in zip(args[0], wanted, strict=True)]
         self.update_inputs()
         return results
+
+    def _laid_out(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of a fused optimizer with the gradients in the layout that the graph says."""
+        wanted = [source.meta["val"] for source in gradients(self._node)]
+        restored = [_restored(value, like) for value, like in zip(args[1], wanted, strict=True)]
+        return args[0], restored, *args[2:]
 
     def update_inputs(self) -> None:
         """Do the updates of inputs, which come last."""

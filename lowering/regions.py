@@ -15,6 +15,7 @@ from graphopt.lowering.candidates import free_nodes, keep_updates, reasons_to_ke
 from graphopt.lowering.levels import levels_of, run_order
 from graphopt.lowering.log import log_left_out
 from graphopt.lowering.lowerable import NodePredicate, is_item, reads_metadata_only
+from graphopt.lowering.updates import gradients, is_fused_update, stored_by
 from graphopt.storage import Storages
 
 MARK = "lowering"
@@ -142,20 +143,28 @@ def _placed(
     """The level of each call, and the lowerable ones.
 
     An update goes with the region that computes what it writes, or stays: elsewhere it would be a
-    copy, and outside regions there need not be one.
+    copy, and outside regions there need not be one. A fused optimizer goes with the region that
+    computes one of its gradients, and with the updates of its state.
     """
     lowerable = {node for node, reason in reasons.items() if reason is None} - free
     order = list(run_order(graph))
     while True:
         levels = levels_of(graph, order, storages, lowerable)
-        alone = [node for node in lowerable if written(node) and not _goes(node, levels, lowerable)]
+        alone = [node for node in lowerable if not _goes(node, levels, lowerable)]
         if not alone:
             return levels, lowerable
         lowerable.difference_update(alone)
         reasons |= dict.fromkeys(alone, "what it writes is computed elsewhere")
 
 
-def _goes(update: fx.Node, levels: dict[fx.Node, int], lowerable: set[fx.Node]) -> bool:
-    """Whether a state update is in the region of the value that it writes."""
-    value = update.args[1]
-    return value in lowerable and levels[value] == levels[update]  # type: ignore[index]
+def _goes(node: fx.Node, levels: dict[fx.Node, int], lowerable: set[fx.Node]) -> bool:
+    """Whether a node is in the region of those that it must be with."""
+
+    def together(other: object) -> bool:
+        return other in lowerable and levels[other] == levels[node]
+
+    if is_fused_update(node):
+        return any(map(together, gradients(node))) and all(map(together, stored_by(node).values()))
+    if is_item(node):
+        return together(node.args[0])
+    return not written(node) or together(node.args[1])

@@ -13,12 +13,11 @@ from graphopt import _compat
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import tensors_in, written
 from graphopt.lowering.compiler import (
-    NUMBER,
     Kind,
     Options,
     compile_body,
     kind_of,
-    number_dtype,
+    number_dtypes,
 )
 
 logger = logging.getLogger("graphopt")
@@ -105,14 +104,12 @@ class LoweredSubgraph(nn.Module):
             return self._eager
         try:
             compiled = compile_body(self.graph_module, kinds, self.options)
-            numbers = [index for index, kind in enumerate(kinds) if kind is NUMBER]
+            numbers = number_dtypes(self.graph_module.graph, kinds)
         except LoweringError as error:
             self.failure = error
             self._warn_once(f"it runs operator by operator: {error}")
             return self._eager
-        self._compiled[kinds] = _Checked(
-            _with_numbers(compiled, numbers, number_dtype(kinds)), self._written
-        )
+        self._compiled[kinds] = _Checked(_with_numbers(compiled, numbers), self._written)
         return self._compiled[kinds]
 
     def _warn_once(self, text: str) -> None:
@@ -127,13 +124,13 @@ class LoweredSubgraph(nn.Module):
         return result
 
 
-def _with_numbers(compiled: Compiled, numbers: list[int], dtype: torch.dtype) -> Compiled:
-    """Compiled code that takes Python numbers at these positions."""
+def _with_numbers(compiled: Compiled, numbers: dict[int, torch.dtype]) -> Compiled:
+    """Compiled code that takes Python numbers at these positions, and makes tensors of them."""
     if not numbers:
         return compiled
 
     def call(args: list[Any]) -> Sequence[torch.Tensor]:
-        for index in numbers:
+        for index, dtype in numbers.items():
             args[index] = torch.tensor(args[index], dtype=dtype, device="cpu")
         return compiled(args)
 

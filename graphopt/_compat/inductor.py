@@ -21,6 +21,7 @@ def decompose(
         inputs: fake tensors of one mode.
         interpreter: runs `gm`; may run something else that computes the same.
     """
+    import torch._inductor.lowering  # some decompositions expect it to be there
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -30,6 +31,32 @@ def decompose(
     traced = make_fx(run, decomposition_table=select_decomp_table(), tracing_mode="fake")
     with torch.no_grad():
         return traced(*inputs)
+
+
+def order_after_reads(operator: _compat.OpOverload) -> None:
+    """Let compiled code read what an operator updates before it is updated.
+
+    Inductor computes what reads a tensor where the result is needed. When an operator is about to
+    update that tensor it computes what is still due, but puts that behind the operator itself (seen
+    in torch 2.13 and 2.15).
+
+    Args:
+        operator: its second argument is the list of tensors that it updates.
+    """
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    if operator in lowering.lowerings:
+        return
+    call = lowering.fallback_handler(operator)
+
+    def lower(name: str, written: list[Any], *args: Any) -> Any:
+        for tensor in written:
+            V.graph.mark_buffer_mutated(tensor.get_name())
+        return call(name, written, *args)
+
+    lowering.add_layout_constraint(operator, lowering.constrain_to_fx_strides)
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower)
 
 
 def prefers_channels_last(gm: fx.GraphModule) -> bool:

@@ -1,0 +1,200 @@
+"""Updates right behind their gradients: which move, where to, and that nothing changes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import graphopt
+from graphopt.executable import finalize
+from graphopt.graph_utils import is_operator, written
+from graphopt.iter_graph import IterGraphModule
+from graphopt.passes import schedule_updates
+from graphopt.testing import check_pass
+from graphopt.tracing.fused import functional_name
+from sketch import one_rank
+from steps import clip_norm, gradients, the_weight, two_microbatches, zero_not_none
+from twins import Twins, world
+from zoo import MODELS, OPTIMIZERS, train_step
+
+aten = torch.ops.aten
+
+EVERY = "schedule_updates(min_size_kb=0)"
+OTHER_STEPS = [clip_norm, gradients, the_weight, two_microbatches, zero_not_none]
+LISTED = [name for name in OPTIMIZERS if not name.endswith("loop")]
+
+
+class Chain(nn.Module):
+    """Four large layers with small biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def captured(optimizer: str = "adamw-fused", steps: int = 1) -> fx.GraphModule:
+    """The step of a `Chain` whose optimizer has taken some steps."""
+    model = Chain()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    batch = torch.randn(2, 256), torch.tensor([3, 5])
+    for _ in range(steps):
+        train_step(model, made, *batch)
+    return graphopt.capture(train_step, model, made, *batch).graph_module
+
+
+def fused_updates(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if functional_name(node.target) is not None]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach", "adamw-foreach"])
+@pytest.mark.parametrize("model", ["mlp", "gpt", "shared-storage"])
+def test_one_step(model: str, optimizer: str) -> None:
+    case = MODELS[model]
+    torch.manual_seed(0)
+    made = case.make()
+    optim = OPTIMIZERS[optimizer](made.parameters())
+    train_step(made, optim, *case.batch(0))
+    check_pass(train_step, (made, optim, *case.batch(1)), schedule_updates, min_size_kb=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [*LISTED, "nadam-loop"])
+def test_training(optimizer: str) -> None:
+    twins = Twins(lambda: world(train_step, "mlp", optimizer), pipeline=EVERY)
+    for index in range(3):
+        twins.step(*MODELS["mlp"].batch(index))
+    twins.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_models(model: str) -> None:
+    twins = Twins(lambda: world(train_step, model, "adamw-fused"), pipeline=EVERY)
+    for index in range(3):
+        twins.step(*MODELS[model].batch(index))
+    twins.finish()
+
+
+@pytest.mark.parametrize("step", OTHER_STEPS, ids=lambda step: step.__name__)
+def test_other_steps(step: graphopt.TrainStep) -> None:
+    twins = Twins(lambda: world(step, "mlp", "adamw-fused"), pipeline=EVERY)
+    for index in range(3):
+        twins.step(*MODELS["mlp"].batch(index))
+    twins.finish()
+
+
+def test_large_parameters_are_updated_behind_their_gradients() -> None:
+    gm = captured()
+    (whole,) = fused_updates(gm)
+    assert len(whole.args[0]) == 8
+    assert schedule_updates(gm).changes == 4
+    *large, small = fused_updates(gm)
+    assert [len(node.args[0]) for node in large] == [1, 1, 1, 1]
+    assert [state.meta["val"].dim() for state in small.args[0]] == [1, 1, 1, 1]
+    order = list(gm.graph.nodes)
+    products = [n for n in order if is_operator(n.target, "aten::mm")]
+    for node, following in itertools.pairwise(large):
+        (gradient,) = node.args[1]
+        assert order.index(gradient) < order.index(node)
+        assert any(order.index(node) < order.index(p) < order.index(following) for p in products)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-fused", "adamw-foreach"])
+def test_parameters_are_updated_in_place(optimizer: str) -> None:
+    gm = captured(optimizer)
+    before = copies(finalize(gm))
+    assert schedule_updates(gm).changes == 4
+    assert copies(finalize(gm)) == before
+
+
+def copies(gm: fx.GraphModule) -> int:
+    return sum(is_operator(n.target, "aten::clone", "aten::copy_") for n in gm.graph.nodes)
+
+
+def test_no_update_before_the_last_read_of_its_parameter() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        norm = sum(parameter.detach().norm() for parameter in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    model = Chain()
+    optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
+    batch = torch.randn(2, 256), torch.tensor([3, 5])
+    check_pass(step, (model, optimizer, *batch), schedule_updates)
+    gm = graphopt.capture(step, model, optimizer, *batch).graph_module
+    schedule_updates(gm)
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    norms = [n for n in order if is_operator(n.target, "aten::linalg_vector_norm")]
+    assert len(norms) == 8
+    for update in fused_updates(gm):
+        for norm in norms:
+            if norm.args[0] in update.args[0]:
+                assert order[norm] < order[update]
+
+
+def test_clipping_by_the_norm_of_all_comes_first() -> None:
+    model = Chain()
+    optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
+    batch = torch.randn(2, 256), torch.tensor([3, 5])
+    gm = graphopt.capture(clip_norm, model, optimizer, *batch).graph_module
+    schedule_updates(gm)
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    norms = [order[n] for n in order if is_operator(n.target, "aten::linalg_vector_norm")]
+    assert min(order[update] for update in fused_updates(gm)) > max(norms)
+
+
+def test_a_step_that_communicates_stays() -> None:
+    with one_rank():
+        model = Chain()
+        optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
+        batch = torch.randn(2, 256), torch.tensor([3, 5])
+        parallel = graphopt.DataParallel()
+        step = graphopt.capture(train_step, model, optimizer, *batch, parallel=parallel)
+        before = [node.name for node in step.graph_module.graph.nodes]
+        assert schedule_updates(step.graph_module).changes == 0
+        assert [node.name for node in step.graph_module.graph.nodes] == before
+
+
+def test_peak_memory_falls_by_the_gradients() -> None:
+    """A gradient lives until its update, and no longer."""
+
+    def alive(gm: fx.GraphModule) -> int:
+        graph = finalize(gm).graph
+        wanted = {g for node in fused_in_place(graph) for g in node.args[1]}
+        living: set[fx.Node] = set()
+        most = 0
+        for node in graph.nodes:
+            living |= wanted & {node}
+            most = max(most, sum(n.meta["val"].nbytes for n in living))
+            living -= {g for g in living if max(g.users) <= node}
+        return most
+
+    gm = captured()
+    late = alive(gm)
+    schedule_updates(gm)
+    assert alive(gm) < late / 2
+
+
+def fused_in_place(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if functional_name(n.target) is not None and written(n)]
+
+
+def test_in_the_default_pipeline() -> None:
+    model = Chain()
+    optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
+    step = graphopt.compile(train_step)
+    step(model, optimizer, torch.randn(2, 256), torch.tensor([3, 5]))
+    assert isinstance(step.graph_module, IterGraphModule)
+    assert step.report[-1].name == "schedule_updates"
+    assert len(fused_updates(step.graph_module.main_gm)) == 5
