@@ -109,6 +109,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 """Implementations of AdamW."""
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a model draws random numbers in training."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
 def without_dropout(model: nn.Module) -> nn.Module:
     """The model, whose dropout does nothing from now on."""
     for module in model.modules():

@@ -20,10 +20,13 @@ COMPILED_MODEL = "torch.compile(model)"
 COMPILED_STEP = "torch.compile(step)"
 COMPILED_GRADIENTS = "torch.compile(forward + backward)"
 INDUCTOR = "graphopt inductor"
+INDUCTOR_RANDOM = "graphopt inductor, random"
 
 TORCH_COMPILE = (COMPILED_MODEL, COMPILED_STEP, COMPILED_GRADIENTS)
 GRAPHOPT = ("graphopt none", "graphopt default", INDUCTOR)
 VARIANTS = (EAGER, *TORCH_COMPILE, *GRAPHOPT)
+"""Of every model. `INDUCTOR_RANDOM`, of models with dropout, draws other numbers than eager, as all
+of torch.compile does."""
 
 
 def plain_step(loss_of: Loss) -> Step:
@@ -66,6 +69,8 @@ def variant_step(variant: str, loss_of: Loss) -> Step:
         return torch.compile(step)
     if variant == INDUCTOR:
         return graphopt.compile(step, lower="inductor")
+    if variant == INDUCTOR_RANDOM:
+        return graphopt.compile(step, lower=graphopt.lowering.Options(random=True))
     if variant in GRAPHOPT:
         return graphopt.compile(step, pipeline=variant.split()[1])
     return step

@@ -16,9 +16,9 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from compute_models import WORKLOADS, Batch, Workload
+from compute_models import WORKLOADS, Batch, Workload, has_dropout
 from compute_numerics import numerics
-from compute_variants import EAGER, INDUCTOR, VARIANTS, Training
+from compute_variants import EAGER, INDUCTOR, INDUCTOR_RANDOM, VARIANTS, Training
 from spread import Figures
 from step_memory import tensor_peak
 
@@ -53,6 +53,8 @@ def working_trainings(
 ) -> tuple[dict[str, Training], dict[str, str]]:
     """Every variant that can be compiled, after its first steps; the reasons of the others."""
     variants = {name: (name, "fused") for name in VARIANTS}
+    if has_dropout(workload.build()):
+        variants[INDUCTOR_RANDOM] = (INDUCTOR_RANDOM, "fused")
     variants |= {f"{INDUCTOR}, {kind}": (INDUCTOR, kind) for kind in OTHER_OPTIMIZERS}
     trainings, failed = {}, {}
     for name, (variant, optimizer) in variants.items():
