@@ -221,6 +221,8 @@ class _Reuse:
 
 def _is_whole(value: torch.Tensor) -> bool:
     """Whether a tensor is all of its storage, so that keeping it keeps nothing else."""
+    if value.layout is not torch.strided:
+        return True
     return value.untyped_storage().nbytes() == value.nbytes
 
 

@@ -212,7 +212,7 @@ def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
                 continue
             found.add(user)
             yield user
-            if is_view(user) and not is_operator(user.target, "aten::copy_"):
+            if may_alias(user) and not is_operator(user.target, "aten::copy_"):
                 pending.append(user)
 
 

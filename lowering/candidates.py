@@ -12,6 +12,7 @@ from graphopt.graph_utils import (
     get_outputs,
     is_operator,
     is_view,
+    may_alias,
     readers_through_views,
     same_kind,
     tensors_in,
@@ -132,9 +133,10 @@ def _reason_to_keep_fused(
             return "a parameter or state is read afterwards, and not as its result"
         for reader in readers_through_views(state):
             own = reader is node or reader is copy
-            if not own and not is_view(reader) and not is_operator(reader.target, *_NO_COPIES):
+            if not own and not may_alias(reader) and not is_operator(reader.target, *_NO_COPIES):
                 return f"{reader.target} reads a parameter or state"
-        if any(user.op != "output" for user in copy.users):
+        results = copy.args[1].users  # type: ignore[union-attr]
+        if any(user is not copy and user.op != "output" for user in (*results, *copy.users)):
             return "what it updates is read again"
     return None
 

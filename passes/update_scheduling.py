@@ -102,10 +102,13 @@ class _Scheduler:
         """Move what can move; returns how many updates did."""
         needed = [[*self._shared(update), *update] for update in self._updates]
         last_before = list(map(self._last_before, needed))
+        moving = {node for nodes in needed for node in nodes}
         behind: dict[int, list[list[fx.Node]]] = {}
         placed: set[fx.Node] = set()
         for index in sorted(range(len(needed)), key=last_before.__getitem__):
             last = last_before[index]
+            if self._nodes[last] in moving:  # it would have to follow another update
+                continue
             nodes = [n for n in needed[index] if n not in placed and self._position[n] > last]
             placed.update(nodes)
             behind.setdefault(last, []).append(nodes)

@@ -198,3 +198,18 @@ def test_in_the_default_pipeline() -> None:
     assert isinstance(step.graph_module, IterGraphModule)
     assert step.report[-1].name == "schedule_updates"
     assert len(fused_updates(step.graph_module.main_gm)) == 5
+
+
+def test_reads_through_views_that_no_schema_declares() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        halves = torch.unsafe_chunk(model.layers[0].weight, 2)
+        F.cross_entropy(model(x), y).backward()
+        read = halves[0].detach().sum()
+        optimizer.step()
+        optimizer.zero_grad()
+        return read
+
+    model = Chain()
+    optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
+    batch = torch.randn(2, 256), torch.tensor([3, 5])
+    check_pass(step, (model, optimizer, *batch), schedule_updates)

@@ -144,6 +144,8 @@ def errors_raised_once() -> Iterator[None]:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """An integer equal for tensors over one storage, as long as that storage lives."""
+    if tensor.layout is not torch.strided:  # indices and values in storage of their own
+        return id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 
