@@ -152,7 +152,7 @@ def _marks(graph: fx.Graph) -> dict[fx.Node, Mark]:
         if node.op in ("placeholder", "get_attr"):
             mark = Mark(-1)
         elif node.op == "output":
-            mark = Mark(max(mark.level for mark in marks.values()) + 1)
+            mark = Mark(max((mark.level for mark in marks.values()), default=-1) + 1)
         elif mark is None:
             sources = [marks[source] for source in node.all_input_nodes]
             mark = Mark(max((m.level + (m.region >= 0) for m in sources), default=0))

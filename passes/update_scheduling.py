@@ -5,11 +5,13 @@
     w0', w1', … = _fused_adamw(      ==>    g0 = mm(…)
         [w0, w1], [g0, g1], …)              w0', … = _fused_adamw([w0], [g0], …)
 
-The optimizer then finds a gradient, and often its parameter, in the processor's cache, and the
-memory of that gradient is free for the next one. An update does not move before the last read of
-the values that it replaces, so that it still happens in place.
+The memory of a gradient is then free for the next one, which saves up to a tenth of a step where
+gradients are so large that the allocator gives their memory back to the system. An update does not
+move before the last read of the values that it replaces, so that it still happens in place.
 
-Small parameters keep one update at the end: a call for each would cost more than it saves. So do
+Other parameters keep one update at the end: among the matrix products it would only displace what
+these have in the processor's cache (`benchmarks/compute.py`: no gain up to 1 MiB, some loss at
+256 KiB). So do
 parameters on other devices than the CPU, where one launch for all is what counts, and all of a
 graph with collectives: what stands before a launch delays it.
 
@@ -40,17 +42,17 @@ from graphopt.storage import Storages
 
 logger = logging.getLogger("graphopt")
 
-_KB = 1024
+_MB = 2**20
 
 
 @graph_optimization_pass(
     apply_after=["remove_copy_from_optimizer", "iter_move_grads_and_optimizers"]
 )
-def schedule_updates(gm: fx.GraphModule, min_size_kb: float = 128) -> int:
+def schedule_updates(gm: fx.GraphModule, larger_than_mb: float = 2) -> int:
     """Update each large parameter as soon as its gradient is there.
 
     Args:
-        min_size_kb: smaller gradients are left to one update for all, in units of 1024 bytes.
+        larger_than_mb: gradients up to this size are left to one update for all, in MiB.
 
     Returns:
         How many updates moved.
@@ -58,7 +60,7 @@ def schedule_updates(gm: fx.GraphModule, min_size_kb: float = 128) -> int:
     if any(is_collective(node) or is_wait(node) for node in gm.graph.nodes):
         return 0
     try:
-        gradients = list(_large_gradients(gm, min_size_kb * _KB))
+        gradients = list(_large_gradients(gm, larger_than_mb * _MB))
         updates = split_updates(gm, [[gradient] for gradient in gradients])
     except OptimizerSplitError as error:
         logger.info("updates stay where they are: %s", error)
@@ -67,7 +69,7 @@ def schedule_updates(gm: fx.GraphModule, min_size_kb: float = 128) -> int:
     return _Scheduler(gm.graph, distinct).run()
 
 
-def _large_gradients(gm: fx.GraphModule, min_bytes: float) -> Iterator[fx.Node]:
+def _large_gradients(gm: fx.GraphModule, limit: float) -> Iterator[fx.Node]:
     """Gradients that an optimizer of list operators takes, each once."""
     seen: set[fx.Node] = set()
     for block in get_all_fused_optimizer_blocks(gm):
@@ -76,12 +78,12 @@ def _large_gradients(gm: fx.GraphModule, min_bytes: float) -> Iterator[fx.Node]:
             if gradient in seen or gradient.op != "call_function":
                 continue
             seen.add(gradient)
-            if isinstance(value, torch.Tensor) and _is_large(value, min_bytes):
+            if isinstance(value, torch.Tensor) and _is_large(value, limit):
                 yield gradient
 
 
-def _is_large(gradient: torch.Tensor, min_bytes: float) -> bool:
-    return gradient.device.type == "cpu" and gradient.nbytes >= min_bytes
+def _is_large(gradient: torch.Tensor, limit: float) -> bool:
+    return gradient.device.type == "cpu" and gradient.nbytes > limit
 
 
 class _Scheduler:

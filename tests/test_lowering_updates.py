@@ -47,7 +47,7 @@ class Pair:
             self.optimizers.append(OPTIMIZERS[optimizer](self.models[-1].parameters()))
             if schedule:
                 self.schedules.append(OneCycleLR(self.optimizers[-1], **schedule))
-        pipeline = "schedule_updates(min_size_kb=0)"
+        pipeline = "schedule_updates(larger_than_mb=0)"
         self.compiled = graphopt.compile(step, pipeline=pipeline, lower=LOWER)
         self._steps = [step, self.compiled]
         self._case = MODELS[model]
@@ -152,7 +152,7 @@ def runs_again(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> 
 @pytest.mark.parametrize(
     "step", [returns_new_weights, reads_old_weights, keeps_gradients, runs_again]
 )
-@pytest.mark.parametrize("pipeline", ["none", "default", "schedule_updates(min_size_kb=0)"])
+@pytest.mark.parametrize("pipeline", ["none", "default", "schedule_updates(larger_than_mb=0)"])
 def test_what_the_step_reads_is_right(step: Step, pipeline: str) -> None:
     results = []
     for run in (step, graphopt.compile(step, pipeline=pipeline, lower=LOWER)):
@@ -187,7 +187,7 @@ def test_convolutions(step: Step) -> None:
         torch.manual_seed(0)
         model = Images().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-        run = graphopt.compile(step, pipeline="schedule_updates(min_size_kb=0)", lower=lower)
+        run = graphopt.compile(step, pipeline="schedule_updates(larger_than_mb=0)", lower=lower)
         outputs = []
         for index in range(3):
             torch.manual_seed(index)

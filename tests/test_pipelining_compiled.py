@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -17,10 +19,11 @@ import graphopt
 from graphopt import _compat
 from graphopt.graph_utils import is_view, may_alias
 from graphopt.lowering import Options
-from graphopt.pipelining import StageCompileError, pipeline
+from graphopt.pipelining import SplitPoint, StageCompileError, pipeline
 from graphopt.pipelining.accumulating import Gradients
+from graphopt.pipelining.crossing import ValueNames
 from graphopt.pipelining.division import Division
-from pipeline_cases import CASES, WIDTH
+from pipeline_cases import CASES, MICROBATCHES, WIDTH
 from stage_cases import (
     BOUNDARIES,
     LOSSES,
@@ -113,6 +116,99 @@ def test_a_loss_may_depend_on_some_results(loss: str, schedule: str) -> None:
     assert_same(train(compiled), train(eager), loss)
     missing = [name for name, gradient in compiled.outputs[1].items() if gradient is None]
     assert bool(missing) == (loss != "both")
+
+
+class Unread(nn.Module):
+    """No loss reads the second result, whose computation lies between those of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        aside = self.norm(self.aside(x))
+        for _ in range(4):
+            x = x + torch.sigmoid(x)
+        return x, aside
+
+
+def test_what_a_loss_does_not_read_leaves_other_gradients_as_they_are() -> None:
+    assert_same_gradients(Unread(), lambda output, target: (output[0] - target).square().mean())
+
+
+class Constants(Unread):
+    """Two tensors that the capture names in the order in which it meets them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        aside = torch.sigmoid(self.aside(x) * torch.tensor([3.0]))
+        return torch.sigmoid(x * torch.tensor([0.5])), aside
+
+
+def test_constants_are_told_apart_by_value() -> None:
+    assert_same_gradients(Constants(), lambda output, target: (output[0] - target).square().mean())
+    table, root = ValueNames(), nn.Module()
+    names = []
+    for values in ((1.0, 2.0), (2.0, 1.0)):
+        graph = fx.Graph()
+        for index, value in enumerate(values):
+            root.register_buffer(f"constant{index}", torch.tensor(value))
+        nodes = [graph.get_attr(f"constant{index}") for index in range(2)]
+        given = table.of(root, graph, nodes)
+        names.append([given[node] for node in nodes])
+    assert names[0] == names[1][::-1]
+
+
+def assert_same_gradients(module: nn.Module, loss: Any, schedule: str = "interleaved") -> None:
+    """Of a module in one stage, compiled and not."""
+    found = []
+    x, target = torch.randn(2, 3 * MICROBATCHES, WIDTH)
+    for how in (None, {}):
+        given = Problem(pipeline(copy.deepcopy(module), (x[:3],)), (x,), {}, target, loss)
+        training = Training(given, schedule, compiled=how)
+        training.run()
+        found.append(training.gradients())
+    assert any(gradient is not None for gradient in found[0].values())
+    assert_same(found[1], found[0], "gradients")
+
+
+def in_place(output: Tensor, target: Tensor) -> Tensor:
+    return (output.mul_(2.0) - target).square().mean()
+
+
+def tanh_trained_by(loss: Any, how: dict[str, Any] | None) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 3 * MICROBATCHES, WIDTH)
+    pipe = pipeline(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), (x[:3],))
+    training = Training(Problem(pipe, (x,), {}, target, loss), "interleaved", compiled=how)
+    training.run()
+    return training.gradients()
+
+
+def test_a_loss_may_change_the_output_in_place() -> None:
+    """Autograd refuses it where the backward needs the output; a compiled stage gives a copy."""
+    with pytest.raises(RuntimeError) as caught:
+        tanh_trained_by(in_place, None)
+    assert "modified by an inplace operation" in str(caught.value.__cause__ or caught.value)
+    right = tanh_trained_by(lambda o, t: (o * 2.0 - t).square().mean(), None)
+    assert_same(tanh_trained_by(in_place, {}), right, "gradients")
+
+
+def test_a_loss_that_reads_nothing_at_first_settles_nothing() -> None:
+    found = []
+    for how in (None, {}):
+        calls: list[int] = []
+
+        def loss(output: Tensor, target: Tensor, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            nothing = torch.zeros((), requires_grad=True) * 1.0
+            return nothing if len(calls) == 1 else output.square().mean()
+
+        found.append(tanh_trained_by(loss, how))
+    assert found[0]["0.weight"] is not None
+    assert_same(found[1], found[0], "gradients")
 
 
 @pytest.mark.parametrize("name", ["convnet", "gpt"])
@@ -225,6 +321,24 @@ def test_lowered_stages(caplog: pytest.LogCaptureFixture) -> None:
     assert not [record for record in own if record.levelno >= logging.WARNING]
 
 
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0
+
+
+@pytest.mark.slow
+def test_a_lowered_stage_without_parameters() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Doubled())
+    x, target = torch.randn(2, 3 * MICROBATCHES, WIDTH)
+    pipe = pipeline(model, (x[:3],), split_spec={"1": SplitPoint.BEGINNING})
+    given = Problem(pipe, (x,), {}, target, lambda o, t: (o - t).square().mean())
+    training = Training(given, "zero bubble", compiled={"lower": Options(min_ops=1)})
+    training.run()
+    model(x).sub(target).square().mean().backward()
+    right = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(training.gradients(), right, rtol=1e-4, atol=1e-5)
+
+
 # ---------------------------------------------------------------------------- what is refused
 
 
@@ -304,6 +418,36 @@ def test_a_stage_that_changes_after_compile_is_refused() -> None:
     training.stages[1].submod.get_parameter("layers.1.bias").requires_grad_(False)
     with pytest.raises(StageCompileError, match=r"layers.1.bias changed \(requires_grad .*\n"):
         training.run()
+
+
+class Halves(nn.Module):
+    """Two parameters in one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(2, WIDTH, WIDTH)
+        self.first, self.second = nn.Parameter(whole[0]), nn.Parameter(whole[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.first) @ self.second
+
+
+def test_parameters_that_share_storage_no_more_are_refused() -> None:
+    x = torch.randn(3 * MICROBATCHES, WIDTH)
+    given = Problem(pipeline(Halves(), (x[:3],)), (x,), {}, x, lambda o, t: (o - t).square().mean())
+    training = Training(given, "interleaved", compiled={})
+    training.run()
+    second = training.stages[0].submod.get_parameter("second")
+    second.data = second.data.clone()
+    with pytest.raises(StageCompileError, match="share storage changed"):
+        training.run()
+
+
+def test_copies_of_a_compiled_stage_are_refused() -> None:
+    stage = stage_of().compile()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StageCompileError, match=r"copy the stage before compile\(\)"):
+            copied(stage)
 
 
 def test_another_loss_is_refused() -> None:

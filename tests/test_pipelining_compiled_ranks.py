@@ -302,6 +302,42 @@ def test_replicas_agree_on_what_a_loss_leaves_out(two_ranks: gloo.Pool) -> None:
     two_ranks.run(train_two_heads)
 
 
+def train_with_unlike_losses(rank: int, layouts: bool) -> None:
+    """In the first microbatch the loss of rank 0 leaves out a result, or its gradient is laid out
+    otherwise."""
+    group = alone(rank)
+    found = []
+    for how in (None, {"parallel": DataParallel()}):
+        given = two_heads("the first")
+        given.args = (given.args[0] + rank,)
+        calls: list[int] = []
+
+        def loss(output: Any, target: Tensor, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            first = output[0].square().mean()
+            if rank == 0 and len(calls) == 1:
+                return first + (output[1].T.contiguous() * target.T).sum() if layouts else first
+            return first + output[1].square().mean()
+
+        training = Training(
+            given, "gpipe", stages=[0], group=group, scale_grads=False, compiled=how, loss=loss
+        )
+        training.run()
+        found.append(training.gradients())
+    eager, compiled = found
+    for gradient in eager.values():
+        assert gradient is not None
+        gradient.mul_(0.5)
+        dist.all_reduce(gradient)
+    torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [False, True])
+def test_replicas_agree_where_their_losses_differ(two_ranks: gloo.Pool, layouts: bool) -> None:
+    two_ranks.run(train_with_unlike_losses, layouts)
+
+
 def compile_unlike(rank: int) -> str:
     how = {"parallel": DataParallel()}
     given = problem("mlp" if rank else "reused")

@@ -24,7 +24,7 @@ from zoo import MODELS, OPTIMIZERS, train_step
 
 aten = torch.ops.aten
 
-EVERY = "schedule_updates(min_size_kb=0)"
+EVERY = "schedule_updates(larger_than_mb=0)"
 OTHER_STEPS = [clip_norm, gradients, the_weight, two_microbatches, zero_not_none]
 LISTED = [name for name in OPTIMIZERS if not name.endswith("loop")]
 
@@ -62,7 +62,7 @@ def test_one_step(model: str, optimizer: str) -> None:
     made = case.make()
     optim = OPTIMIZERS[optimizer](made.parameters())
     train_step(made, optim, *case.batch(0))
-    check_pass(train_step, (made, optim, *case.batch(1)), schedule_updates, min_size_kb=0)
+    check_pass(train_step, (made, optim, *case.batch(1)), schedule_updates, larger_than_mb=0)
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_large_parameters_are_updated_behind_their_gradients() -> None:
     gm = captured()
     (whole,) = fused_updates(gm)
     assert len(whole.args[0]) == 8
-    assert schedule_updates(gm).changes == 4
+    assert schedule_updates(gm, larger_than_mb=0.1).changes == 4
     *large, small = fused_updates(gm)
     assert [len(node.args[0]) for node in large] == [1, 1, 1, 1]
     assert [state.meta["val"].dim() for state in small.args[0]] == [1, 1, 1, 1]
@@ -111,7 +111,7 @@ def test_large_parameters_are_updated_behind_their_gradients() -> None:
 def test_parameters_are_updated_in_place(optimizer: str) -> None:
     gm = captured(optimizer)
     before = copies(finalize(gm))
-    assert schedule_updates(gm).changes == 4
+    assert schedule_updates(gm, larger_than_mb=0.1).changes == 4
     assert copies(finalize(gm)) == before
 
 
@@ -131,9 +131,9 @@ def test_no_update_before_the_last_read_of_its_parameter() -> None:
     model = Chain()
     optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
     batch = torch.randn(2, 256), torch.tensor([3, 5])
-    check_pass(step, (model, optimizer, *batch), schedule_updates)
+    check_pass(step, (model, optimizer, *batch), schedule_updates, larger_than_mb=0.1)
     gm = graphopt.capture(step, model, optimizer, *batch).graph_module
-    schedule_updates(gm)
+    schedule_updates(gm, larger_than_mb=0.1)
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     norms = [n for n in order if is_operator(n.target, "aten::linalg_vector_norm")]
     assert len(norms) == 8
@@ -148,7 +148,7 @@ def test_clipping_by_the_norm_of_all_comes_first() -> None:
     optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
     batch = torch.randn(2, 256), torch.tensor([3, 5])
     gm = graphopt.capture(clip_norm, model, optimizer, *batch).graph_module
-    schedule_updates(gm)
+    schedule_updates(gm, larger_than_mb=0.1)
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     norms = [order[n] for n in order if is_operator(n.target, "aten::linalg_vector_norm")]
     assert min(order[update] for update in fused_updates(gm)) > max(norms)
@@ -162,7 +162,7 @@ def test_a_step_that_communicates_stays() -> None:
         parallel = graphopt.DataParallel()
         step = graphopt.capture(train_step, model, optimizer, *batch, parallel=parallel)
         before = [node.name for node in step.graph_module.graph.nodes]
-        assert schedule_updates(step.graph_module).changes == 0
+        assert schedule_updates(step.graph_module, larger_than_mb=0).changes == 0
         assert [node.name for node in step.graph_module.graph.nodes] == before
 
 
@@ -182,7 +182,7 @@ def test_peak_memory_falls_by_the_gradients() -> None:
 
     gm = captured()
     late = alive(gm)
-    schedule_updates(gm)
+    schedule_updates(gm, larger_than_mb=0.1)
     assert alive(gm) < late / 2
 
 
@@ -191,13 +191,14 @@ def fused_in_place(graph: fx.Graph) -> list[fx.Node]:
 
 
 def test_in_the_default_pipeline() -> None:
-    model = Chain()
+    model = nn.Sequential(nn.Linear(256, 2304), nn.Linear(2304, 256), nn.Linear(256, 256))
     optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
     step = graphopt.compile(train_step)
     step(model, optimizer, torch.randn(2, 256), torch.tensor([3, 5]))
     assert isinstance(step.graph_module, IterGraphModule)
     assert step.report[-1].name == "schedule_updates"
-    assert len(fused_updates(step.graph_module.main_gm)) == 5
+    updates = fused_updates(step.graph_module.main_gm)
+    assert [len(update.args[0]) for update in updates] == [1, 1, 4]
 
 
 def test_reads_through_views_that_no_schema_declares() -> None:
@@ -212,4 +213,4 @@ def test_reads_through_views_that_no_schema_declares() -> None:
     model = Chain()
     optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
     batch = torch.randn(2, 256), torch.tensor([3, 5])
-    check_pass(step, (model, optimizer, *batch), schedule_updates)
+    check_pass(step, (model, optimizer, *batch), schedule_updates, larger_than_mb=0.1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from graphopt import _compat
 
 
 class _Receive(torch.autograd.Function):
@@ -24,7 +27,40 @@ def receive(value: torch.Tensor) -> torch.Tensor:
     return _Receive.apply(value)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _Return(torch.autograd.Function):
+    """Identity to a tensor that counts the same updates in place: autograd sees them."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def give_back(value: torch.Tensor) -> torch.Tensor:
+    """As `send`, from the last stage to a loss function, which may change the tensor in place.
+
+    A parameter is copied, since autograd allows no such change of it.
+    """
+    dense = value.contiguous()
+    if dense.requires_grad and dense.is_leaf:
+        return dense.clone()
+    return _Return.apply(dense)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def send(value: torch.Tensor) -> torch.Tensor:
     """`value` contiguous and, for autograd, not a view: schedules detach it in place."""
-    dense = value.contiguous()
-    return torch.ops.aten._unsafe_view.default(dense, dense.shape)  # type: ignore[no-any-return]
+    return no_view(value.contiguous())
+
+
+def no_view(value: torch.Tensor) -> torch.Tensor:
+    """`value` as a tensor of its own; updates of the one in place are not counted for the other."""
+    return torch.ops.aten._unsafe_view.default(value, value.shape)  # type: ignore[no-any-return]
+
+
+def apart(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`values`, copied where they share storage with one of `others`."""
+    taken = set(map(_compat.storage_key, others))
+    return [value.clone() if _compat.storage_key(value) in taken else value for value in values]

@@ -16,7 +16,7 @@ from torch import fx
 
 from graphopt.graph_utils import find_all_descendants, get_output
 from graphopt.pipelining.backward import value_before_cut
-from graphopt.pipelining.boundary import receive, send
+from graphopt.pipelining.boundary import give_back, receive, send
 from graphopt.pipelining.placement import arguments_of, module_of, results, stage_nodes
 from graphopt.pipelining.stage_module import StageModule, make_stage_module
 
@@ -69,7 +69,8 @@ def chain_stage(top: fx.GraphModule, stage: int, plan: ChainPlan) -> StageModule
     values.update({value: outputs[index] for index, value in results(call).items()})
     last = stage == len(plan.received) - 1
     sent = plan.returned if last else plan.received[stage + 1]
-    graph.output(tuple(graph.call_function(send, (values[value],)) for value in sent))
+    end = give_back if last else send
+    graph.output(tuple(graph.call_function(end, (values[value],)) for value in sent))
     return make_stage_module(original, graph)
 
 

@@ -13,12 +13,20 @@ from graphopt import _compat
 from graphopt.finishing import Finishing, options_for
 from graphopt.graph_utils import without_autocast
 from graphopt.pipelining.accumulating import Gradients
+from graphopt.pipelining.boundary import apart, no_view
 from graphopt.pipelining.division import Division
 from graphopt.pipelining.errors import StageCompileError
-from graphopt.pipelining.gradient_layout import laid_out, strides_of, to_add_to
+from graphopt.pipelining.gradient_layout import (
+    Layouts,
+    common_layouts,
+    laid_out,
+    strides_of,
+    to_add_to,
+)
 from graphopt.pipelining.stage_capture import Microbatch, StageCapture
 from graphopt.pipelining.stage_graph import StageGraph
 from graphopt.pipelining.state_guard import StateGuard
+from graphopt.spmd import Channel
 from graphopt.step import manager_for
 from graphopt.tracing import reduction
 from graphopt.tracing.inputs import Storage
@@ -113,15 +121,34 @@ class CompiledStage:
         gradients = self._captured.live.gradients
         return [gradients[a.index].owner.tensor for a in self._backward.accumulations]
 
-    def fit_to(self, gradients: Values) -> None:
+    def fit_to(self, gradients: Values) -> bool:
         """Capture a backward for gradients of what the stage sends that are missing or laid out in
         memory otherwise than the one there is takes them.
 
         Autograd computes less for missing gradients, and perhaps other bits for other layouts.
+        With data parallelism all ranks of the group have to call it.
+
+        Returns:
+            Whether there are gradients, on any of the ranks; otherwise nothing is settled.
         """
-        incoming = strides_of(gradients, self._microbatch.sent)
-        if incoming == self._microbatch.incoming:
-            return
+        incoming = self._agree(strides_of(gradients, self._microbatch.sent))
+        if all(stride is None for stride in incoming):
+            return False
+        if incoming != self._microbatch.incoming:
+            self._capture_backward(incoming)
+        return True
+
+    def _agree(self, incoming: Layouts) -> Layouts:
+        """The layouts that fit the gradients of all ranks, of which each sees its own loss."""
+        if self._parallel is None:
+            return incoming
+        group = _compat.group_or_default(self._parallel.group)
+        topic = f"the gradients of the results of pipeline stage {self._stage}"
+        channel = Channel(group, topic, self._parallel.timeout)
+        everyone = [theirs["layouts"] for theirs in channel.exchange({"layouts": incoming})]
+        return common_layouts(everyone, self._microbatch.sent)
+
+    def _capture_backward(self, incoming: Layouts) -> None:
         self._microbatch = dataclasses.replace(self._microbatch, incoming=incoming)
         self._captured = self._capture.capture(self._microbatch)
         inputs = len(self._microbatch.received)
@@ -169,7 +196,7 @@ class CompiledStage:
             results: tuple[Any, ...] = _Run.apply(self, self._anchor, *inputs)  # type: ignore[no-untyped-call]
             return results
         results, _, _ = self._run(self._graph("evaluation"), inputs, (), [])
-        return self._sent(results)
+        return self._sent(results, ())
 
     def _receive_buffers(self) -> None:
         assert self._parallel is not None
@@ -183,11 +210,23 @@ class CompiledStage:
     ) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
         """What the stage sends, and what its backward needs."""
         results, _, kept = self._run(self._graph("forward"), inputs, (), [])
-        return self._sent(results), list(kept)
+        return self._sent(results, kept), list(kept)
 
-    def _sent(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _sent(
+        self, results: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         pairs = zip(self._forward.results, results, strict=True)
-        return tuple(_no_view(result.of(value)) for result, value in pairs)
+        values = [result.of(value) for result, value in pairs]
+        if self._microbatch.is_last:
+            values = apart(values, [*kept, *self._states()])
+        return tuple(map(no_view, values))
+
+    def _states(self) -> list[torch.Tensor]:
+        """Parameters and buffers, as graphs take them."""
+        return [
+            holder.base() if isinstance(holder, Storage) else holder.live()
+            for holder in self._captured.live.placeholders
+        ]
 
     def run_backward(self, kept: list[Any], gradients: Values) -> list[torch.Tensor | None]:
         """Run the backward of one microbatch, or that part of it that the schedule wants now.
@@ -316,11 +355,6 @@ class _Run(torch.autograd.Function):
     def backward(context: Any, *gradients: torch.Tensor | None) -> Any:
         kept, context.kept = context.kept, None
         return None, None, *context.stage.run_backward(kept, gradients)
-
-
-def _no_view(value: torch.Tensor) -> torch.Tensor:
-    """`value` as a tensor of its own that is no view: schedules detach it in place."""
-    return torch.ops.aten._unsafe_view.default(value, value.shape)  # type: ignore[no-any-return]
 
 
 def _nothing() -> None:

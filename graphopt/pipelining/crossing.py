@@ -5,10 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from graphopt.graph_utils import is_random, is_view, may_alias, written
+
+Names = dict[fx.Node, str]
 
 
 @dataclass
@@ -81,20 +85,48 @@ def _is_free(node: fx.Node) -> bool:
     return node.op == "call_function" and may_alias(node) and not written(node)
 
 
-def value_names(graph: fx.Graph, nodes: Collection[fx.Node]) -> dict[fx.Node, str]:
-    """A name for each placeholder and for each of `nodes`, which says how it is computed: in two
-    captures of the same function, nodes of one name have the same value."""
-    names: dict[fx.Node, str] = {}
-    numbers: dict[str, str] = {}
-    draws = 0
-    for position, node in enumerate(graph.nodes):
-        if node.op == "placeholder":
-            names[node] = f"%input{position}"
-        elif node.op == "get_attr":
-            names[node] = f"%{node.target}"
-        elif node in nodes:
-            arguments = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
-            draws += is_random(node)
-            text = f"{node.target}{arguments}{draws if is_random(node) else ''}"
-            names[node] = numbers.setdefault(text, f"%{len(numbers)}")
-    return names
+class ValueNames:
+    """Names that say how a value is computed: in captures of the same function, nodes of one name
+    have the same value. Names given by different objects of this class mean nothing to each other.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, str] = {}
+        self._constants: list[Any] = []
+
+    def of(self, module: nn.Module, graph: fx.Graph, nodes: Collection[fx.Node]) -> Names:
+        """A name for each placeholder and constant, and for each of `nodes`.
+
+        Args:
+            module: holds the constants.
+        """
+        names: Names = {}
+        draws = 0
+        for position, node in enumerate(graph.nodes):
+            if node.op == "placeholder":
+                names[node] = f"%input{position}"
+            elif node.op == "get_attr":
+                names[node] = self._constant(operator.attrgetter(node.target)(module))
+            elif node in nodes:
+                arguments = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
+                draws += is_random(node)
+                text = f"{node.target}{arguments}{draws if is_random(node) else ''}"
+                names[node] = self._numbers.setdefault(text, f"%{len(self._numbers)}")
+        return names
+
+    def _constant(self, value: Any) -> str:
+        for index, known in enumerate(self._constants):
+            if _is_same(value, known):
+                return f"%constant{index}"
+        self._constants.append(value)
+        return f"%constant{len(self._constants) - 1}"
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    if (value.dtype, value.device) != (other.dtype, other.device):
+        return False
+    return value.stride() == other.stride() and torch.equal(value, other)

@@ -39,9 +39,9 @@ from graphopt.iter_graph.graph import copy_graph
 from graphopt.pipelining.accumulating import Gradients, find_accumulation
 from graphopt.pipelining.crossing import (
     Crossing,
+    ValueNames,
     closure,
     find_crossing,
-    value_names,
     with_items,
 )
 from graphopt.pipelining.stage_graph import StageGraph, extract
@@ -116,9 +116,10 @@ class Division:
 
     def _as_kept_by(self, forward: Division) -> Crossing:
         """The values that this backward needs, with the places that they have in `forward`."""
-        names = value_names(forward._graph, forward._early)
+        table = ValueNames()
+        names = table.of(forward._root, forward._graph, forward._early)
         place = {names[node]: slot for node, slot in forward._crossing.slots.items()}
-        own = value_names(self._graph, self._early)
+        own = table.of(self._root, self._graph, self._early)
         missing = [node.name for node in self._crossing.slots if own[node] not in place]
         if missing:
             raise GraphOptError(f"the forward of the stage did not keep {', '.join(missing)}")

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+Layouts = tuple["tuple[int, ...] | None", ...]
+"""For each gradient its strides, None where there is no gradient."""
 
-def strides_of(
-    gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]
-) -> tuple[tuple[int, ...] | None, ...]:
+
+def strides_of(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> Layouts:
     """The strides of gradients, None where there is none; of a contiguous one those of `like`."""
     return tuple(
         None
@@ -19,6 +20,18 @@ def strides_of(
         else gradient.stride()
         for gradient, sent in zip(gradients, like, strict=True)
     )
+
+
+def common_layouts(
+    everyone: Sequence[Sequence[Sequence[int] | None]], like: Sequence[torch.Tensor]
+) -> Layouts:
+    """What several ranks take: a gradient is missing where it is missing on all of them, and has
+    the strides of `like` where they differ."""
+    found: list[tuple[int, ...] | None] = []
+    for layouts, sent in zip(zip(*everyone, strict=True), like, strict=True):
+        different = {None if layout is None else tuple(layout) for layout in layouts}
+        found.append(different.pop() if len(different) == 1 else sent.stride())
+    return tuple(found)
 
 
 def laid_out(

@@ -156,7 +156,16 @@ class Stage(PipelineStage):
         if self.is_first:  # nobody is sent gradients of the model's arguments
             received = tuple(tensor.detach() for tensor in received)
         incoming = tuple(t.stride() if t.requires_grad else None for t in self._sent)
-        return Microbatch(received, self._sent, incoming, self.device)
+        return Microbatch(received, self._sent, incoming, self.device, self.is_last)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._compiled is not None:
+            raise self._refusal(
+                "a compiled stage can be neither copied nor pickled: its graphs read the parameters"
+                " that it was captured with",
+                "copy the stage before compile(), and compile the copy",
+            )
+        return super().__reduce_ex__(protocol)
 
     def _refusal(self, reason: str, hint: str) -> StageCompileError:
         return StageCompileError(self.stage_index, reason, hint=hint)
@@ -243,17 +252,18 @@ class Stage(PipelineStage):
             self._unfinished.discard(bwd_chunk_id)
 
     def _look_at_loss(self, compiled: CompiledStage, chunk: int, loss: Any) -> None:
-        """See, in the first backward, which results the loss depends on."""
-        if not self._returned or not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        """See, in the first backward of a loss that depends on results, on which of them."""
+        if not self._returned:
             return
-        returned = self._returned[chunk]
+        returned = self._returned.pop(chunk)
         wanted = [tensor for tensor in returned if tensor.requires_grad]
-        self._returned = None
         if not wanted:
+            self._returned = None
             return
-        found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-        gradients = iter(found)
-        compiled.fit_to([next(gradients) if t.requires_grad else None for t in returned])
+        # A loss without gradient is no reason to stay away: other ranks may wait for this one.
+        gradients = iter(_gradients(loss, wanted))
+        if compiled.fit_to([next(gradients) if t.requires_grad else None for t in returned]):
+            self._returned = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run what is left of the backward of one microbatch: what a schedule calls."""
@@ -294,6 +304,12 @@ class Stage(PipelineStage):
                     f" pipe was made for {expected.dtype} of shape {tuple(expected.shape)}"
                 )
         return tuple(tensor for _, tensor in tensors)
+
+
+def _gradients(loss: Any, of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        return [None] * len(of)
+    return torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True)
 
 
 def _nothing_left() -> None:

@@ -35,12 +35,14 @@ class Microbatch:
         received, sent: arguments and results; those with `requires_grad` have gradients.
         incoming: for each result the strides of its gradient, None where it has none.
         device: where all of them are.
+        is_last: what is sent goes to a loss function, which may change it in place.
     """
 
     received: tuple[torch.Tensor, ...]
     sent: tuple[torch.Tensor, ...]
     incoming: tuple[tuple[int, ...] | None, ...]
     device: torch.device
+    is_last: bool
 
     def fakes(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Arguments and gradients of results, as fake tensors."""

@@ -16,6 +16,7 @@ class StateGuard:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._tensors = [(name, t, tensor_kind(t), _compat.hooks_of(t)) for name, t in self._now()]
+        self._places = self._shared_places()
         self._environment = environment()[2:]
 
     def _now(self) -> list[tuple[str, torch.Tensor]]:
@@ -24,6 +25,15 @@ class StateGuard:
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]
+
+    def _shared_places(self) -> list[tuple[str, int, int]]:
+        """Of tensors that share a storage: the first of those in it, and where each begins."""
+        distinct = {id(tensor): (name, tensor) for name, tensor in self._now()}
+        members: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in distinct.values():
+            members.setdefault(_compat.storage_key(tensor), []).append((name, tensor))
+        shared = [(i, m) for i, m in enumerate(members.values()) if len(m) > 1]
+        return [(name, i, int(t.storage_offset())) for i, m in shared for name, t in m]
 
     def mismatch(self) -> str | None:
         """The first thing that is no longer as it was."""
@@ -39,4 +49,6 @@ class StateGuard:
                 return f"{name} changed{change(kind, tensor)}"
             if _compat.hooks_of(tensor) != hooks:
                 return f"gradient hooks of {name} changed"
+        if self._shared_places() != self._places:
+            return "which parameters and buffers share storage changed"
         return None
