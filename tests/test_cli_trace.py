@@ -208,3 +208,18 @@ def test_misuse(words: str, message: str) -> None:
     result = invoke("trace", *words.split())
     assert result.exit_code == 2, result.output
     assert message in result.output
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_measuring() -> None:
+    Path("file").touch()
+    result = invoke("trace", "pipes.py:of", "--ranks", "2", "--measure", "--out", "file/pictures")
+    assert result.exit_code == 2
+    assert "file" in result.output
+    assert "measur" not in result.output.lower()
+
+
+def test_a_function_that_exits_is_named() -> None:
+    Path("pipes.py").write_text(PIPES + "\n\ndef leaves():\n    raise SystemExit(3)\n")
+    result = invoke("trace", "pipes.py:leaves", "--schedule", "1f1b")
+    assert result.exit_code == 2
+    assert "pipes.py:leaves: SystemExit: 3" in result.output

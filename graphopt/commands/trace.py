@@ -81,6 +81,9 @@ def run_trace(request: Request) -> None:
         _check(request)
         with Console(stderr=True).status("predicting"):
             rows = _predicted(request)
+    if request.out is not None:  # before what takes long
+        with reported("trace"):
+            request.out.mkdir(parents=True, exist_ok=True)
     if request.measure:
         with reported("trace", FAILED), Console(stderr=True).status("running on local ranks"):
             rows = _measured(request, rows)
@@ -125,7 +128,7 @@ def _predicted(request: Request) -> list[Row]:
         return [_named(find_schedule(request.schedule), durations, request)]
     rows = [_named_or_reason(kind, durations, request) for kind in SCHEDULES.values()]
     if not any(row.predicted for row in rows):
-        raise ScheduleError("\n".join(row.reason for row in rows))
+        raise ScheduleError("\n".join(dict.fromkeys(row.reason for row in rows)))
     return rows
 
 
@@ -255,7 +258,6 @@ def _figures(picture: ScheduleTimeline) -> list[str]:
 
 
 def _write(rows: Sequence[Row], out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     for row in rows:
         for picture in row.pictures:
             picture.save_chrome_trace(out / f"{row.name}.{picture.origin}.json")

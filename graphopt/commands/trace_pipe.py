@@ -41,7 +41,7 @@ class PipeSource:
             pipe = self._function(stages) if self.any_stages else self._function()
         except GraphOptError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise GraphOptError(f"{self.text}: {type(error).__name__}: {error}") from error
         if not isinstance(pipe, Pipe):
             raise GraphOptError(
@@ -81,7 +81,7 @@ def _import(name: str) -> ModuleType:
         raise GraphOptError(f"there is no file {name}")
     try:
         return _import_file(path) if path.suffix == ".py" else importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise GraphOptError(
             f"{name} cannot be imported: {type(error).__name__}: {error}"
         ) from error
