@@ -61,6 +61,7 @@ def main() -> None:
         timeline = measure(pipe, name, task.microbatches)
         if reporter.rank == 0:
             reporter.send("measured", schedule=name, slots=timeline.slots)
+    dist.barrier()  # nobody leaves while another still uses its connections
     dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,6 +126,27 @@ class OutputSpec:
         return _compat.tree_unflatten(leaves, self._spec)
 
 
+@dataclass(frozen=True)
+class OutputNest:
+    """How the tensors that the last stage returns become the model's output.
+
+    Attributes:
+        leaves: for each leaf of the output the position of its tensor; or the constant that it is.
+        spec: how the leaves are nested.
+    """
+
+    leaves: tuple[tuple[int] | tuple[None, Any], ...]
+    spec: OutputSpec
+
+    def nest(self, tensors: tuple[torch.Tensor, ...], *, per_chunk: bool = False) -> Any:
+        """The output; `per_chunk`: tensors without dimensions get one, to be concatenated."""
+        values = [
+            leaf[1] if len(leaf) == 2 else _chunk(tensors[leaf[0]], per_chunk)
+            for leaf in self.leaves
+        ]
+        return self.spec.nest(values)
+
+
 def _same(value: Any, other: Any) -> bool:
     if value is other:
         return True
@@ -135,3 +157,7 @@ def _same(value: Any, other: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _chunk(tensor: torch.Tensor, per_chunk: bool) -> torch.Tensor:
+    return tensor[None] if per_chunk and tensor.ndim == 0 else tensor

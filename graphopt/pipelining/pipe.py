@@ -14,7 +14,7 @@ from graphopt.graph_utils import get_output
 from graphopt.partition import split_module
 from graphopt.pipelining.assignment import assign_stages
 from graphopt.pipelining.backward import insert_backward
-from graphopt.pipelining.calling import Calling, OutputSpec
+from graphopt.pipelining.calling import Calling, OutputNest, OutputSpec
 from graphopt.pipelining.chain import chain_stage, plan_chain
 from graphopt.pipelining.devices import move_to_device
 from graphopt.pipelining.exporting import Exported, export_module
@@ -170,7 +170,7 @@ class Pipe(nn.Module):
             ValueError: there is no such stage.
         """
         # Not at the top: torch.distributed is not in every build of torch.
-        from graphopt.pipelining.stage import OutputNest, Stage
+        from graphopt.pipelining.stage import Stage
 
         self._call_of(stage_index)
         plan = plan_chain(self.split_gm.graph)

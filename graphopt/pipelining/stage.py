@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from graphopt.errors import GraphOptError
 from graphopt.parallel import DataParallel, Parallel
-from graphopt.pipelining.calling import Calling, OutputSpec
+from graphopt.pipelining.calling import Calling, OutputNest
 from graphopt.pipelining.chain import weights_meet_inputs
 from graphopt.pipelining.errors import StageCompileError
 from graphopt.pipelining.metadata import Flow
@@ -28,27 +27,6 @@ if TYPE_CHECKING:
     from graphopt.pipelining.stage_capture import Microbatch
 
 DEFAULT_PIPELINE = "comm_fusion_with_concat -> schedule_comm_wait"
-
-
-@dataclass(frozen=True)
-class OutputNest:
-    """How the tensors that the last stage returns become the model's output.
-
-    Attributes:
-        leaves: for each leaf of the output the position of its tensor; or the constant that it is.
-        spec: how the leaves are nested.
-    """
-
-    leaves: tuple[tuple[int] | tuple[None, Any], ...]
-    spec: OutputSpec
-
-    def nest(self, tensors: tuple[torch.Tensor, ...], *, per_chunk: bool = False) -> Any:
-        """The output; `per_chunk`: tensors without dimensions get one, to be concatenated."""
-        values = [
-            leaf[1] if len(leaf) == 2 else _chunk(tensors[leaf[0]], per_chunk)
-            for leaf in self.leaves
-        ]
-        return self.spec.nest(values)
 
 
 class Stage(PipelineStage):
@@ -314,7 +292,3 @@ def _gradients(loss: Any, of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor |
 
 def _nothing_left() -> None:
     """Weight gradients of a stage whose backward is not divided: computed with the others."""
-
-
-def _chunk(tensor: torch.Tensor, per_chunk: bool) -> torch.Tensor:
-    return tensor[None] if per_chunk and tensor.ndim == 0 else tensor
