@@ -152,7 +152,7 @@ def runs_again(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> 
 @pytest.mark.parametrize(
     "step", [returns_new_weights, reads_old_weights, keeps_gradients, runs_again]
 )
-@pytest.mark.parametrize("pipeline", ["none", "default", "schedule_updates(larger_than_mb=0)"])
+@pytest.mark.parametrize("pipeline", ["none", "schedule_updates(larger_than_mb=0)"])
 def test_what_the_step_reads_is_right(step: Step, pipeline: str) -> None:
     results = []
     for run in (step, graphopt.compile(step, pipeline=pipeline, lower=LOWER)):
