@@ -16,6 +16,8 @@ from steps import RETURNS, step_keeping_gradients, the_weight
 from twins import Twins, World, assert_same, world
 from zoo import MLP, MODELS, train_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 
 

@@ -28,6 +28,8 @@ from graphopt.step import default_pipeline
 from sketch import Sketch, one_rank
 from zoo import MLP, MODELS, train_step
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 
 

@@ -21,6 +21,8 @@ from optim_cases import Sheet, assert_same_run, aten, called, captured, gradient
 from steps import clip_norm
 from zoo import OPTIMIZERS
 
+pytestmark = pytest.mark.slow
+
 
 def only_block(gm: fx.GraphModule) -> Any:
     (block,) = get_all_fused_optimizer_blocks(gm)

@@ -31,6 +31,8 @@ from sketch import one_rank
 from steps import clip_loop, clip_norm, clip_value, manual_update, step_keeping_gradients
 from zoo import MODELS, OPTIMIZERS, train_step
 
+pytestmark = pytest.mark.slow
+
 captured_once = cache(captured)
 
 # Their steps are counted and never read, so that nothing ties a count to a gradient.

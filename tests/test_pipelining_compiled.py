@@ -36,6 +36,8 @@ from stage_cases import (
 )
 from twins import assert_same
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

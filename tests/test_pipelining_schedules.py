@@ -14,6 +14,8 @@ import gloo
 from graphopt.pipelining import Pipe, pipeline, reduce_replicated_gradients
 from pipeline_cases import CASES, MICROBATCHES, Case, reference_gradients
 
+pytestmark = pytest.mark.slow
+
 SINGLE = {"gpipe": torch_pipelining.ScheduleGPipe, "1f1b": torch_pipelining.Schedule1F1B}
 MULTI = {
     "interleaved": torch_pipelining.ScheduleInterleaved1F1B,

@@ -25,6 +25,8 @@ from graphopt.pipelining.timeline.clock import CudaMarks, clock_offsets
 from graphopt.pipelining.timeline.trial import Trial
 from pipeline_cases import CASES, MICROBATCHES
 
+pytestmark = pytest.mark.slow
+
 METHODS = {"forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"}
 
 

@@ -23,6 +23,8 @@ from graphopt.lowering.triton_kernels import (
 )
 from triton_cases import check, kernels_of, traced
 
+pytestmark = pytest.mark.slow
+
 PHILOX = str(0xD2511F53 - 2**32)
 """What the generator multiplies by, as the assembly has it."""
 LIBRARIES = {"mm", "bmm", "addmm"}

@@ -84,6 +84,7 @@ def test_models(model: str) -> None:
     twins.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", OTHER_STEPS, ids=lambda step: step.__name__)
 def test_other_steps(step: graphopt.TrainStep) -> None:
     twins = Twins(lambda: world(step, "mlp", "adamw-fused"), pipeline=EVERY)
