@@ -66,10 +66,6 @@ def _source(value: Any) -> str:
 
 def reason_to_keep_update(node: fx.Node) -> str | None:
     """Why a fused optimizer cannot be called by compiled code; None where it can."""
-    name = functional_name(node.target)
-    assert name is not None
-    if any(isinstance(leaf, str) for leaf in _compat.tree_leaves((node.args, node.kwargs))):
-        return "it takes text"
     for source in node.all_input_nodes:
         value = source.meta.get("val")
         if isinstance(value, torch.SymFloat):
@@ -84,7 +80,7 @@ def reason_to_keep_update(node: fx.Node) -> str | None:
 
 
 def is_fused_update(node: fx.Node) -> bool:
-    """Whether a node is a fused optimizer in functional form."""
+    """Whether a node is a fused optimizer."""
     return functional_name(node.target) is not None
 
 

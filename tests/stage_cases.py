@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -202,14 +200,3 @@ class Launches(TorchDispatchMode):
     ) -> Any:
         self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def one_rank(folder: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -24,12 +24,12 @@ from graphopt.pipelining.accumulating import Gradients
 from graphopt.pipelining.crossing import ValueNames
 from graphopt.pipelining.division import Division
 from pipeline_cases import CASES, MICROBATCHES, WIDTH
+from sketch import one_rank
 from stage_cases import (
     BOUNDARIES,
     LOSSES,
     Problem,
     Training,
-    one_rank,
     problem,
     train,
     two_heads,
@@ -40,8 +40,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with one_rank(tmp_path_factory.mktemp("store")):
+def _one_rank() -> Iterator[None]:
+    with one_rank():
         yield
 
 
