@@ -81,6 +81,7 @@ class Options:
             each on its first call.
         cudagraphs: replay the steady state as CUDA graphs.
         min_ops: regions with fewer ATen operators stay as they are.
+        static_memory: keep the memory that compiled code uses on the CPU from one call to the next.
     """
 
     random: bool = False
@@ -88,6 +89,7 @@ class Options:
     ahead: bool = False
     cudagraphs: bool = False
     min_ops: int = 10
+    static_memory: bool = True
 
     def config(self) -> dict[str, Any]:
         """The settings of Inductor that this stands for."""

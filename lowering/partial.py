@@ -14,6 +14,7 @@ from graphopt.iter_graph.running import GROUP
 from graphopt.lowering.compiler import Options
 from graphopt.lowering.extract import Body, Cut
 from graphopt.lowering.lowerable import NodePredicate
+from graphopt.lowering.memory import Workspace
 from graphopt.lowering.regions import RegionPredicate, mark_regions
 from graphopt.lowering.subgraph import LoweredSubgraph
 
@@ -32,6 +33,7 @@ class Lowering:
     def __init__(self, *, dumper: Dumper | None = None, options: Options | None = None) -> None:
         self._dumper = dumper
         self._options = options or Options()
+        self._workspace = Workspace()
         self.subgraphs: dict[str, LoweredSubgraph] = {}
 
     def lower(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -67,7 +69,7 @@ class Lowering:
         if text not in self.subgraphs:
             name = f"region {len(self.subgraphs)}"
             region = fx.GraphModule({}, body.graph)
-            self.subgraphs[text] = LoweredSubgraph(region, name, self._options)
+            self.subgraphs[text] = LoweredSubgraph(region, name, self._options, self._workspace)
         return self.subgraphs[text]
 
     def _tag(self, name: str, module: LoweredSubgraph) -> str:

@@ -15,6 +15,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import get_output, is_operator
+from graphopt.lowering.cross_entropy import RowSums
 from graphopt.lowering.numbers import Number, is_listed, written_out
 from graphopt.lowering.updates import call_update, gradients, is_fused_update
 
@@ -52,6 +53,7 @@ class Prepared(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self._updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._row_sums = RowSums()
 
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().placeholder(target, args, kwargs)
@@ -71,6 +73,8 @@ class Prepared(fx.Interpreter):
             return call_update(target, self._laid_out(args), kwargs)
         if target in (aten.view.default, aten._unsafe_view.default):
             return aten.reshape.default(*args, **kwargs)
+        if self._row_sums.handles(target, args):
+            return self._row_sums.call(target, args)
         leaves = _compat.tree_leaves((args, kwargs))
         if (
             is_listed(self._node)

@@ -19,6 +19,7 @@ from graphopt.lowering.compiler import (
     kind_of,
     number_dtypes,
 )
+from graphopt.lowering.memory import StaticMemory, Workspace
 
 logger = logging.getLogger("graphopt")
 
@@ -38,18 +39,26 @@ class LoweredSubgraph(nn.Module):
         body: takes the inputs and returns a list of tensors. Kept as it is.
         name: for messages and the profiler.
         options: how to compile.
+        workspace: where compiled code finds its memory; None: a workspace of its own.
 
     Attributes:
         graph_module: `body`.
         failure: why the region is not compiled, None while nothing has failed.
     """
 
-    def __init__(self, body: fx.GraphModule, name: str, options: Options | None = None) -> None:
+    def __init__(
+        self,
+        body: fx.GraphModule,
+        name: str,
+        options: Options | None = None,
+        workspace: Workspace | None = None,
+    ) -> None:
         super().__init__()
         self.graph_module = body
         self.options = options or Options()
         self.failure: LoweringError | None = None
         self._name = name
+        self._workspace = workspace or Workspace()
         self._written = _written_inputs(body.graph)
         self._warned = False
         self._eager = _Checked(self._run_eagerly, [])
@@ -103,7 +112,9 @@ class LoweredSubgraph(nn.Module):
             )
             return self._eager
         try:
-            compiled = compile_body(self.graph_module, kinds, self.options)
+            compiled: Compiled = compile_body(self.graph_module, kinds, self.options)
+            if self.options.static_memory and all(kind.device.type == "cpu" for kind in kinds):
+                compiled = StaticMemory(compiled, self._workspace)
             numbers = number_dtypes(self.graph_module.graph, kinds)
         except LoweringError as error:
             self.failure = error

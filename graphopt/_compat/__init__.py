@@ -149,6 +149,14 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many hold the storage of a tensor: tensors, and what else there is in torch.
+
+    The number means something only in comparison with one taken before.
+    """
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Keys of the gradient hooks of a tensor, which change when hooks are added or removed."""
     return (

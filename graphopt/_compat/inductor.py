@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from graphopt import _compat
+
+Compiled: TypeAlias = Callable[[list[Any]], Sequence[torch.Tensor]]
+Allocate: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+_ALLOCATE = "empty_strided_cpu"
+
+empty_strided: Allocate = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+"""What compiled code makes its tensors on the CPU with."""
+
+tensor_in: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor] = (
+    torch._C._dynamo.guards._reinterpret_tensor
+)
+"""A tensor of these sizes and strides in the storage of another, so many elements behind its start,
+of its dtype. Not checked."""
 
 
 def decompose(
@@ -66,9 +81,7 @@ def prefers_channels_last(gm: fx.GraphModule) -> bool:
     return bool(GraphLowering.decide_layout_opt(gm, is_inference=False))
 
 
-def compile_inner(
-    gm: fx.GraphModule, inputs: Sequence[torch.Tensor]
-) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+def compile_inner(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
     """Compile a decomposed graph. The result takes a list, which it clears, and returns a sequence.
 
     Outputs have the strides that the graph gives them.
@@ -83,6 +96,20 @@ def compile_inner(
         output = next(iter(reversed(gm.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         return compile_fx_inner(gm, inputs)
+
+
+def with_allocator(compiled: Compiled, allocate: Allocate) -> Compiled | None:
+    """The same code, making its tensors on the CPU with `allocate`; None if it has another form.
+
+    Operators that make their own results do so as before. It lives as long as `compiled` does.
+    """
+    method = getattr(compiled, "current_callable", None)
+    code, owner = getattr(method, "__func__", None), getattr(method, "__self__", None)
+    if not isinstance(code, FunctionType) or _ALLOCATE not in code.__globals__:
+        return None
+    names = {**code.__globals__, _ALLOCATE: allocate}
+    bound = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+    return MethodType(bound, owner)
 
 
 def patched_config(options: dict[str, Any]) -> AbstractContextManager[Any]:

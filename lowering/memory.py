@@ -1,0 +1,244 @@
+"""Memory of compiled code that stays from one call to the next.
+
+What compiled code makes and drops again within a call has the same sizes and lifetimes in every
+call, since shapes are static. So its place is planned once, in memory that is kept. An allocator
+would give large tensors back to the operating system, and take them from there page by page, in
+every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphopt import _compat
+from graphopt._compat import inductor
+
+logger = logging.getLogger("graphopt")
+
+_ALIGNMENT = 64
+_LEAST = 4096
+"""Bytes; smaller tensors come from the allocator, which keeps memory for them."""
+
+
+class Lifetime(NamedTuple):
+    """When memory is in use.
+
+    Attributes:
+        size: bytes.
+        first: the allocation that makes it, counted from the start of the call.
+        last: the first allocation that finds it free again.
+    """
+
+    size: int
+    first: int
+    last: int
+
+
+def place(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
+    """Where to put what is in use at the same time so that it does not overlap.
+
+    The largest first, each into the smallest gap that holds it ("greedy by size" of Pisarchyk and
+    Lee, https://arxiv.org/abs/2001.03288).
+
+    Returns:
+        The offset of each in bytes, and the bytes of all.
+    """
+    offsets = [0] * len(lifetimes)
+    placed: list[tuple[int, int, Lifetime]] = []
+    for index in sorted(range(len(lifetimes)), key=lambda i: -lifetimes[i].size):
+        new = lifetimes[index]
+        end_before, best, smallest = 0, None, None
+        for start, end, other in placed:
+            if other.last <= new.first or new.last <= other.first:
+                continue
+            gap = start - end_before
+            if gap >= new.size and (smallest is None or gap < smallest):
+                best, smallest = end_before, gap
+            end_before = max(end_before, end)
+        offsets[index] = end_before if best is None else best
+        insort(placed, (offsets[index], offsets[index] + new.size, new))
+    return offsets, max((end for _, end, _ in placed), default=0)
+
+
+class Workspace:
+    """Memory that compiled regions use in turn, each while it runs.
+
+    It is as large as the one that needs most. A region that is called while another one runs, in
+    another thread, does without.
+    """
+
+    def __init__(self) -> None:
+        self._free = [_Slab(0)]
+
+    def take(self, size: int) -> _Slab | None:
+        """Memory of at least so many bytes, None while it is taken."""
+        try:
+            slab = self._free.pop()
+        except IndexError:
+            return None
+        if slab.size < size:
+            del slab
+            slab = _Slab(size)
+        return slab
+
+    def give_back(self, slab: _Slab) -> None:
+        """Let others take the memory, or other memory while somebody has a tensor in this."""
+        self._free.append(_Slab(0) if slab.in_use else slab)
+
+
+class _Slab:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+        self._users = _compat.storage_users(self._bytes)
+
+    def view(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it, as a tensor of this dtype."""
+        if dtype not in self._views:
+            self._views[dtype] = self._bytes.view(dtype)
+            self._users += 1
+        return self._views[dtype]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody has a tensor in it."""
+        return _compat.storage_users(self._bytes) != self._users
+
+
+_Run: TypeAlias = Callable[[_Slab, list[Any]], Sequence[torch.Tensor]]
+
+
+class StaticMemory:
+    """Compiled code that finds its memory in a workspace.
+
+    Its first call shows what it makes, and what of that does not outlive the call.
+
+    Args:
+        code: what Inductor compiled.
+        workspace: where the memory is.
+    """
+
+    def __init__(self, code: inductor.Compiled, workspace: Workspace) -> None:
+        self._code, self._workspace = code, workspace
+        self._size = 0
+        self._run: _Run | None = self._record
+
+    def __call__(self, args: list[Any]) -> Sequence[torch.Tensor]:
+        run = self._run
+        slab = None if run is None else self._workspace.take(self._size)
+        if run is None or slab is None:
+            return self._code(args)
+        try:
+            return run(slab, args)
+        finally:
+            self._workspace.give_back(slab)
+
+    def _record(self, _: _Slab, args: list[Any]) -> Sequence[torch.Tensor]:
+        recording = _Recording()
+        recorded = inductor.with_allocator(self._code, recording.allocate)
+        if recorded is None:
+            self._run = None
+            return self._code(args)
+        results = recorded(args)
+        lifetimes = recording.lifetimes()
+        offsets, self._size = place(list(lifetimes.values()))
+        self._run = self._replay(recording.made, dict(zip(lifetimes, offsets, strict=True)))
+        return results
+
+    def _replay(self, made: list[_Made], offsets: dict[int, int]) -> _Run | None:
+        replay = _Replay(made, offsets)
+        replayed = inductor.with_allocator(self._code, replay.allocate)
+        if not offsets or replayed is None:
+            return None
+
+        def run(slab: _Slab, args: list[Any]) -> Sequence[torch.Tensor]:
+            replay.start(slab)
+            results = replayed(args)
+            if slab.in_use:
+                logger.info("compiled code kept a tensor of its own: its memory is not planned")
+                self._run = None
+            return results
+
+        return run
+
+
+class _Made(NamedTuple):
+    """A tensor that compiled code made."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    storage: StorageWeakRef
+
+
+class _Recording:
+    """Makes tensors, and sees when their memory is free again.
+
+    Attributes:
+        made: what it made.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[_Made] = []
+        self._alive: list[int] = []
+        self._ends: dict[int, int] = {}
+
+    def allocate(
+        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A new tensor, uninitialized."""
+        self._note_ends()
+        tensor = inductor.empty_strided(size, stride, dtype)
+        storage = tensor.untyped_storage()
+        self._alive.append(len(self.made))
+        self.made.append(_Made(size, dtype, storage.nbytes(), StorageWeakRef(storage)))
+        return tensor
+
+    def lifetimes(self) -> dict[int, Lifetime]:
+        """The lifetimes of what is free by now and not small, by its index."""
+        self._note_ends()
+        return {
+            index: Lifetime(-(-self.made[index].bytes // _ALIGNMENT) * _ALIGNMENT, index, end)
+            for index, end in self._ends.items()
+            if self.made[index].bytes >= _LEAST
+        }
+
+    def _note_ends(self) -> None:
+        now = len(self.made)
+        ended = [index for index in self._alive if self.made[index].storage.expired()]
+        self._ends |= dict.fromkeys(ended, now)
+        self._alive = [index for index in self._alive if index not in self._ends]
+
+
+class _Replay:
+    """Makes the tensors that were recorded, those with an offset in a slab."""
+
+    def __init__(self, made: Sequence[_Made], offsets: dict[int, int]) -> None:
+        self._sites = [
+            (each.size, each.dtype, offsets[index] // each.dtype.itemsize)
+            if index in offsets
+            else None
+            for index, each in enumerate(made)
+        ]
+        self._next: Iterator[tuple[tuple[int, ...], torch.dtype, int] | None] = iter(())
+        self._view: Callable[[torch.dtype], torch.Tensor]
+
+    def start(self, slab: _Slab) -> None:
+        """Begin a call."""
+        self._next, self._view = iter(self._sites), slab.view
+
+    def allocate(
+        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor, uninitialized."""
+        site = next(self._next, None)
+        if site is None or site[0] != size or site[1] is not dtype:
+            return inductor.empty_strided(size, stride, dtype)
+        return inductor.tensor_in(self._view(dtype), size, stride, site[2])
