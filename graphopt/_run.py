@@ -54,6 +54,7 @@ class BoundStep:
         self._holders = inputs.placeholders
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
         self._gradients = [(g.owner.tensor, id(g.owner) in dead) for g in inputs.gradients]
+        self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._lock = threading.RLock()
         self._running = False
         modules = [module for _, module in call.named_submodules()]
@@ -145,10 +146,19 @@ class BoundStep:
             flat.append(None if dead else parameter.grad)
             if dead:
                 parameter.grad = None
-        for number in inputs.hyperparameters:
-            flat.append(as_tensor(number.read(optimizers[number.optimizer].param_groups)))
+        for index, number in enumerate(inputs.hyperparameters):
+            value = number.read(optimizers[number.optimizer].param_groups)
+            flat.append(self._as_tensor(index, value))
         flat.extend(call.leaves[position] for position in inputs.user)
         return flat
+
+    def _as_tensor(self, index: int, value: Any) -> torch.Tensor:
+        """A hyperparameter as a tensor: that of the last call, if nobody has written to it."""
+        known, tensor = self._numbers.get(index, (None, None))
+        if tensor is None or known is not value or tensor.is_inference() or tensor._version:
+            tensor = as_tensor(value)
+            self._numbers[index] = value, tensor
+        return tensor
 
     def _apply(self, call: Call, flat: list[Any], results: list[Any]) -> Any:
         signature = self.captured.signature

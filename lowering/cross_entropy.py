@@ -1,7 +1,7 @@
 """The gradient of a cross entropy, without a sum over classes.
 
 The gradient of `nll_loss` has one element in each row that is not zero. The gradient of
-`log_softmax` adds up each row, which compiled code does element by element; the sum is that element.
+`log_softmax` adds up each row, which compiled code does element by element; the sum is that one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class RowSums:
     def handles(self, target: Any, args: tuple[Any, ...]) -> bool:
         """Whether `call` knows another way to do this."""
         if is_operator(target, "aten::nll_loss_backward"):
-            return args[1].dim() == 2
+            return bool(args[1].dim() == 2)
         if is_operator(target, "aten::_log_softmax_backward_data"):
             gradient, result, dim, dtype = args
-            return gradient in self._sums and dim in (1, -1) and dtype == result.dtype
+            return gradient in self._sums and dim in (1, -1) and bool(dtype == result.dtype)
         return False
 
     def call(self, target: _compat.OpOverload, args: tuple[Any, ...]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -149,6 +150,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_profiling() -> bool:
+    """Whether a profiler records this thread."""
+    return bool(torch.autograd._profiler_enabled())
+
+
 def storage_users(tensor: torch.Tensor) -> int:
     """How many hold the storage of a tensor: tensors, and what else there is in torch.
 
@@ -157,12 +163,15 @@ def storage_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+hook_tables: Callable[[torch.Tensor], tuple[dict[int, Any] | None, ...]] = attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+"""The gradient hooks of a tensor by key, None where there have not been any."""
+
+
 def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Keys of the gradient hooks of a tensor, which change when hooks are added or removed."""
-    return (
-        *(tensor._backward_hooks or ()),
-        *(getattr(tensor, "_post_accumulate_grad_hooks", None) or ()),
-    )
+    return tuple(key for table in hook_tables(tensor) for key in table or ())
 
 
 def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -20,9 +20,8 @@ _ALLOCATE = "empty_strided_cpu"
 empty_strided: Allocate = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 """What compiled code makes its tensors on the CPU with."""
 
-tensor_in: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor] = (
-    torch._C._dynamo.guards._reinterpret_tensor
-)
+TensorIn: TypeAlias = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
+tensor_in: TensorIn = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 """A tensor of these sizes and strides in the storage of another, so many elements behind its start,
 of its dtype. Not checked."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.numbers import holds
-from graphopt.tracing.object_guards import ModuleGuard, OptimizerGuard
+from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
 from graphopt.tracing.signature import AttributeResult
+from graphopt.tracing.snapshot import Snapshot
 from graphopt.watching import unwatched
 
 
@@ -39,10 +41,9 @@ class Guards:
         self.mode = mode
         self.environment = environment()
         self.treespec = call.treespec
-        self.modules = [
-            ModuleGuard(name, m, assigned.get(id(vars(m)), ()))
-            for name, m in call.named_submodules()
-        ]
+        self.modules = ModuleGuards(
+            (name, m, assigned.get(id(vars(m)), ())) for name, m in call.named_submodules()
+        )
         # A cached graph must not keep a model alive that the user has dropped.
         self.roots = [weakref.ref(call.leaves[position]) for position in call.modules]
         self.optimizers = [
@@ -68,6 +69,7 @@ class Guards:
         self.states = _read_states(call, inputs)
         self.state_kinds = [tensor_kind(value) for value in self.states]
         self.state_entries = _state_entries(call)
+        self._unchanged = _state_of(call)
         self.gradients = [entry.tensor.grad is not None for entry in inputs.parameters]
 
     def alive(self) -> bool:
@@ -91,10 +93,7 @@ class Guards:
             if call.leaves[position] is not root():
                 yield f"{call.names[position]} is another module"
                 return
-        for guard in self.modules:
-            reason = guard.mismatch()
-            if reason is not None:
-                yield reason
+        yield from self.modules.mismatches()
         for settings, position in zip(self.optimizers, call.optimizers, strict=True):
             reason = settings.mismatch(call.leaves[position])
             if reason is not None:
@@ -105,8 +104,9 @@ class Guards:
         for value, position in zip(self.constants, call.constants, strict=True):
             if not same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
-        if _state_entries(call) != self.state_entries:
-            return "optimizer state was created, dropped or changed its kind"
+        reason = self._refresh_states(call)
+        if reason is not None:
+            return reason
         for entry, existed in zip(self.inputs.parameters, self.gradients, strict=True):
             if (entry.tensor.grad is not None) is not existed:
                 return f"{entry.fqn}.grad {'is gone' if existed else 'exists now'}"
@@ -115,9 +115,6 @@ class Guards:
             value = number.read(optimizers[number.optimizer].param_groups)
             if not all(holds(value, predicate) for predicate in number.asked.predicates):
                 return f"{number.fqn} became {value}"
-        reason = self._refresh_states(call)
-        if reason is not None:
-            return reason
         for entry, (owner, key), kind in self.rebindable:
             tensor = owner.get(key)
             if not isinstance(tensor, torch.Tensor) or tensor_kind(tensor) != kind:
@@ -132,6 +129,11 @@ class Guards:
 
     def _refresh_states(self, call: Call) -> str | None:
         """Read the optimizer state into `states`; tensors seen before are known to fit."""
+        tables, unchanged = self._unchanged
+        if unchanged.holds() and all(map(is_, _tables(call), tables)):
+            return None
+        if _state_entries(call) != self.state_entries:
+            return "optimizer state was created, dropped or changed its kind"
         now = _read_states(call, self.inputs)
         for index, (value, before) in enumerate(zip(now, self.states, strict=True)):
             if value is before:
@@ -139,6 +141,7 @@ class Guards:
             if not isinstance(value, torch.Tensor) or tensor_kind(value) != self.state_kinds[index]:
                 return f"{self.inputs.states[index].fqn} changed its shape or dtype"
         self.states = now
+        self._unchanged = _state_of(call)
         return None
 
     def shape_mismatch(self, call: Call) -> str | None:
@@ -181,6 +184,17 @@ def _aliases(call: Call, module_storages: frozenset[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _tables(call: Call) -> list[dict[Any, Any]]:
+    """The state of each optimizer, by parameter."""
+    return [unwatched(optimizer.state) for optimizer in call.optimizer_objects()]
+
+
+def _state_of(call: Call) -> tuple[list[dict[Any, Any]], Snapshot]:
+    tables = _tables(call)
+    entries = [each for table in tables for each in table.values() if isinstance(each, dict)]
+    return tables, Snapshot([*tables, *entries])
+
+
 def _state_entries(call: Call) -> list[Any]:
     """Per parameter the keys of its optimizer state, with values where these are no tensors."""
     return [
@@ -188,8 +202,8 @@ def _state_entries(call: Call) -> list[Any]:
             key if isinstance(value, torch.Tensor) else (key, value)
             for key, value in entries.items()
         )
-        for optimizer in call.optimizer_objects()
-        for entries in unwatched(optimizer.state).values()
+        for table in _tables(call)
+        for entries in table.values()
     ]
 
 

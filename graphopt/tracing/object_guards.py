@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from graphopt.tracing.guard_values import (
 )
 from graphopt.tracing.inputs import is_number
 from graphopt.tracing.numbers import SCHEDULED
+from graphopt.tracing.snapshot import Snapshot
 from graphopt.watching import unwatched
 
 _HOOKS = (
@@ -36,6 +37,35 @@ _OF_SCHEDULERS = frozenset(
 
 _OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOKS})
 """Attributes of modules that have guards of their own."""
+
+
+class ModuleGuards:
+    """All modules of a step.
+
+    Args:
+        modules: each with its name and the attributes that the step itself sets.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module, Collection[str]]]) -> None:
+        self._guards = [ModuleGuard(*each) for each in modules]
+        self._unchanged = self._snapshot()
+
+    def mismatches(self) -> Iterator[str]:
+        """What has changed."""
+        if self._unchanged.holds():
+            return
+        reasons = [reason for guard in self._guards if (reason := guard.mismatch()) is not None]
+        if not reasons:
+            self._unchanged = self._snapshot()
+        yield from reasons
+
+    def _snapshot(self) -> Snapshot:
+        registered = [table for guard in self._guards for table, _ in guard.tensors]
+        tensors = [t for table in registered for t in table.values() if t is not None]
+        owned = [guard.attributes for guard in self._guards]
+        inner = [unwatched(value) for attributes in owned for value in attributes.values()]
+        containers = [each for each in inner if isinstance(each, (dict, list))]
+        return Snapshot([*owned, *containers], tensors)
 
 
 class ModuleGuard:
@@ -124,8 +154,18 @@ class OptimizerGuard:
         self.groups = [
             (list(group["params"]), _settings(group)) for group in optimizer.param_groups
         ]
+        self._unchanged = _groups_of(optimizer)
 
     def mismatch(self, optimizer: Optimizer) -> str | None:
+        known, unchanged = self._unchanged
+        if optimizer.param_groups is known and unchanged.holds():
+            return None
+        reason = self._changed(optimizer)
+        if reason is None:
+            self._unchanged = _groups_of(optimizer)
+        return reason
+
+    def _changed(self, optimizer: Optimizer) -> str | None:
         if type(optimizer) is not self.type:
             return f"{self.name} became a {type(optimizer).__name__}"
         if len(optimizer.param_groups) != len(self.groups):
@@ -142,6 +182,11 @@ class OptimizerGuard:
                 key = next(k for k in now.keys() | settings.keys() if now.get(k) != settings.get(k))
                 return f"{self.name}.param_groups[{index}][{key!r}] became {now.get(key)!r}"
         return None
+
+
+def _groups_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Snapshot]:
+    groups = optimizer.param_groups
+    return groups, Snapshot([groups, *groups, *(unwatched(group["params"]) for group in groups)])
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
