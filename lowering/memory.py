@@ -8,7 +8,6 @@ every step.
 
 from __future__ import annotations
 
-import logging
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -16,10 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphopt import _compat
 from graphopt._compat import inductor
-
-logger = logging.getLogger("graphopt")
 
 _ALIGNMENT = 64
 _LEAST = 4096
@@ -88,8 +84,8 @@ class Workspace:
         return slab
 
     def give_back(self, slab: _Slab) -> None:
-        """Let others take the memory, or other memory while somebody has a tensor in this."""
-        self._free.append(_Slab(0) if slab.in_use else slab)
+        """Let others take the memory."""
+        self._free.append(slab)
 
 
 class _Slab:
@@ -97,19 +93,12 @@ class _Slab:
         self.size = size
         self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._views: dict[torch.dtype, torch.Tensor] = {}
-        self._users = _compat.storage_users(self._bytes)
 
     def view(self, dtype: torch.dtype) -> torch.Tensor:
         """All of it, as a tensor of this dtype."""
         if dtype not in self._views:
             self._views[dtype] = self._bytes.view(dtype)
-            self._users += 1
         return self._views[dtype]
-
-    @property
-    def in_use(self) -> bool:
-        """Whether somebody has a tensor in it."""
-        return _compat.storage_users(self._bytes) != self._users
 
 
 _Run: TypeAlias = Callable[[_Slab, list[Any]], Sequence[torch.Tensor]]
@@ -118,7 +107,8 @@ _Run: TypeAlias = Callable[[_Slab, list[Any]], Sequence[torch.Tensor]]
 class StaticMemory:
     """Compiled code that finds its memory in a workspace.
 
-    Its first call shows what it makes, and what of that does not outlive the call.
+    Its first call shows what it makes, and what of that does not outlive the call. Later calls are
+    the same: compiled code has no branches.
 
     Args:
         code: what Inductor compiled.
@@ -160,11 +150,10 @@ class StaticMemory:
 
         def run(slab: _Slab, args: list[Any]) -> Sequence[torch.Tensor]:
             replay.start(slab)
-            results = replayed(args)
-            if slab.in_use:
-                logger.info("compiled code kept a tensor of its own: its memory is not planned")
-                self._run = None
-            return results
+            try:
+                return replayed(args)
+            finally:
+                replay.stop()
 
         return run
 
@@ -220,6 +209,9 @@ class _Recording:
 class _Replay:
     """Makes the tensors that were recorded, those with an offset in a slab."""
 
+    _next: Iterator[tuple[tuple[int, ...], torch.dtype, int] | None]
+    _view: Callable[[torch.dtype], torch.Tensor]
+
     def __init__(self, made: Sequence[_Made], offsets: dict[int, int]) -> None:
         self._sites = [
             (each.size, each.dtype, offsets[index] // each.dtype.itemsize)
@@ -227,12 +219,14 @@ class _Replay:
             else None
             for index, each in enumerate(made)
         ]
-        self._next: Iterator[tuple[tuple[int, ...], torch.dtype, int] | None] = iter(())
-        self._view: Callable[[torch.dtype], torch.Tensor]
 
     def start(self, slab: _Slab) -> None:
-        """Begin a call."""
+        """The next tensor is the first of a call."""
         self._next, self._view = iter(self._sites), slab.view
+
+    def stop(self) -> None:
+        """Let go of the memory."""
+        del self._view
 
     def allocate(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype

@@ -155,14 +155,6 @@ def is_profiling() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
-def storage_users(tensor: torch.Tensor) -> int:
-    """How many hold the storage of a tensor: tensors, and what else there is in torch.
-
-    The number means something only in comparison with one taken before.
-    """
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
 hook_tables: Callable[[torch.Tensor], tuple[dict[int, Any] | None, ...]] = attrgetter(
     "_backward_hooks", "_post_accumulate_grad_hooks"
 )
