@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt.graph_utils import (
@@ -48,6 +49,9 @@ _NO_COPIES = (
 """Operators that read parameters and that no rewrite takes for a copy."""
 
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
 def reasons_to_keep(
     graph: fx.Graph, node_predicate: NodePredicate | None, random: bool
 ) -> dict[fx.Node, str | None]:
@@ -67,7 +71,32 @@ def reasons_to_keep(
             if reason is None and node_predicate is not None and not node_predicate(node):
                 reason = "node_predicate refused it"
         known[node] = reason
+    _keep_numbers(graph, known)
     return known
+
+
+def _keep_numbers(graph: fx.Graph, reasons: dict[fx.Node, str | None]) -> None:
+    """Keep what Python reads numbers from where that needs single numbers alone, such as the steps
+    of an optimizer. A region with it would end before all that takes these numbers."""
+    for node in graph.nodes:
+        if node.target is _ITEM:
+            for source in _single_numbers(node):
+                if reasons.get(source, "") is None:
+                    reasons[source] = "Python reads it as a number"
+
+
+def _single_numbers(node: fx.Node) -> set[fx.Node]:
+    """What a node is computed from, if all of that is single numbers; else nothing."""
+    found: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        source = pending.pop()
+        if any(tensor.dim() for tensor in tensors_in(source.meta.get("val"))):
+            return set()
+        if source not in found:
+            found.add(source)
+            pending += source.all_input_nodes
+    return found
 
 
 def _whole_list(node: fx.Node) -> str | None:
