@@ -17,13 +17,18 @@ aten = torch.ops.aten
 
 
 class RowSums:
-    """Calls operators, and remembers the row sums of gradients that `nll_loss_backward` returns."""
+    """Calls operators, and remembers the row sums of gradients that `nll_loss_backward` returns.
+
+    Nobody may update these gradients in place.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
 
-    def handles(self, target: Any, args: tuple[Any, ...]) -> bool:
+    def handles(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether `call` knows another way to do this."""
+        if kwargs:
+            return False
         if is_operator(target, "aten::nll_loss_backward"):
             return bool(args[1].dim() == 2)
         if is_operator(target, "aten::_log_softmax_backward_data"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,12 +28,12 @@ class Lifetime(NamedTuple):
     Attributes:
         size: bytes.
         first: the allocation that makes it, counted from the start of the call.
-        last: the first allocation that finds it free again.
+        end: the first allocation that finds it free again.
     """
 
     size: int
     first: int
-    last: int
+    end: int
 
 
 def place(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
@@ -51,7 +51,7 @@ def place(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
         new = lifetimes[index]
         end_before, best, smallest = 0, None, None
         for start, end, other in placed:
-            if other.last <= new.first or new.last <= other.first:
+            if other.end <= new.first or new.end <= other.first:
                 continue
             gap = start - end_before
             if gap >= new.size and (smallest is None or gap < smallest):
@@ -66,11 +66,11 @@ class Workspace:
     """Memory that compiled regions use in turn, each while it runs.
 
     It is as large as the one that needs most. A region that is called while another one runs, in
-    another thread, does without.
+    another thread, does without. A copy has memory of its own.
     """
 
     def __init__(self) -> None:
-        self._free = [_Slab(0)]
+        self._free = [_Slab(0)]  # empty while it is taken
 
     def take(self, size: int) -> _Slab | None:
         """Memory of at least so many bytes, None while it is taken."""
@@ -78,14 +78,21 @@ class Workspace:
             slab = self._free.pop()
         except IndexError:
             return None
-        if slab.size < size:
-            del slab
-            slab = _Slab(size)
-        return slab
+        if slab.size >= size:
+            return slab
+        del slab
+        try:
+            return _Slab(size)
+        except BaseException:
+            self.give_back(_Slab(0))
+            raise
 
     def give_back(self, slab: _Slab) -> None:
         """Let others take the memory."""
         self._free.append(slab)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Workspace, ()
 
 
 class _Slab:
@@ -101,14 +108,11 @@ class _Slab:
         return self._views[dtype]
 
 
-_Run: TypeAlias = Callable[[_Slab, list[Any]], Sequence[torch.Tensor]]
-
-
 class StaticMemory:
     """Compiled code that finds its memory in a workspace.
 
     Its first call shows what it makes, and what of that does not outlive the call. Later calls are
-    the same: compiled code has no branches.
+    the same: compiled code has no branches. A copy begins anew.
 
     Args:
         code: what Inductor compiled.
@@ -117,45 +121,36 @@ class StaticMemory:
 
     def __init__(self, code: inductor.Compiled, workspace: Workspace) -> None:
         self._code, self._workspace = code, workspace
-        self._size = 0
-        self._run: _Run | None = self._record
+        self._recorded = False
+        self._planned: _Planned | None = None
 
     def __call__(self, args: list[Any]) -> Sequence[torch.Tensor]:
-        run = self._run
-        slab = None if run is None else self._workspace.take(self._size)
-        if run is None or slab is None:
+        planned = self._planned
+        if self._recorded and planned is None:
+            return self._code(args)
+        slab = self._workspace.take(planned.size if planned else 0)
+        if slab is None:
             return self._code(args)
         try:
-            return run(slab, args)
+            return planned(args, slab) if planned else self._record(args)
         finally:
             self._workspace.give_back(slab)
 
-    def _record(self, _: _Slab, args: list[Any]) -> Sequence[torch.Tensor]:
+    def _record(self, args: list[Any]) -> Sequence[torch.Tensor]:
         recording = _Recording()
-        recorded = inductor.with_allocator(self._code, recording.allocate)
-        if recorded is None:
-            self._run = None
+        code = inductor.with_allocator(self._code, recording.allocate)
+        if code is None:
+            self._recorded = True
             return self._code(args)
-        results = recorded(args)
+        results = code(args)
         lifetimes = recording.lifetimes()
-        offsets, self._size = place(list(lifetimes.values()))
-        self._run = self._replay(recording.made, dict(zip(lifetimes, offsets, strict=True)))
+        if lifetimes:
+            self._planned = _Planned(self._code, recording.made, lifetimes)
+        self._recorded = True
         return results
 
-    def _replay(self, made: list[_Made], offsets: dict[int, int]) -> _Run | None:
-        replay = _Replay(made, offsets)
-        replayed = inductor.with_allocator(self._code, replay.allocate)
-        if not offsets or replayed is None:
-            return None
-
-        def run(slab: _Slab, args: list[Any]) -> Sequence[torch.Tensor]:
-            replay.start(slab)
-            try:
-                return replayed(args)
-            finally:
-                replay.stop()
-
-        return run
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StaticMemory, (self._code, self._workspace)
 
 
 class _Made(NamedTuple):
@@ -206,13 +201,22 @@ class _Recording:
         self._alive = [index for index in self._alive if index not in self._ends]
 
 
-class _Replay:
-    """Makes the tensors that were recorded, those with an offset in a slab."""
+class _Planned:
+    """Compiled code that makes what was recorded, with a planned place in a slab.
+
+    Attributes:
+        size: bytes of the slab.
+    """
 
     _next: Iterator[tuple[tuple[int, ...], torch.dtype, int] | None]
     _view: Callable[[torch.dtype], torch.Tensor]
 
-    def __init__(self, made: Sequence[_Made], offsets: dict[int, int]) -> None:
+    def __init__(
+        self, code: inductor.Compiled, made: Sequence[_Made], lifetimes: dict[int, Lifetime]
+    ) -> None:
+        self._code = inductor.with_allocator(code, self._allocate)
+        placed, self.size = place(list(lifetimes.values()))
+        offsets = dict(zip(lifetimes, placed, strict=True))
         self._sites = [
             (each.size, each.dtype, offsets[index] // each.dtype.itemsize)
             if index in offsets
@@ -220,18 +224,18 @@ class _Replay:
             for index, each in enumerate(made)
         ]
 
-    def start(self, slab: _Slab) -> None:
-        """The next tensor is the first of a call."""
+    def __call__(self, args: list[Any], slab: _Slab) -> Sequence[torch.Tensor]:
+        assert self._code is not None
         self._next, self._view = iter(self._sites), slab.view
+        try:
+            return self._code(args)
+        finally:
+            del self._view  # which keeps the slab
 
-    def stop(self) -> None:
-        """Let go of the memory."""
-        del self._view
-
-    def allocate(
+    def _allocate(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A tensor, uninitialized."""
+        """The next tensor of a call, uninitialized."""
         site = next(self._next, None)
         if site is None or site[0] != size or site[1] is not dtype:
             return inductor.empty_strided(size, stride, dtype)

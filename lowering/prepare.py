@@ -73,7 +73,7 @@ class Prepared(fx.Interpreter):
             return call_update(target, self._laid_out(args), kwargs)
         if target in (aten.view.default, aten._unsafe_view.default):
             return aten.reshape.default(*args, **kwargs)
-        if self._row_sums.handles(target, args):
+        if self._row_sums.handles(target, args, kwargs):
             return self._row_sums.call(target, args)
         leaves = _compat.tree_leaves((args, kwargs))
         if (

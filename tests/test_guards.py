@@ -238,6 +238,120 @@ def test_hooks_registered_later_are_captured() -> None:
     assert torch.equal(run(x, y), F.cross_entropy(run.world.model(x), y))
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def of_another_class(model: nn.Module) -> None:
+    model.head.__class__ = Doubled
+
+
+def with_attributes_of_its_own(model: nn.Module) -> None:
+    vars(model)["extra"] = vars(model).copy()
+    model.__dict__ = vars(model).pop("extra")
+    model.head.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def with_a_hook_on_a_hooked_module(model: nn.Module) -> None:
+    model.head.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def with_a_list_edited(model: nn.Module) -> None:
+    model.factors.append(2.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_another_class,
+        with_attributes_of_its_own,
+        with_a_hook_on_a_hooked_module,
+        with_a_list_edited,
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_changes_behind_the_back_of_torch(change: Callable[[nn.Module], None]) -> None:
+    """The next call computes what the model computes now."""
+    run = Run()
+    model, (x, y) = run.world.model, CASE.batch(2)
+    run.world.optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    model.factors = [1.0]
+
+    def scaled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * sum(model.factors)
+
+    model.head.register_forward_hook(scaled)
+    for _ in range(2):
+        assert torch.equal(run(x, y), F.cross_entropy(model(x), y))
+    before = run.captures()
+    change(model)
+    for _ in range(2):
+        assert torch.equal(run(x, y), F.cross_entropy(model(x), y))
+    assert run.captures() == before + 1
+
+
+def test_a_module_where_there_was_none() -> None:
+    class Maybe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 4)
+            self.register_module("last", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.body(x)
+            return x if self.last is None else self.last(x)
+
+    model = Maybe()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = graphopt.compile(train_step, pipeline="none")
+    x, y = CASE.batch(0)
+    step(model, optimizer, x, y)
+    for last in (nn.Softplus(), None, nn.Tanh()):
+        model.last = last
+        assert torch.equal(step(model, optimizer, x, y), F.cross_entropy(model(x), y))
+
+
+def test_optimizers_of_two_kinds_with_the_same_groups() -> None:
+    class Against(torch.optim.Optimizer):
+        """Steps the other way."""
+
+        def __init__(self, other: Optimizer) -> None:
+            super().__init__(other.param_groups, {})
+            self.param_groups, self.state = other.param_groups, other.state
+
+        @torch.no_grad()
+        def step(self) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(parameter.grad, alpha=group["lr"])
+
+    models = [nn.Linear(8, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    step = graphopt.compile(train_step, pipeline="none")
+    x, y = CASE.batch(0)
+    for train, model in zip((train_step, step), models, strict=True):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        against = Against(sgd)
+        for optimizer in (sgd, sgd, against, against, sgd):
+            train(model, optimizer, x, y)
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
+def test_an_attribute_that_the_step_sets_is_no_change() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        model.last_input = x * 2
+        return train_step(model, optimizer, x, y)
+
+    run = Run(step)
+    before = run.captures()
+    kept = weakref.ref(run.world.model.last_input)
+    for i in range(3):
+        run(*CASE.batch(i))
+    assert run.captures() == before
+    assert kept() is None
+
+
 def test_numbers_that_schedules_change_are_not_guarded() -> None:
     run = Run()
     for i in range(4):
@@ -285,6 +399,25 @@ def test_captures_do_not_keep_a_model_alive() -> None:
     del model, optimizer
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("removed", [True, False], ids=["removed", "left"])
+def test_hooks_do_not_keep_a_model_alive(removed: bool) -> None:
+    compiled = graphopt.compile(train_step)
+    w = world()
+
+    def hook(module: nn.Module, args: Any, output: Tensor, model: nn.Module = w.model) -> None:
+        assert model.training
+
+    handle = w.model.head.register_forward_hook(hook)
+    for i in range(2):
+        compiled(w.model, w.optimizer, *MODELS["mlp"].batch(i))
+    if removed:
+        handle.remove()
+    reference = weakref.ref(w.model)
+    del w, hook
+    gc.collect()
+    assert (reference() is None) is removed
 
 
 def test_a_dropped_model_is_freed() -> None:

@@ -187,6 +187,18 @@ def test_a_step_is_as_exact_as_eager(model: str, caplog: pytest.LogCaptureFixtur
     assert "runs operator by operator" not in caplog.text
 
 
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-loop", "sgd-momentum-loop"])
+def test_an_optimizer_is_in_the_region_that_computes_its_gradients(optimizer: str) -> None:
+    """Also where Python computes numbers from the steps that it counts."""
+    torch.manual_seed(0)
+    model = MODELS["mlp"].make()
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    step = graphopt.compile(train_step, lower="inductor")
+    for index in range(3):
+        step(model, opt, *MODELS["mlp"].batch(index))
+    assert len(step.lowered) == 1
+
+
 def test_compiled_ahead_in_other_processes() -> None:
     """What they compile, this process finds in the cache."""
     from torch._dynamo.utils import counters

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -44,7 +46,7 @@ def test_what_is_in_use_at_the_same_time_lies_apart(blocks: list[Lifetime]) -> N
         used = [
             (offset, offset + block.size)
             for offset, block in zip(offsets, blocks, strict=True)
-            if block.first <= now < block.last
+            if block.first <= now < block.end
         ]
         used.sort()
         assert all(end <= start for (_, end), (start, _) in pairwise(used))
@@ -169,6 +171,35 @@ def test_threads_that_call_one_region_at_the_same_time() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_a_copy_has_memory_of_its_own() -> None:
+    run = StaticMemory(Code(), Workspace())
+    check(run)
+    copies = [copy.deepcopy(run), pickle.loads(pickle.dumps(run))]
+    failures = []
+
+    def work(each: StaticMemory) -> None:
+        try:
+            check(each, 200)
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [Thread(target=work, args=(each,)) for each in (run, *copies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_memory_that_is_not_to_be_had() -> None:
+    workspace = Workspace()
+    with pytest.raises(RuntimeError, match=r"allocate|memory"):
+        workspace.take(1 << 60)
+    slab = workspace.take(64)
+    assert slab is not None
+    assert slab.size == 64
 
 
 def chain(x: Tensor, w: Tensor) -> list[Tensor]:

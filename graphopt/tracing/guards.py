@@ -21,7 +21,7 @@ from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.numbers import holds
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
 from graphopt.tracing.signature import AttributeResult
-from graphopt.tracing.snapshot import Snapshot
+from graphopt.tracing.snapshot import Snapshot, body_of, is_body
 from graphopt.watching import unwatched
 
 
@@ -45,7 +45,10 @@ class Guards:
             (name, m, assigned.get(id(vars(m)), ())) for name, m in call.named_submodules()
         )
         # A cached graph must not keep a model alive that the user has dropped.
-        self.roots = [weakref.ref(call.leaves[position]) for position in call.modules]
+        self.roots = [
+            (weakref.ref(call.leaves[position]), body_of(call.leaves[position]))
+            for position in call.modules
+        ]
         self.optimizers = [
             OptimizerGuard(call.names[position], call.leaves[position])
             for position in call.optimizers
@@ -74,7 +77,7 @@ class Guards:
 
     def alive(self) -> bool:
         """Whether the modules still exist."""
-        return all(root() is not None for root in self.roots)
+        return all(root() is not None for root, _ in self.roots)
 
     def structure_mismatch(self, call: Call, mode: tuple[Any, ...]) -> str | None:
         """The first thing that all ranks see alike and that is no longer as captured."""
@@ -89,8 +92,8 @@ class Guards:
             return
         if environment() != self.environment:
             yield "grad mode, autocast or another mode of torch changed"
-        for root, position in zip(self.roots, call.modules, strict=True):
-            if call.leaves[position] is not root():
+        for (root, body), position in zip(self.roots, call.modules, strict=True):
+            if call.leaves[position] is not root() or not is_body(call.leaves[position], body):
                 yield f"{call.names[position]} is another module"
                 return
         yield from self.modules.mismatches()
@@ -190,9 +193,12 @@ def _tables(call: Call) -> list[dict[Any, Any]]:
 
 
 def _state_of(call: Call) -> tuple[list[dict[Any, Any]], Snapshot]:
-    tables = _tables(call)
-    entries = [each for table in tables for each in table.values() if isinstance(each, dict)]
-    return tables, Snapshot([*tables, *entries])
+    tables, snapshot = _tables(call), Snapshot()
+    for table in tables:
+        snapshot.has_items(table)
+        for entries in table.values():
+            snapshot.has_items(entries)
+    return tables, snapshot
 
 
 def _state_entries(call: Call) -> list[Any]:

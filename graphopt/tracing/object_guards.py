@@ -20,7 +20,7 @@ from graphopt.tracing.guard_values import (
 )
 from graphopt.tracing.inputs import is_number
 from graphopt.tracing.numbers import SCHEDULED
-from graphopt.tracing.snapshot import Snapshot
+from graphopt.tracing.snapshot import Snapshot, body_of, is_body
 from graphopt.watching import unwatched
 
 _HOOKS = (
@@ -40,7 +40,7 @@ _OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOK
 
 
 class ModuleGuards:
-    """All modules of a step.
+    """All modules of a step. They are looked at one by one only where something may have changed.
 
     Args:
         modules: each with its name and the attributes that the step itself sets.
@@ -48,24 +48,21 @@ class ModuleGuards:
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module, Collection[str]]]) -> None:
         self._guards = [ModuleGuard(*each) for each in modules]
-        self._unchanged = self._snapshot()
+        self._unchanged: Snapshot | None = self._snapshot()
 
     def mismatches(self) -> Iterator[str]:
         """What has changed."""
-        if self._unchanged.holds():
+        if self._unchanged is not None and self._unchanged.holds():
             return
         reasons = [reason for guard in self._guards if (reason := guard.mismatch()) is not None]
-        if not reasons:
-            self._unchanged = self._snapshot()
+        self._unchanged = None if reasons else self._snapshot()
         yield from reasons
 
     def _snapshot(self) -> Snapshot:
-        registered = [table for guard in self._guards for table, _ in guard.tensors]
-        tensors = [t for table in registered for t in table.values() if t is not None]
-        owned = [guard.attributes for guard in self._guards]
-        inner = [unwatched(value) for attributes in owned for value in attributes.values()]
-        containers = [each for each in inner if isinstance(each, (dict, list))]
-        return Snapshot([*owned, *containers], tensors)
+        snapshot = Snapshot()
+        for guard in self._guards:
+            guard.describe(snapshot)
+        return snapshot
 
 
 class ModuleGuard:
@@ -81,7 +78,7 @@ class ModuleGuard:
         self.attributes = vars(module)
         self.training = module.training
         self.hooks = tuple(tuple(self.attributes[table]) for table in _HOOKS)
-        self.children = [(key, vars(m)) for key, m in module._modules.items() if m is not None]
+        self.children = [(key, body_of(m)) for key, m in module._modules.items()]
         self.tensors = [
             (table, [(key, t, None if t is None else tensor_kind(t)) for key, t in table.items()])
             for table in (unwatched(module._parameters), unwatched(module._buffers))
@@ -108,7 +105,7 @@ class ModuleGuard:
         if len(modules) != len(self.submodules):
             return self._registered(modules.keys() ^ set(self.submodules))
         for key, child in self.children:
-            if key not in modules or vars(modules[key]) is not child:
+            if key not in modules or not is_body(modules[key], child):
                 return f"submodule {self.name}.{key} was replaced"
         for table, entries in self.tensors:
             if len(table) != len(entries):
@@ -137,6 +134,29 @@ class ModuleGuard:
             return f"hooks of {self.name} changed"
         return None
 
+    def describe(self, snapshot: Snapshot) -> None:
+        """Say what `mismatch` looks at, as it is now, where nothing has changed."""
+        attributes = self.attributes
+        snapshot.has_size(attributes)
+        snapshot.has(attributes, "training", self.training)
+        for table, _ in self.tensors:
+            snapshot.has_items(table)
+            for tensor in table.values():
+                if tensor is not None:
+                    snapshot.has_kind(tensor)
+        for table in (attributes[key] for key in _HOOKS):
+            snapshot.has_keys(table)
+        for key in (*_HOOKS, "_modules"):
+            snapshot.has(attributes, key, attributes[key])
+        snapshot.has_size(attributes["_modules"])
+        for key in attributes["_modules"]:
+            snapshot.has_module(attributes["_modules"], key)
+        for key, _, contents in self.others:
+            value = unwatched(attributes[key])
+            snapshot.has(attributes, key, value)
+            if contents is not None:
+                snapshot.has_items(value)
+
     def _registered(self, names: set[str]) -> str:
         listed = ", ".join(f"{self.name}.{name}" for name in sorted(names))
         return f"{listed} was registered or dropped"
@@ -154,18 +174,8 @@ class OptimizerGuard:
         self.groups = [
             (list(group["params"]), _settings(group)) for group in optimizer.param_groups
         ]
-        self._unchanged = _groups_of(optimizer)
 
     def mismatch(self, optimizer: Optimizer) -> str | None:
-        known, unchanged = self._unchanged
-        if optimizer.param_groups is known and unchanged.holds():
-            return None
-        reason = self._changed(optimizer)
-        if reason is None:
-            self._unchanged = _groups_of(optimizer)
-        return reason
-
-    def _changed(self, optimizer: Optimizer) -> str | None:
         if type(optimizer) is not self.type:
             return f"{self.name} became a {type(optimizer).__name__}"
         if len(optimizer.param_groups) != len(self.groups):
@@ -182,11 +192,6 @@ class OptimizerGuard:
                 key = next(k for k in now.keys() | settings.keys() if now.get(k) != settings.get(k))
                 return f"{self.name}.param_groups[{index}][{key!r}] became {now.get(key)!r}"
         return None
-
-
-def _groups_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], Snapshot]:
-    groups = optimizer.param_groups
-    return groups, Snapshot([groups, *groups, *(unwatched(group["params"]) for group in groups)])
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Whether very many objects are still the same, in few steps of the interpreter.
 
-Guards are asked before every call of a step. What says in detail how something has changed takes
+Guards are asked before every call of a step. To say in detail how something has changed they take
 microseconds for each module and parameter; this takes tens of nanoseconds for each object.
 """
 
@@ -8,53 +8,115 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter, is_
+from operator import getitem, is_
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphopt import _compat
+from graphopt.tracing.guard_values import tensor_kind
 from graphopt.watching import unwatched
 
-_kind = attrgetter("shape", "dtype", "device", "requires_grad")
+Container = dict[Any, Any] | list[Any]
+Body = tuple[type, dict[str, Any]] | None
 
 
 class Snapshot:
-    """Which objects dictionaries and lists contain, and what is known of tensors.
+    """What was there, to be compared with what is there.
 
-    Args:
-        containers: dictionaries and lists, none of them watched. Kept alive with what is in them.
-        tensors: of these shape, stride, dtype, device, `requires_grad` and gradient hooks count.
+    Keeps alive the containers, and what `has` is told of. Nothing in it may be watched.
     """
 
-    def __init__(
-        self,
-        containers: Iterable[dict[Any, Any] | list[Any]],
-        tensors: Iterable[torch.Tensor] = (),
-    ) -> None:
-        self._tensors = list(tensors)
-        self._hooks = list(chain.from_iterable(map(_compat.hook_tables, self._tensors)))
-        known = [*containers, *(table for table in self._hooks if table is not None)]
-        self._dicts = [each for each in known if isinstance(each, dict)]
-        self._views = [dict.values(each) if isinstance(each, dict) else each for each in known]
-        self._sizes = list(map(len, known))
-        self._keys = list(chain.from_iterable(self._dicts))
-        self._values = [unwatched(value) for value in chain.from_iterable(self._views)]
-        self._kinds = list(map(_kind, self._tensors))
-        self._strides = list(map(torch.Tensor.stride, self._tensors))
+    def __init__(self) -> None:
+        self._containers: list[Container] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+        self._sized: list[Container] = []
+        self._sizes: list[int] = []
+        self._owners: list[tuple[dict[str, Any], str]] = []
+        self._modules: list[Body] = []
+        self._named: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._kinds: list[tuple[Any, ...]] = []
+        self._hooks: list[tuple[int, ...]] = []
+
+    def has(self, container: Container, key: Any, value: object) -> None:
+        """`value` is at `key`, or a container that is watched in its place."""
+        self._containers.append(container)
+        self._keys.append(key)
+        self._values.append(value)
+
+    def has_items(self, container: Container) -> None:
+        """The container has these items, and no others."""
+        pairs: Iterable[tuple[Any, Any]] = (
+            container.items() if isinstance(container, dict) else enumerate(container)
+        )
+        for key, value in pairs:
+            self.has(container, key, value)
+        self.has_size(container)
+
+    def has_size(self, container: Container) -> None:
+        """The container has so many items."""
+        self._sized.append(container)
+        self._sizes.append(len(container))
+
+    def has_keys(self, table: dict[Any, Any]) -> None:
+        """The table has these keys; what is there does not matter, and is not kept alive."""
+        self.has_size(table)
+        if table:
+            self._named.append((table, tuple(table)))
+
+    def has_module(self, table: dict[str, Any], key: str) -> None:
+        """This module, or None, is at `key`; the module is not kept alive."""
+        self._owners.append((table, key))
+        self._modules.append(body_of(table[key]))
+
+    def has_kind(self, tensor: torch.Tensor) -> None:
+        """The tensor is of this kind, and has these gradient hooks."""
+        self._tensors.append(tensor)
+        self._kinds.append(tensor_kind(tensor))
+        self._hooks.append(_compat.hooks_of(tensor))
 
     def holds(self) -> bool:
-        """Whether all is as it was: the same objects, under the same keys, in the same order."""
-        return (
-            list(map(len, self._views)) == self._sizes
-            and all(map(is_, chain.from_iterable(self._dicts), self._keys))
-            and (
-                all(map(is_, chain.from_iterable(self._views), self._values))
-                or all(map(is_, map(unwatched, chain.from_iterable(self._views)), self._values))
+        """Whether all that is so."""
+        try:
+            return (
+                list(map(len, self._sized)) == self._sizes
+                and self._same_values()
+                and all(tuple(table) == keys for table, keys in self._named)
+                and all(
+                    is_body(table[key], body)
+                    for (table, key), body in zip(self._owners, self._modules, strict=True)
+                )
+                and list(map(tensor_kind, self._tensors)) == self._kinds
+                and self._same_hooks()
             )
-            and list(map(_kind, self._tensors)) == self._kinds
-            and list(map(torch.Tensor.stride, self._tensors)) == self._strides
-            and all(
-                map(is_, chain.from_iterable(map(_compat.hook_tables, self._tensors)), self._hooks)
-            )
+        except (KeyError, IndexError):  # something is no longer where it was
+            return False
+
+    def _same_values(self) -> bool:
+        return all(map(is_, self._values_now(), self._values)) or all(
+            map(is_, map(unwatched, self._values_now()), self._values)
         )
+
+    def _values_now(self) -> Iterable[Any]:
+        return map(getitem, self._containers, self._keys)
+
+    def _same_hooks(self) -> bool:
+        if any(chain.from_iterable(map(_compat.hook_tables, self._tensors))):
+            return list(map(_compat.hooks_of, self._tensors)) == self._hooks
+        return not any(self._hooks)
+
+
+def body_of(module: nn.Module | None) -> Body:
+    """What a module is without its name: its class and its attributes, which are the same objects
+    as long as it is the same module. They do not keep the module alive."""
+    return None if module is None else (type(module), vars(module))
+
+
+def is_body(module: nn.Module | None, body: Body) -> bool:
+    """Whether a module has this class, and these very attributes."""
+    if module is None or body is None:
+        return module is None and body is None
+    return type(module) is body[0] and vars(module) is body[1]
