@@ -115,9 +115,7 @@ SCHEDULED = [
     "adamw-loop",
     "adamw-foreach",
     "adamw-fused",
-    "sgd-momentum-loop",
     "sgd-momentum-foreach",
-    "sgd-momentum-fused",
 ]
 
 

@@ -111,8 +111,6 @@ def run_built(rank: int, make: Callable[[], nn.Module], step: Any, data: str) ->
     ("make", "step", "data"),
     [
         (Strided, train_step, "convnet"),
-        (Strided, step_keeping_gradients, "convnet"),
-        (Mixed, train_step, "mlp"),
         (Mixed, step_keeping_gradients, "mlp"),
         (half, half_step, "mlp"),
     ],

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 aten = torch.ops.aten
 OPTIMIZERS = ("fused", "foreach", "loop")
 MODELS_TRIED = ("mlp", pytest.param("convnet", marks=pytest.mark.slow))
-EXAMPLES = settings(max_examples=12)
+EXAMPLES = settings(max_examples=8)
 
 
 @cache

@@ -51,7 +51,7 @@ def test_model(two_ranks: Pool, model: str) -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["adam-loop", "adamw-foreach", "adamw-amsgrad-fused", "sgd-nesterov-foreach", "nadam-foreach"],
+    ["adam-loop", "adamw-amsgrad-fused", "nadam-foreach"],
 )
 def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     flights = two_ranks.run(run_scenario, "mlp", optimizer, PIPELINES["small buckets"], True)
