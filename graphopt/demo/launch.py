@@ -186,15 +186,16 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 def _describe(result: RunProcsResult) -> str:
     failure = _root_cause(list(result.failures.values()))
     rank = failure.local_rank
+    printed = Path(result.stderrs[rank]).read_text(errors="replace").rstrip().splitlines()
+    last = [f"  {line}" for line in printed[-5:]]
     if failure.exitcode < 0:
-        return f"rank {rank} was killed by {failure.signal_name()} (process {failure.pid})"
+        killed = f"rank {rank} was killed by {failure.signal_name()} (process {failure.pid})"
+        return "\n".join([killed, *last])
     recorded = failure.error_file_data["message"]
     if isinstance(recorded, dict):
         trace = recorded["extraInfo"]["py_callstack"].rstrip().splitlines()
         return "\n".join([f"rank {rank} failed: {recorded['message']}", *_last_frames(trace)])
-    printed = Path(result.stderrs[rank]).read_text(errors="replace").rstrip().splitlines()
-    last = "\n".join(f"  {line}" for line in printed[-5:])
-    return f"rank {rank} ended with exit code {failure.exitcode}\n{last}"
+    return "\n".join([f"rank {rank} ended with exit code {failure.exitcode}", *last])
 
 
 def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:
