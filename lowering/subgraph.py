@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from graphopt import _compat
+from graphopt._compat.inductor import Compiled
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import tensors_in, written
 from graphopt.lowering.compiler import (
@@ -22,8 +23,6 @@ from graphopt.lowering.compiler import (
 from graphopt.lowering.memory import StaticMemory, Workspace
 
 logger = logging.getLogger("graphopt")
-
-Compiled: TypeAlias = Callable[[list[Any]], Sequence[torch.Tensor]]
 
 _MOST_KINDS = 8
 

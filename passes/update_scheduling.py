@@ -11,9 +11,8 @@ move before the last read of the values that it replaces, so that it still happe
 
 Other parameters keep one update at the end: among the matrix products it would only displace what
 these have in the processor's cache (`benchmarks/compute.py`: no gain up to 1 MiB, some loss at
-256 KiB). So do
-parameters on other devices than the CPU, where one launch for all is what counts, and all of a
-graph with collectives: what stands before a launch delays it.
+256 KiB). So do parameters on other devices than the CPU, where one launch for all is what counts,
+and all of a graph with collectives: what stands before a launch delays it.
 
 Needs optimizers that update each parameter on its own; with clipping by the norm of all gradients
 nothing moves before the norm is known. Bitwise: every element is computed as before.

@@ -152,45 +152,35 @@ def test_code_of_another_form_runs_as_it_is() -> None:
     check(run)
 
 
-def test_threads_that_call_one_region_at_the_same_time() -> None:
-    code = Code()
-    run = StaticMemory(code, Workspace())
-    check(run)
-    barrier, failures = Barrier(4), []
+def check_in_threads(runs: Sequence[Callable[[list[Any]], Sequence[Tensor]]]) -> None:
+    """Each is right in a thread of its own, all at the same time."""
+    barrier, failures = Barrier(len(runs)), []
 
-    def work() -> None:
+    def work(run: Callable[[list[Any]], Sequence[Tensor]]) -> None:
         barrier.wait()
         try:
             check(run, 200)
         except AssertionError as error:
             failures.append(error)
 
-    threads = [Thread(target=work) for _ in range(4)]
+    threads = [Thread(target=work, args=(run,)) for run in runs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_threads_that_call_one_region_at_the_same_time() -> None:
+    run = StaticMemory(Code(), Workspace())
+    check(run)
+    check_in_threads([run] * 4)
 
 
 def test_a_copy_has_memory_of_its_own() -> None:
     run = StaticMemory(Code(), Workspace())
     check(run)
-    copies = [copy.deepcopy(run), pickle.loads(pickle.dumps(run))]
-    failures = []
-
-    def work(each: StaticMemory) -> None:
-        try:
-            check(each, 200)
-        except AssertionError as error:
-            failures.append(error)
-
-    threads = [Thread(target=work, args=(each,)) for each in (run, *copies)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    check_in_threads([run, copy.deepcopy(run), pickle.loads(pickle.dumps(run))])
 
 
 def test_memory_that_is_not_to_be_had() -> None:
