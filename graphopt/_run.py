@@ -155,7 +155,7 @@ class BoundStep:
     def _as_tensor(self, index: int, value: Any) -> torch.Tensor:
         """A hyperparameter as a tensor: that of the last call, if nobody has written to it."""
         known, tensor = self._numbers.get(index, (None, None))
-        if tensor is None or known is not value or tensor.is_inference() or tensor._version:
+        if tensor is None or known is not value or _compat.may_be_written(tensor):
             tensor = as_tensor(value)
             self._numbers[index] = value, tensor
         return tensor

@@ -150,6 +150,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def may_be_written(tensor: torch.Tensor) -> bool:
+    """Whether somebody may have written to a tensor since it was made."""
+    return tensor.is_inference() or tensor._version > 0
+
+
 def is_profiling() -> bool:
     """Whether a profiler records this thread."""
     return bool(torch.autograd._profiler_enabled())
