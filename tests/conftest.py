@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 
 import pytest
@@ -18,6 +20,17 @@ from hypothesis import settings
 settings.register_profile("graphopt", deadline=None, derandomize=True)
 settings.load_profile("graphopt")
 pytest.register_assert_rewrite("twins", "refusal")
+
+# torch describes every tensor and symbol that it traces, with stacks, as soon as its structured log
+# has a handler, and pytest gives its own to each logger that does not propagate: a third of the
+# time of a capture.
+logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports made, a million objects, out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

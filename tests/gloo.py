@@ -25,6 +25,8 @@ import torch.distributed as dist
 COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 # How long the other ranks get to answer once one of them has failed.
 GRACE_SECONDS = 15.0
+# Imported once, by the process that ranks are forked from: it has one thread and no group.
+PRELOADED = ["torch._dynamo", "torch._inductor.compile_fx", "graphopt.hooks", "graphopt.lowering"]
 DUMP_SECONDS = 2.0
 # DistributedDataParallel, the reference, searches for unused parameters also where a model has
 # none, and is told not to broadcast buffers by the name that all supported versions know.
@@ -78,7 +80,8 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             args = (rank, self.world_size, self._folder.name, theirs)
@@ -129,6 +132,8 @@ def _stack_file(folder: str, rank: int) -> Path:
 def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> None:
     """What a rank does: run the functions that arrive until the other end is closed."""
     torch.set_num_threads(1)
+    # What imports made, a million objects, stays out of every garbage collection.
+    gc.freeze()
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
