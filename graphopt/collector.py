@@ -17,3 +17,17 @@ def collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def frozen_objects_seen() -> Iterator[None]:
+    """While active, `gc.get_referrers` finds what `gc.freeze` has set aside as well. Where there
+    was anything set aside, everything is afterwards."""
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()

@@ -5,6 +5,7 @@ Each step marks the line that its error has to name with `# HERE`.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -195,8 +196,10 @@ def test_state_outside_the_arguments(step: Callable[..., Any], word: str) -> Non
 
 
 def test_tensor_kept_by_the_step_is_refused() -> None:
-    """A list that the step appends to would grow at capture only."""
+    """A list that the step appends to would grow at capture only; also one that was there when
+    conftest.py called `gc.freeze`."""
     history.clear()
+    assert gc.get_freeze_count()
     assert "outside the model" in str(refused(appends_to_a_global, fresh()))
     history.clear()
 

@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
+from graphopt.collector import frozen_objects_seen
 from graphopt.errors import CaptureError
 from graphopt.tracing import fused, numbers
 from graphopt.tracing.source import SourceLine, current_user_line
@@ -73,7 +74,15 @@ class Made:
             return None
         gc.collect()
         tensors = self._alive(known)
-        if not tensors or not _holders(tensors):
+        if not tensors:
+            return None
+        with frozen_objects_seen():
+            return self._first_held(tensors)
+
+    def _first_held(
+        self, tensors: list[torch.Tensor]
+    ) -> tuple[list[int], SourceLine | None] | None:
+        if not _holders(tensors):
             return None
         for reference, line in self._references:
             one = [tensor for tensor in tensors if tensor is reference()]
