@@ -48,6 +48,9 @@ _NO_COPIES = (
 )
 """Operators that read parameters and that no rewrite takes for a copy."""
 
+_COPIES_OF_THE_SAME_SHAPE = ("aten::add", "aten::div", "aten::mul", "aten::sub")
+"""Operators that are taken for a copy where their other operand is all zeros or all ones, but not
+where that gives the result another shape."""
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
@@ -161,13 +164,23 @@ def _reason_to_keep_fused(
         if storages.old_read_after(state, storages.position[node]):
             return "a parameter or state is read afterwards, and not as its result"
         for reader in readers_through_views(state):
-            own = reader is node or reader is copy
-            if not own and not may_alias(reader) and not is_operator(reader.target, *_NO_COPIES):
+            if reader not in (node, copy) and _may_be_copy(reader, state, storages):
                 return f"{reader.target} reads a parameter or state"
         results = copy.args[1].users  # type: ignore[union-attr]
         if any(user is not copy and user.op != "output" for user in (*results, *copy.users)):
             return "what it updates is read again"
     return None
+
+
+def _may_be_copy(reader: fx.Node, state: fx.Node, storages: Storages) -> bool:
+    if is_operator(reader.target, *_COPIES_OF_THE_SAME_SHAPE):
+        shape, key = reader.meta["val"].shape, storages.key(state)
+        return any(
+            source.meta["val"].shape == shape
+            for source in reader.all_input_nodes
+            if storages.key(source) == key
+        )
+    return not may_alias(reader) and not is_operator(reader.target, *_NO_COPIES)
 
 
 def free_nodes(

@@ -278,6 +278,38 @@ def test_import_is_light() -> None:
     assert [name for name in sorted(added) if name.startswith(heavy)] == []
 
 
+GROUP = """
+from pathlib import Path
+import torch, torch.distributed as dist
+
+def threads():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+started = threads()
+import graphopt
+model = torch.nn.Linear(2, 2)
+step = graphopt.compile(lambda model, x: model(x).sum().backward())
+step(model, torch.ones(1, 2))
+del step
+dist.destroy_process_group()
+print(started, threads())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_a_destroyed_group_ends() -> None:
+    """Also one that was made before torch.compile's tracer was imported. Its threads would run
+    while Python ends."""
+    command = [sys.executable, "-c", GROUP]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    before, after = map(int, result.stdout.split())
+    assert before > 0 and after == 0
+
+
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_names(module: str) -> None:
     exporting = importlib.import_module(module)

@@ -167,6 +167,52 @@ def test_what_the_step_reads_is_right(step: Step, pipeline: str) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu() * self.scale)
+
+
+def scales(model: Scaled, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    scaled = torch.ones(4, 16, dtype=x.dtype) * model.scale
+    optimizer.step()
+    optimizer.zero_grad()
+    return scaled.detach().sin() + loss.detach()
+
+
+def scales_itself(model: Scaled, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """By ones of its own shape: Inductor takes the scale for the product."""
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    scaled = torch.ones(16, dtype=x.dtype) * model.scale
+    optimizer.step()
+    optimizer.zero_grad()
+    return scaled.detach().sin() + loss.detach()
+
+
+@pytest.mark.parametrize("step", [train_step, scales, scales_itself])
+def test_products_with_parameters(step: Step) -> None:
+    results = []
+    for run in (step, graphopt.compile(step, pipeline="none", lower=LOWER)):
+        torch.manual_seed(0)
+        model = Scaled().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        outputs = []
+        for index in range(4):
+            x, y = MODELS["mlp"].batch(index)
+            outputs.append(run(model, optimizer, x.double(), y))
+        results.append([outputs, model.state_dict()])
+    inside = [len(fused_updates(region.graph_module.graph)) for region in run.lowered]
+    assert any(inside) == (step is not scales_itself)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+
+
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -344,6 +344,27 @@ def register_fused_meta_kernels() -> None:
 # ---------------------------------------------------------------------------- distributed
 
 
+def _forget_default_group() -> None:
+    """Import `torch.distributed.nn`, whose functions take as a default argument the default group
+    that there is at that moment, so that they take None.
+
+    torch.compile's tracer imports them too, and where a script has made its group before, they
+    would keep it when it is destroyed: its threads would still run while Python ends, and every now
+    and then they abort the process then (seen in torch 2.13). None stands for the default group.
+    """
+    import torch.distributed.nn.functional as functions
+
+    for function in vars(functions).values():
+        if defaults := getattr(function, "__defaults__", None):
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in defaults
+            )
+
+
+if dist.is_available():
+    _forget_default_group()
+
+
 def default_store() -> dist.Store:
     """The store that all ranks of the default process group share."""
     from torch.distributed.distributed_c10d import _get_default_store
