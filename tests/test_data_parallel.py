@@ -75,9 +75,9 @@ def run_model(rank: int, model: str) -> dict[str, int]:
     }
 
 
-# All models: benchmarks/exactness.py.
+# All models: benchmarks/exactness.py. A GPT: test_pipelines_ranks.py.
 @pytest.mark.parametrize(
-    "model", ["gpt", "convnet", "reused", "partial", "checkpointed", "shared-storage"]
+    "model", ["convnet", "reused", "partial", "checkpointed", "shared-storage"]
 )
 def test_model(two_ranks: Pool, model: str) -> None:
     for counts in two_ranks.run(run_model, model):

@@ -127,10 +127,8 @@ def test_a_killed_rank_is_named_and_takes_the_others_with_it() -> None:
         assert not ranks_of(process.pid)
 
 
-@pytest.mark.parametrize("link", [[], ["--link", "200mbit"]], ids=["loopback", "link"])
-def test_termination_is_passed_on(link: list[str]) -> None:
-    if link:
-        skip_without_link()
+def test_termination_is_passed_on() -> None:
+    link = [] if reason_without_link() else ["--link", "200mbit"]
     with training_demo(*link) as process:
         children = children_of(process.pid)
         assert len(children) == (2 + 3 if link else 2)  # ranks, and who holds a namespace
