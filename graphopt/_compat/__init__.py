@@ -248,7 +248,7 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
 
     mode = get_proxy_mode()
     assert mode is not None
-    environment = next(a for a in args if isinstance(a, torch.SymFloat)).node.shape_env
+    environment: Any = next(a for a in args if isinstance(a, torch.SymFloat)).node.shape_env
     with environment.ignore_fresh_unbacked_symbols():
         result: torch.SymFloat = environment.create_unbacked_symfloat()
     slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, torch.SymFloat) else a for a in args]
@@ -419,9 +419,11 @@ def has_symbolic_shape(tensor: torch.Tensor) -> bool:
 
 def known_number(value: torch.SymInt | torch.SymFloat) -> int | float | None:
     """The value of a symbolic number that is a constant, else None."""
-    if isinstance(value, torch.SymInt):
-        return value.node.maybe_as_int()  # type: ignore[no-any-return]
-    return value.node.maybe_as_float()  # type: ignore[no-any-return]
+    node: Any = value.node
+    known: int | float | None = (
+        node.maybe_as_int() if isinstance(value, torch.SymInt) else node.maybe_as_float()
+    )
+    return known
 
 
 def new_unknown(mode: Any, integer: bool) -> torch.SymInt | torch.SymFloat:

@@ -193,7 +193,7 @@ class CompiledStage:
             self._receive_buffers()
         inputs = [value.contiguous() for value in inputs]
         if has_backward and len(self.constant) < len(self._microbatch.sent):
-            results: tuple[Any, ...] = _Run.apply(self, self._anchor, *inputs)  # type: ignore[no-untyped-call]
+            results: tuple[Any, ...] = _Run.apply(self, self._anchor, *inputs)
             return results
         results, _, _ = self._run(self._graph("evaluation"), inputs, (), [])
         return self._sent(results, ())

@@ -86,7 +86,7 @@ class ScheduledFloat(TracedFloat):
     def __init__(
         self, symbolic: torch.SymFloat, tensor: torch.Tensor, value: float, asked: Comparisons
     ) -> None:
-        super().__init__(symbolic.node)  # type: ignore[no-untyped-call]
+        super().__init__(symbolic.node)
         self.tensor = tensor
         self.value = value
         self.asked = asked
@@ -150,7 +150,7 @@ class ReadInt(torch.SymInt):
 def as_read(value: Any) -> Any:
     """The result of `Tensor.item()` with misuse as text refused."""
     if type(value) is torch.SymFloat:
-        return ReadFloat(value.node)  # type: ignore[no-untyped-call]
+        return ReadFloat(value.node)
     if type(value) is torch.SymInt:
-        return ReadInt(value.node)  # type: ignore[no-untyped-call]
+        return ReadInt(value.node)
     return value
