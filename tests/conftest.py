@@ -22,7 +22,7 @@ settings.load_profile("graphopt")
 pytest.register_assert_rewrite("twins", "refusal")
 
 # torch describes every tensor and symbol that it traces, with stacks, as soon as its structured log
-# has a handler, and pytest gives its own to each logger that does not propagate: a third of the
+# has a handler, and pytest gives its own to each logger that does not propagate: a fifth of the
 # time of a capture.
 logging.getLogger("torch.__trace").propagate = True
 

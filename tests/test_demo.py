@@ -104,7 +104,7 @@ def training_demo(*options: str, **environment: str) -> Iterator[subprocess.Pope
 
 
 def test_both_variants_end_with_the_same_bits() -> None:
-    link = [] if reason_without_link() else ["--link", "200mbit"]
+    link = link_if_possible()
     done = run("--ranks", "2", "--steps", "4", *link)
     assert done.returncode == 0, done.stderr
     assert re.search(r"largest difference\W+0\W*\n", done.stdout)
@@ -128,7 +128,7 @@ def test_a_killed_rank_is_named_and_takes_the_others_with_it() -> None:
 
 
 def test_termination_is_passed_on() -> None:
-    link = [] if reason_without_link() else ["--link", "200mbit"]
+    link = link_if_possible()
     with training_demo(*link) as process:
         children = children_of(process.pid)
         assert len(children) == (2 + 3 if link else 2)  # ranks, and who holds a namespace
@@ -295,6 +295,10 @@ def reason_without_link() -> str:
             return ""
     except DemoError as error:
         return str(error)
+
+
+def link_if_possible() -> list[str]:
+    return [] if reason_without_link() else ["--link", "200mbit"]
 
 
 def skip_without_link() -> None:

@@ -264,12 +264,16 @@ def test_private_names_are_recognised() -> None:
     assert any(is_private(name) for name in torch_names(PRIVATE_TORCH_IS_IN))
 
 
-def modules_after(statement: str) -> set[str]:
-    program = f"{statement}\nimport sys\nprint(*sys.modules)"
+def printed_by(program: str) -> list[str]:
+    """The words that a program prints in a process of its own."""
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    return set(result.stdout.split())
+    return result.stdout.split()
+
+
+def modules_after(statement: str) -> set[str]:
+    return set(printed_by(f"{statement}\nimport sys\nprint(*sys.modules)"))
 
 
 def test_import_is_light() -> None:
@@ -303,10 +307,7 @@ print(started, threads())
 def test_a_destroyed_group_ends() -> None:
     """Also one that was made before torch.compile's tracer was imported. Its threads would run
     while Python ends."""
-    command = [sys.executable, "-c", GROUP]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    before, after = map(int, result.stdout.split())
+    before, after = map(int, printed_by(GROUP))
     assert before > 0 and after == 0
 
 

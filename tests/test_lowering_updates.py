@@ -149,6 +149,12 @@ def runs_again(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> 
     return model(x).detach()
 
 
+def returned(run: Step, model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """What four steps return."""
+    batches = [MODELS["mlp"].batch(index) for index in range(4)]
+    return [run(model, optimizer, x.double(), y) for x, y in batches]
+
+
 @pytest.mark.parametrize(
     "step", [returns_new_weights, reads_old_weights, keeps_gradients, runs_again]
 )
@@ -159,10 +165,7 @@ def test_what_the_step_reads_is_right(step: Step, pipeline: str) -> None:
         torch.manual_seed(0)
         model = MODELS["mlp"].make().double()
         optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
-        outputs = []
-        for index in range(4):
-            x, y = MODELS["mlp"].batch(index)
-            outputs.append(run(model, optimizer, x.double(), y))
+        outputs = returned(run, model, optimizer)
         results.append([outputs, model.state_dict(), [p.grad for p in model.parameters()]])
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
 
@@ -177,39 +180,35 @@ class Scaled(nn.Module):
         return self.second(self.first(x).relu() * self.scale)
 
 
-def scales(model: Scaled, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    scaled = torch.ones(4, 16, dtype=x.dtype) * model.scale
-    optimizer.step()
-    optimizer.zero_grad()
-    return scaled.detach().sin() + loss.detach()
+def scales_ones(*shape: int) -> Step:
+    """A step that reads the scale before its update, by a product that is used afterwards."""
+
+    def step(model: Scaled, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        scaled = torch.ones(shape, dtype=x.dtype) * model.scale
+        optimizer.step()
+        optimizer.zero_grad()
+        return scaled.detach().sin() + loss.detach()
+
+    return step
 
 
-def scales_itself(model: Scaled, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """By ones of its own shape: Inductor takes the scale for the product."""
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    scaled = torch.ones(16, dtype=x.dtype) * model.scale
-    optimizer.step()
-    optimizer.zero_grad()
-    return scaled.detach().sin() + loss.detach()
-
-
-@pytest.mark.parametrize("step", [train_step, scales, scales_itself])
-def test_products_with_parameters(step: Step) -> None:
+# Of a product with ones of the scale's own shape Inductor takes the scale for the product.
+@pytest.mark.parametrize(
+    ("step", "inside"),
+    [(train_step, True), (scales_ones(4, 16), True), (scales_ones(16), False)],
+    ids=["train_step", "another shape", "its own shape"],
+)
+def test_products_with_parameters(step: Step, inside: bool) -> None:
     results = []
     for run in (step, graphopt.compile(step, pipeline="none", lower=LOWER)):
         torch.manual_seed(0)
         model = Scaled().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        outputs = []
-        for index in range(4):
-            x, y = MODELS["mlp"].batch(index)
-            outputs.append(run(model, optimizer, x.double(), y))
-        results.append([outputs, model.state_dict()])
-    inside = [len(fused_updates(region.graph_module.graph)) for region in run.lowered]
-    assert any(inside) == (step is not scales_itself)
+        results.append([returned(run, model, optimizer), model.state_dict()])
+    updates = [len(fused_updates(region.graph_module.graph)) for region in run.lowered]
+    assert any(updates) == inside
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
 
 
