@@ -7,16 +7,19 @@ LOCATION := $(VENV)/location
 DEMO_READY := $(VENV)/installed-demo
 TEST_READY := $(VENV)/installed-test
 SOURCES := graphopt passes lowering
+# What random cases of `make test-all` are made from.
+SEED ?= 0
 # Tests of one file share the ranks that they start, so a file is run by one process.
 PARALLEL := -n 2 --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint clean
+.PHONY: help demo test test-all check lint clean
 
 help:
 	@echo 'make demo    train a small GPT on two local ranks, eager DDP and graphopt side by side'
 	@echo '             (options: make demo ARGS="--ranks 2 --steps 60")'
-	@echo 'make test    lint, then every test'
+	@echo 'make test    lint, then the tests'
+	@echo 'make test-all SEED=7    lint, then the tests with their large matrices, random cases from SEED'
 	@echo 'make check   lint, then the quick tests'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make clean   remove what the others made'
@@ -25,10 +28,13 @@ demo: $(DEMO_READY)
 	$(RUN) -m graphopt demo $(ARGS)
 
 test: lint
-	$(RUN) -m pytest $(PARALLEL)
+	$(RUN) -m pytest $(PARALLEL) -m "not full"
+
+test-all: lint
+	$(RUN) -m pytest $(PARALLEL) --seed $(SEED)
 
 check: lint
-	$(RUN) -m pytest $(PARALLEL) -m "not slow and not hf"
+	$(RUN) -m pytest $(PARALLEL) -m "not slow and not hf and not full"
 
 lint: $(TEST_READY)
 	$(RUN) -m ruff check .

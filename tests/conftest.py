@@ -27,6 +27,17 @@ pytest.register_assert_rewrite("twins", "refusal")
 logging.getLogger("torch.__trace").propagate = True
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--seed`: what tests marked `full` make their random cases from."""
+    parser.addoption("--seed", type=int, default=0, help="what random cases are made from")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The number given as `--seed`."""
+    return int(request.config.getoption("--seed"))
+
+
 def pytest_collection_finish() -> None:
     """Leave what imports made, a million objects, out of every later garbage collection."""
     gc.collect()
