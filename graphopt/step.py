@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
-    from graphopt.manager import Pass, PassManager, PassRecord
+    from graphopt.manager import PassManager, PassRecord
+    from graphopt.manager.running import PipelineEntry
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
 
@@ -266,7 +267,16 @@ class TrainStep:
                 )
 
 
-def default_pipeline() -> list[Pass]:
+MIN_BUCKETS = 16
+"""Of gradients in the default pipeline: what is still to be sent when the backward ends is a
+sixteenth of all, and a gradient of a gigabyte still goes in buckets of 25 MB."""
+
+
+FORWARD_SHARE = 0.33
+"""Of the compute of a step: a product of matrices takes two in the backward."""
+
+
+def default_pipeline() -> list[PipelineEntry]:
     """What `pipeline="default"` applies to a captured step.
 
     The last stage, which makes updates and reductions happen in place, is not a pass: see
@@ -276,9 +286,9 @@ def default_pipeline() -> list[Pass]:
 
     return [
         passes.remove_copy_from_optimizer,
-        passes.comm_fusion_with_concat,
+        (passes.comm_fusion_with_concat, {"min_buckets": MIN_BUCKETS}),
         passes.schedule_comm_wait,
-        passes.iter_move_grads_and_optimizers,
+        (passes.iter_move_grads_and_optimizers, {"held_back": FORWARD_SHARE}),
         passes.schedule_updates,
     ]
 

@@ -19,6 +19,11 @@ As in DistributedDataParallel, the first bucket of each such kind closes at 1 MB
 communication starts early, and later ones at `bucket_size_mb`. A bucket is launched where its last
 member was. Nodes that stood before the fused wait and need a member move after it, in order.
 
+What is sent while the backward computes costs no time; what is left when it ends does, and a
+large last bucket is most of a small model. With `min_buckets` buckets close earlier, so that there
+are about that many, but none below 256 KB, where the time of a collective no longer depends on its
+size. In the default pipeline it is 16 (measured by `benchmarks/overlap.py`).
+
 Left as they are: a bucket of one; a late node; a tensor that is empty, not contiguous or of a
 dynamic size; a result read through `as_strided`, whose offset counts from the beginning of the
 bucket. A collective that needs a member closes the bucket before it, so no dependent pair is ever
@@ -62,20 +67,26 @@ aten = torch.ops.aten
 
 MEGABYTE = 2**20
 FIRST_BUCKET_BYTES = MEGABYTE
+SMALLEST_BUCKET_BYTES = MEGABYTE // 4
 ALIGNMENT_BYTES = 64
 
 
 @graph_optimization_pass()
-def comm_fusion_with_concat(gm: fx.GraphModule, bucket_size_mb: float = 25) -> int:
+def comm_fusion_with_concat(
+    gm: fx.GraphModule, bucket_size_mb: float = 25, min_buckets: int = 1
+) -> int:
     """Fuse all-reduces into buckets (three ranks or more: sums in another order).
 
     Args:
         bucket_size_mb: of gradients after which a bucket closes; the first one closes at 1 MB.
+        min_buckets: buckets close early enough that there are about so many, but not below
+            256 KB; large gradients and collectives in between make them fewer or more.
 
     Returns:
         How many all-reduces changed.
     """
-    limits = _limits(bucket_size_mb)
+    size = min(_bytes_of(bucket_size_mb), _share(gm, min_buckets))
+    limits = min(FIRST_BUCKET_BYTES, size), size
     changed = 0
     while changed_now := _fuse_all(gm, limits):  # each bucket may let more launches move up
         changed += changed_now
@@ -101,16 +112,27 @@ def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
     return len(changed)
 
 
-def _limits(bucket_size_mb: float) -> tuple[int, int]:
-    """Bytes at which the first bucket and later ones close."""
+def _share(gm: fx.GraphModule, min_buckets: int) -> int:
+    """Bytes at which a bucket closes so that there are `min_buckets`."""
+    if not isinstance(min_buckets, int) or isinstance(min_buckets, bool) or min_buckets < 1:
+        raise PassArgumentError(
+            f"min_buckets={min_buckets!r}: give how many buckets there are to be, a whole number"
+            " from 1 (which leaves it to bucket_size_mb)"
+        )
+    if min_buckets == 1:
+        return sys.maxsize
+    total = sum(block.nbytes for block in fusable_blocks(gm).values())
+    return max(SMALLEST_BUCKET_BYTES, math.ceil(total / min_buckets))
+
+
+def _bytes_of(bucket_size_mb: float) -> int:
     is_number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
     if not is_number or not bucket_size_mb > 0:
         raise PassArgumentError(
             f"bucket_size_mb={bucket_size_mb!r}: give the size of a bucket in megabytes, a number"
             " above 0 (DistributedDataParallel's is 25)"
         )
-    size = sys.maxsize if math.isinf(bucket_size_mb) else math.ceil(bucket_size_mb * MEGABYTE)
-    return min(FIRST_BUCKET_BYTES, size), size
+    return sys.maxsize if math.isinf(bucket_size_mb) else math.ceil(bucket_size_mb * MEGABYTE)
 
 
 def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:

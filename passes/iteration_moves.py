@@ -19,6 +19,11 @@ returns none of them, and clears `.grad` before it ends.
 Where to. A bucket goes before the first read of its parameters, or of those of a bucket launched
 after it, whichever comes first: work that is ready must not stand behind a wait that is not.
 
+In which order. With `held_back`, a share of the buckets is sent only after the backward, those that
+the next forward reads first before the others (`graphopt.schedule.launch_order` says why and how
+much): so the first layers do not stand behind all others on a slow link. The default pipeline holds
+back a third. Buckets that share an update, as with clipping, all stay where they are.
+
 Needs optimizers that update each parameter on its own; the lists of fused and foreach optimizers
 are split (`graphopt.optim.split_updates`). Bitwise: every element is computed as before.
 
@@ -45,8 +50,9 @@ from graphopt.graph_utils import (
 )
 from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.iter_graph.rules import LIVE_STATE
-from graphopt.manager import graph_optimization_pass
+from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.optim import split_updates
+from graphopt.schedule import Send, apply_launch_order, hold_back
 
 REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
 
@@ -58,6 +64,7 @@ def iter_move_grads_and_optimizers(
     gm: IterGraphModule,
     target_comm_node: str | None = None,
     target_dest_node: str | None = None,
+    held_back: float = 0.0,
 ) -> int:
     """Wait for gradients and update their parameters one iteration late.
 
@@ -65,13 +72,17 @@ def iter_move_grads_and_optimizers(
         target_comm_node: name of one collective to move, with all that follows from it; None: the
             waits and updates of every bucket whose move helps.
         target_dest_node: name of the node to move before; None: the first read of the parameters.
+        held_back: share of the bytes of gradients, from 0 to below 1, that is sent only after the
+            backward, while the next forward computes; only of buckets that move.
 
     Returns:
         How many buckets moved.
 
     Raises:
         IterationError: no such node, or it cannot move.
+        PassArgumentError: `held_back` is not such a number.
     """
+    _check_share(held_back)
     if not isinstance(gm, IterGraphModule):
         raise IterationError(
             "only an IterGraphModule has a next iteration: wrap the graph in"
@@ -86,9 +97,38 @@ def iter_move_grads_and_optimizers(
     end = get_output(gm.graph)
     for nodes in moved:
         move_before(nodes, end)
+    if destination is None:
+        moved = _held_back(gm.graph, blocks, moved, held_back)
     for nodes, before in zip(moved, _destinations(gm.graph, moved), strict=True):
         gm.graph.move_to_next_iter_before(nodes, destination or before)
     return len(blocks)
+
+
+def _check_share(held_back: float) -> None:
+    is_number = isinstance(held_back, (int, float)) and not isinstance(held_back, bool)
+    if not is_number or not 0 <= held_back < 1:
+        raise PassArgumentError(
+            f"held_back={held_back!r}: give the share of gradients to send after the backward, a"
+            " number from 0 to below 1 (a third where the backward takes twice the forward)"
+        )
+
+
+def _held_back(
+    graph: fx.Graph, blocks: Sequence[CommBlock], moved: list[list[fx.Node]], share: float
+) -> list[list[fx.Node]]:
+    """Send a share of the buckets after the backward; returns `moved` in the new launch order.
+
+    Where buckets share an update, as with clipping, it waits for all, and none is held back.
+    """
+    if len(moved) != len(blocks):
+        return moved
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    update = {block.comm_node: nodes for block, nodes in zip(blocks, moved, strict=True)}
+    due = [position[read] for read in _first_reads(graph, moved)]
+    sends = [Send(b.comm_node, b.nbytes, d) for b, d in zip(blocks, due, strict=True)]
+    order = hold_back(sends, share)
+    apply_launch_order(order)
+    return [update[send.launch] for send in order.sends]
 
 
 def _move_collective(gm: IterGraphModule, launch: fx.Node, destination: fx.Node | None) -> int:
@@ -166,15 +206,24 @@ def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> li
 
 def _destinations(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
     """Per set of nodes, the first read of what it or a later set updates."""
-    late = {node for nodes in moved for node in nodes}
     position = {node: index for index, node in enumerate(graph.nodes)}
     earliest = get_output(graph)
     found: list[fx.Node] = []
-    for nodes in reversed(moved):
+    for read in reversed(_first_reads(graph, moved)):
+        earliest = min(read, earliest, key=position.__getitem__)
+        found.insert(0, earliest)
+    return found
+
+
+def _first_reads(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
+    """Per set of nodes, the first read of what it updates, or the end of the graph."""
+    late = {node for nodes in moved for node in nodes}
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    found = []
+    for nodes in moved:
         states = dict.fromkeys(state for node in nodes for state in written(node))
         readers = [r for state in states for r in readers_through_views(state) if r not in late]
-        earliest = min([*readers, earliest], key=position.__getitem__)
-        found.insert(0, earliest)
+        found.append(min([*readers, get_output(graph)], key=position.__getitem__))
     return found
 
 

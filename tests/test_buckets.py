@@ -44,6 +44,25 @@ def test_bucket_sizes(kilobytes: list[int], bucket_size_mb: float, expected: lis
     assert bucket_sizes(gm) == expected
 
 
+@pytest.mark.parametrize(
+    ("kilobytes", "min_buckets", "expected"),
+    [
+        ([512] * 8, 1, [2, 6]),
+        ([512] * 8, 4, [2, 2, 2, 2]),
+        ([512] * 8, 8, [1] * 8),
+        # The first still closes at 1 MB, and none below 256 KB.
+        ([1024] * 8, 2, [1, 4, 3]),
+        ([64] * 12, 100, [4, 4, 4]),
+        # The smaller of both limits counts: 25 MB here.
+        ([30 * 1024] * 4, 2, [1, 1, 1, 1]),
+    ],
+)
+def test_number_of_buckets(kilobytes: list[int], min_buckets: int, expected: list[int]) -> None:
+    gm = gradients(*((k * KB // 4,) for k in kilobytes))
+    comm_fusion_with_concat(gm, min_buckets=min_buckets)
+    assert bucket_sizes(gm) == expected
+
+
 def test_bytes_of_each_dtype() -> None:
     """Two bytes for each element of bfloat16, eight of float64."""
     for dtype, expected in ((torch.bfloat16, [4, 4]), (torch.float64, [1, 1, 1, 1, 1, 1, 1, 1])):

@@ -326,6 +326,16 @@ def test_bad_bucket_size(size: Any) -> None:
     assert str(gm.graph) == before
 
 
+@pytest.mark.parametrize("count", [0, -1, 2.0, True, "16", None])
+def test_bad_number_of_buckets(count: Any) -> None:
+    gm = gradients((4,), (4,))
+    before = str(gm.graph)
+    with pytest.raises(graphopt.GraphOptError, match="min_buckets") as caught:
+        comm_fusion_with_concat(gm, min_buckets=count)
+    assert isinstance(caught.value, (ValueError, TypeError))
+    assert str(gm.graph) == before
+
+
 def test_collective_without_wait() -> None:
     s = Sketch()
     x = s.input("x", 4)

@@ -1,0 +1,79 @@
+"""What `overlap.py` trains: each model makes communication hard to hide in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from step_models import MODELS, batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+MAX_NORM = 1.0
+ROWS = {"stack": 1024, "embedding": 16}
+ALPHABET = 20_000
+LENGTH = 32
+
+
+class Block(nn.Module):
+    """Two layers around a GELU, added to what comes in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` of shape (…, width)."""
+        return x + self.layers(x)
+
+
+class TiedEmbedding(nn.Module):
+    """A language model that is mostly one matrix, read first and complete last."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ALPHABET, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(4)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of shape (batch, length, alphabet)."""
+        return F.linear(self.blocks(self.embedding(tokens)), self.embedding.weight)
+
+
+def stack(width: int = 256, blocks: int = 8) -> nn.Module:
+    """Equal blocks, 17 MB of gradients."""
+    return nn.Sequential(*(Block(width) for _ in range(blocks)))
+
+
+OVERLAP_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "stack": stack,
+    "gpt": MODELS["gpt"],
+    "convnet": MODELS["convnet"],
+    "embedding": TiedEmbedding,
+}
+
+
+def overlap_batch(model: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random inputs and classes for one step."""
+    if model == "stack":
+        shape = (ROWS[model], 256)
+        classes = torch.randint(256, shape[:1], generator=generator)
+        return torch.randn(shape, generator=generator), classes
+    if model == "embedding":
+        shape = (ROWS[model], LENGTH + 1)
+        tokens = torch.randint(ALPHABET, shape, generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return batch(model, generator)
+
+
+def clipped_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
+    """A step as language models are trained: no update before all gradients are known."""
+    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
