@@ -38,6 +38,7 @@ import graphopt
 from graphopt.demo import DemoError
 from graphopt.demo.launch import Event, Reporter, run_ranks
 from graphopt.demo.link import SlowLink
+from graphopt.demo.replica import RandomState
 from graphopt.step import MIN_BUCKETS, default_pipeline
 
 COMPUTE, COMMUNICATION, BOUND = "compute alone", "communication alone", "bound"
@@ -78,13 +79,16 @@ class Training:
         self.step: Callable[..., Tensor] = clipped_step if task["clip"] else train_step
         if pipeline is not None:
             self.step = graphopt.compile(self.step, pipeline=pipeline)
+        self._random = RandomState(1, device())
 
     def run(self, batches: Batches) -> None:
-        """One step for each batch."""
+        """One step for each batch, with random numbers of its own."""
+        self._random.restore()
         for inputs, targets in batches:
             self.step(self.trained, self.optimizer, inputs, targets)
         if isinstance(self.step, graphopt.TrainStep):
             self.step.flush()
+        self._random.save()
 
 
 class Communication:

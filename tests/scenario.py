@@ -22,7 +22,7 @@ PIPELINES = {
     "moves": "remove_copy_from_optimizer -> iter_move_grads_and_optimizers",
     "small buckets": (
         "remove_copy_from_optimizer -> comm_fusion_with_concat(bucket_size_mb=0.002)"
-        " -> schedule_comm_wait -> iter_move_grads_and_optimizers"
+        " -> schedule_comm_wait -> iter_move_grads_and_optimizers(held_back=0.33)"
     ),
 }
 

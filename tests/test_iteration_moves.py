@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 import graphopt
-from graphopt.graph_utils import is_collective, is_wait
+from graphopt.graph_utils import find_all_descendants, is_collective, is_wait
 from graphopt.iter_graph import IterGraphModule
 from graphopt.passes import iter_move_grads_and_optimizers
 from graphopt.testing import check_pass
@@ -166,6 +166,65 @@ def test_same_bits(optimizer: str) -> None:
     check_pass(gm, args, iter_move_grads_and_optimizers)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "sgd-momentum-loop"])
+def test_same_bits_with_gradients_held_back(optimizer: str) -> None:
+    gm, args = _captured(optimizer, train_step)
+    graphopt.PassManager(FUSED).run(gm)
+    check_pass(gm, args, iter_move_grads_and_optimizers, held_back=0.5)
+
+
+def test_held_back_launches_stand_behind_the_others() -> None:
+    """Gradients are made from the last layer to the first; those held back go out the other way."""
+    orders = []
+    for share in (0.0, 0.5):
+        gm = _layers()
+        pipeline = f"{FUSED} -> schedule_comm_wait -> iter_move_grads_and_optimizers"
+        graphopt.PassManager(f"{pipeline}(held_back={share})").run(gm)
+        orders.append(_layers_in_launch_order(gm))
+    assert orders == [[5, 4, 3, 2, 1, 0], [4, 2, 0, 1, 3, 5]]
+    # What is held back is waited for where it is read; the rest before all that comes after it.
+    places = {_layer_of(node): place for node, place in gm.graph.late.items() if _is_update(node)}
+    assert len({places[layer] for layer in (4, 2, 0)}) == 1
+    assert len(set(places.values())) == 4
+
+
+def _layers() -> IterGraphModule:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    optimizer = OPTIMIZERS["sgd-momentum-loop"](model.parameters())
+    args = (model, optimizer, torch.randn(4, 8), torch.tensor([3, 5, 1, 0]))
+    train_step(*args)
+    found = graphopt.capture(train_step, *args, parallel=graphopt.DataParallel())
+    return IterGraphModule(found.graph_module)
+
+
+def _layers_in_launch_order(gm: IterGraphModule) -> list[int]:
+    """Which layer's gradient each launch sends, by the parameter that its update writes."""
+    found = []
+    for launch in filter(is_collective, gm.graph.nodes):
+        reached = find_all_descendants([launch])
+        found += [
+            _layer_of(node) for node in gm.graph.nodes if node in reached and _is_update(node)
+        ]
+    return found
+
+
+def _is_update(node: fx.Node) -> bool:
+    return node.target is aten.copy_.default and node.args[0].meta["kind"] == "parameter"
+
+
+def _layer_of(node: fx.Node) -> int:
+    return int(str(node.args[0].meta["fqn"]).split(".")[0])
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5, True, "0.3", None, float("nan")])
+def test_bad_share(share: Any) -> None:
+    gm = drawn(reads_first=1)
+    before = str(gm.graph)
+    with pytest.raises(graphopt.GraphOptError, match="held_back"):
+        applied(gm, held_back=share)
+    assert str(gm.graph) == before and not gm.graph.late
+
+
 def _captured(optimizer: str, step: Any) -> tuple[IterGraphModule, list[Tensor]]:
     from graphopt.tracing.call import Call
 
@@ -192,6 +251,9 @@ def test_buckets_with_one_update_move_together() -> None:
     waits = [node for node in gm.graph.nodes if is_wait(node)]
     assert len(waits) > 1 and all(map(gm.graph.is_late, waits))
     assert len(set(gm.graph.late.values())) == 1
+    held, _ = _captured("adamw-fused", step)
+    graphopt.PassManager(f"{DEFAULT}(held_back=0.5)").run(held)
+    assert targets(held) == targets(gm)
 
 
 def test_a_norm_that_is_returned_needs_all_gradients_now() -> None:
