@@ -1,0 +1,178 @@
+"""Canonical terms: equal terms are equal computations.
+
+A *term* stands for a row of elements, in row-major order, that some computation gives. Terms are
+hash-consed: one number for each distinct key, so that whole computations compare as numbers. A
+tensor is a row of *segments* of terms, with a shape, a stride, a dtype and a device:
+
+    cat([view(a, [4]), b])[2:6]     =     a[2:4] ++ b[0:2]
+
+so that what views, concatenations and splits do to elements needs no terms of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+
+Key = tuple[Any, ...]
+
+
+class Segment(NamedTuple):
+    """Elements `start` to `start + length` of a term."""
+
+    term: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorValue:
+    """What a tensor holds, and how.
+
+    Attributes:
+        segments: its elements in row-major order.
+        shape, stride: in elements; symbolic sizes as text.
+        dtype, device: of the tensor.
+    """
+
+    segments: tuple[Segment, ...]
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all sizes are numbers."""
+        return all(isinstance(size, int) for size in self.shape)
+
+
+@dataclass(frozen=True)
+class ScalarValue:
+    """A number, or anything else that is no tensor."""
+
+    term: int
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What a collective will give: nobody but a wait may read it."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term's key; `uniform`: whether all of its elements are the same constant."""
+
+    key: Key
+    uniform: bool
+
+
+class Terms:
+    """All terms of one comparison."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Key, int] = {}
+        self._terms: list[Term] = []
+
+    def __getitem__(self, number: int) -> Term:
+        return self._terms[number]
+
+    def make(self, key: Key, *, uniform: bool = False) -> int:
+        """The number of the term with this key."""
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._terms)
+            self._terms.append(Term(key, uniform))
+        return number
+
+    def segments(self, parts: Iterable[Segment]) -> tuple[Segment, ...]:
+        """Segments in canonical form: none empty, neighbours joined, constants from 0."""
+        found: list[Segment] = []
+        for part in parts:
+            if not part.length:
+                continue
+            last = found[-1] if found else None
+            if last is not None and last.term == part.term:
+                if self[part.term].uniform:
+                    found[-1] = Segment(part.term, 0, last.length + part.length)
+                    continue
+                if last.start + last.length == part.start:
+                    found[-1] = Segment(part.term, last.start, last.length + part.length)
+                    continue
+            start = 0 if self[part.term].uniform else part.start
+            found.append(Segment(part.term, start, part.length))
+        return tuple(found)
+
+    def part(self, segments: Sequence[Segment], start: int, length: int) -> tuple[Segment, ...]:
+        """`length` elements of a row of segments, from `start`."""
+        found = []
+        offset = 0
+        for segment in segments:
+            low, high = max(start, offset), min(start + length, offset + segment.length)
+            if low < high:
+                found.append(Segment(segment.term, segment.start + low - offset, high - low))
+            offset += segment.length
+        return self.segments(found)
+
+
+def layout_of(value: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype, str]:
+    """Shape, stride, dtype and device of a tensor as they stand in a `TensorValue`."""
+    if _compat.has_symbolic_shape(value):
+        shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+        stride = tuple(size if isinstance(size, int) else str(size) for size in value.stride())
+    else:
+        shape, stride = tuple(value.shape), tuple(value.stride())
+    return shape, stride, value.dtype, str(value.device)
+
+
+def tensor_value(segments: Iterable[Segment], like: torch.Tensor) -> TensorValue:
+    """Segments with the layout of `like`."""
+    return TensorValue(tuple(segments), *layout_of(like))
+
+
+def whole(term: int, like: torch.Tensor) -> TensorValue:
+    """All elements of a term, with the layout of `like`."""
+    shape, stride, dtype, device = layout_of(like)
+    length = elements(shape)
+    return TensorValue((Segment(term, 0, length),) if length else (), shape, stride, dtype, device)
+
+
+def elements(shape: Sequence[Any]) -> int:
+    """Of a tensor; 1 where a size is symbolic: such tensors are never divided."""
+    total = 1
+    for size in shape:
+        total *= size if isinstance(size, int) else 1
+    return total
+
+
+def canonical(value: Any) -> Any:
+    """A value of a node or of an argument as part of a key: 1, 1.0 and True differ."""
+    if isinstance(value, (TensorValue, ScalarValue, Pending)) or value is None:
+        return value
+    if isinstance(value, bool):
+        return ("bool", value)
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return ("float", value.hex())
+    if isinstance(value, (list, tuple)):
+        return ("list", *map(canonical, value))
+    if isinstance(value, dict):
+        return ("dict", *((key, canonical(entry)) for key, entry in value.items()))
+    if isinstance(value, slice):
+        return ("slice", *map(canonical, (value.start, value.stop, value.step)))
+    if isinstance(value, (str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return (type(value).__name__, str(value))
+    return ("object", type(value).__name__, str(value))
+
+
+Origins = dict[int, fx.Node]
+"""The first node of one graph that gave a term."""
