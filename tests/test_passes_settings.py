@@ -137,14 +137,6 @@ def test_one_line_in_the_log_for_each_pass(
     assert "negate_twice(target='aten::gelu'): 1 change in" in caplog.messages[1]
 
 
-def test_equivalence_says_what_it_does(
-    registry: PassRegistry, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "graphopt"):
-        PassManager([], registry=registry, verify="equivalence")
-    assert caplog.messages == ["equivalence is not proven yet; dependencies are checked instead"]
-
-
 class Noting(PassCallback):
     """Notes what it is called with."""
 

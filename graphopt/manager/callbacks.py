@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat
+from graphopt.graph_utils import follows_output_convention
 from graphopt.iter_graph import IterGraphModule, check_late
 from graphopt.manager.declaration import Pass
 from graphopt.manager.problems import Refused
@@ -19,7 +20,8 @@ from graphopt.manager.records import PassRecord
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
 from graphopt.readable import graph_diff, graph_text
-from graphopt.verify import Problem, check_dependencies
+from graphopt.verify import Problem, check_dependencies, check_equivalence
+from graphopt.verify.metadata import changed_problems
 
 logger = logging.getLogger("graphopt")
 
@@ -78,7 +80,14 @@ class Timing(PassCallback):
 
 
 class Verification(PassCallback):
-    """Refuses a pass that loses a dependency."""
+    """Refuses a pass that loses a dependency or, at level "equivalence", computes something else.
+
+    A graph of which terms cannot speak, such as one that works in place or has no metadata, is
+    checked for its dependencies alone.
+    """
+
+    def __init__(self, level: str) -> None:
+        self._prove = level == "equivalence"
 
     def after_pass(self, context: PassContext) -> None:
         if not context.record.changed:
@@ -93,8 +102,30 @@ class Verification(PassCallback):
             correspondence=before.correspondence,
             same_dtypes=not context.pass_.changes_numerics,
         )
-        if not report.ok:
-            raise Refused(report.problems)
+        problems = report.problems or _badly_typed(context)
+        if not problems and self._prove and not context.pass_.changes_numerics:
+            problems = _not_equivalent(context)
+        if problems:
+            raise Refused(problems)
+
+
+def _badly_typed(context: PassContext) -> list[Problem]:
+    before = context.before
+    if before.correspondence is None or not before.annotated:
+        return []
+    functional = follows_output_convention(before.graph)
+    new, changed = before.new_nodes(), before.changed_nodes()
+    return list(changed_problems(new, changed, functional=functional))
+
+
+def _not_equivalent(context: PassContext) -> list[Problem]:
+    if not context.before.annotated:
+        return []
+    report = check_equivalence(context.before.graph, context.gm)
+    if report.decidable:
+        return report.problems
+    logger.info("%s: %s", context.pass_.name, report.problems[0].message)
+    return []
 
 
 class Dump(PassCallback):

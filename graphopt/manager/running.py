@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,8 +38,6 @@ from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.verify import Problem
 
-logger = logging.getLogger("graphopt")
-
 PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
 
 
@@ -53,7 +50,8 @@ class PassManager:
     Args:
         pipeline: text, a pass, a list of passes, names and ``(pass or name, options)`` pairs, or
             another manager, whose passes are taken over.
-        verify: "off", "dependencies" (the default) or "equivalence".
+        verify: "off", "dependencies" or "equivalence" (the default): what is checked after each
+            pass.
         dump_dir: folder in which the graph is written after each pass.
         disable: passes that are left out, by exact name.
         stop_after: run only this many passes; to find the one that is to blame.
@@ -89,8 +87,6 @@ class PassManager:
             known=lambda: {*self._registry.names(), *(s.pass_.name for s in self.pipeline)},
         )
         self._callbacks = tuple(callbacks)
-        if self._settings.verify == "equivalence":
-            logger.info("equivalence is not proven yet; dependencies are checked instead")
 
     def __str__(self) -> str:
         return str(self.pipeline)
@@ -142,7 +138,7 @@ class PassManager:
     def _all_callbacks(self) -> list[PassCallback]:
         settings = self._settings
         dump = [Dump(settings.dump_dir)] if settings.dump_dir is not None else []
-        verification = [Verification()] if settings.verify != "off" else []
+        verification = [Verification(settings.verify)] if settings.verify != "off" else []
         return [*self._callbacks, *dump, *verification, Timing()]
 
     def _context(self, gm: fx.GraphModule, index: int, before: Snapshot) -> PassContext:

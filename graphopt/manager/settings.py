@@ -93,7 +93,7 @@ def _given(value: Any, argument: str, variable: str) -> tuple[Any, str]:
 
 def _level(value: Any, place: str) -> str:
     if value is None:
-        return "dependencies"
+        return "equivalence"
     if value not in LEVELS:
         raise PipelineSyntaxError(f"{place}={value!r}: one of {', '.join(LEVELS)} is expected")
     return str(value)

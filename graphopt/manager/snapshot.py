@@ -63,6 +63,17 @@ class Snapshot:
         """Nodes that were not there."""
         return [node for node in self._gm.graph.nodes if node not in self.copies]
 
+    def changed_nodes(self) -> list[tuple[fx.Node, Any]]:
+        """Nodes with another operator, other arguments or another `meta["val"]`, and what the
+        latter was."""
+        there = set(self._gm.graph.nodes)
+        return [
+            (node, meta.get("val"))
+            for node, content, meta in self._nodes
+            if node in there
+            and (not _same(_content(node), content) or node.meta.get("val") is not meta.get("val"))
+        ]
+
     def restore(self) -> None:
         """Make the graph module what it was. Its nodes are then the copies."""
         for module, attributes in self._modules.items():

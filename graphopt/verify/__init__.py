@@ -3,15 +3,18 @@
 from graphopt.spmd import check_spmd
 from graphopt.verify.captured import SpecReport, check_captured, check_graph
 from graphopt.verify.dependencies import check_dependencies
+from graphopt.verify.equivalence import EquivalenceReport, check_equivalence
 from graphopt.verify.network import dependency_graph
 from graphopt.verify.problems import DependencyReport, Problem
 
 __all__ = [
     "DependencyReport",
+    "EquivalenceReport",
     "Problem",
     "SpecReport",
     "check_captured",
     "check_dependencies",
+    "check_equivalence",
     "check_graph",
     "check_spmd",
     "dependency_graph",

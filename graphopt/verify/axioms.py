@@ -158,10 +158,37 @@ def _elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     device = {value.device for value in operands}
     if device != {str(fake.device)}:
         return None
+    return tensor_value(
+        _each(terms, target, args, [value.segments for value in operands], fake.dtype), fake
+    )
+
+
+def _each(
+    terms: Terms,
+    target: Any,
+    args: Arguments,
+    rows: Sequence[Sequence[Segment]],
+    dtype: torch.dtype,
+) -> tuple[Segment, ...]:
     found = []
-    for runs in _aligned([value.segments for value in operands]):
-        found.append(_apply_to_runs(terms, target, args, runs, fake.dtype))
-    return tensor_value(terms.segments(found), fake)
+    for runs in _aligned(rows):
+        inner = _same_permutation(terms, runs)
+        if inner is None:
+            found.append(_apply_to_runs(terms, target, args, runs, dtype))
+            continue
+        bases, shape, order = inner
+        base = _each(terms, target, args, bases, dtype)
+        found.append(Segment(terms.make(("permute", base, shape, order)), 0, runs[0].length))
+    return terms.segments(found)
+
+
+def _same_permutation(terms: Terms, runs: Sequence[Segment]) -> tuple[Any, Any, Any] | None:
+    """What is permuted alike in all operands: an operator on each element may come before it."""
+    keys = [terms[run.term].key for run in runs]
+    alike = all(key[0] == "permute" and key[2:] == keys[0][2:] for key in keys)
+    if not alike or any((r.start, r.length) != (0, elements(keys[0][2])) for r in runs):
+        return None
+    return [key[1] for key in keys], keys[0][2], keys[0][3]
 
 
 def _apply_to_runs(
@@ -181,9 +208,24 @@ def _apply_to_runs(
             shown.append((name, entry if together else (*entry, run.start, run.length)))
         else:
             shown.append((name, canonical(value)))
-    term = terms.make(("each", str(target), str(dtype), *shown), uniform=all(uniform))
+    key = ("each", str(target), str(dtype), *shown)
+    twice = _negated(terms, key)
+    if twice is not None:
+        return Segment(twice, runs[0].start, runs[0].length)
+    term = terms.make(key, uniform=all(uniform))
     start = starts.pop() if together and starts else 0
     return Segment(term, start, runs[0].length)
+
+
+def _negated(terms: Terms, key: tuple[Any, ...]) -> int | None:
+    """What a negation negates, if that is a negation: it changes one bit, and back."""
+    operand = key[3][1]
+    if key[1] != "aten.neg.default" or len(operand) != 3:
+        return None
+    inner = terms[operand[1]].key
+    if inner[:3] != key[:3] or len(inner[3][1]) != 3:
+        return None
+    return int(inner[3][1][1])
 
 
 def _aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:

@@ -40,10 +40,12 @@ class EquivalenceReport:
         problems: what differs, or could not be decided; empty where both compute the same.
         reorders_sums: whether elements are summed over ranks in another place of what is sent:
             the same bits on two ranks, up to the order of sums on more.
+        decidable: whether terms can speak of the graph before at all.
     """
 
     problems: list[Problem] = field(default_factory=list)
     reorders_sums: bool = False
+    decidable: bool = True
 
     @property
     def ok(self) -> bool:
@@ -82,6 +84,9 @@ def check_equivalence(
     terms = Terms()
     try:
         old = evaluate_graph(before, terms)
+    except NotDecidedError as error:
+        return EquivalenceReport([error.problem], decidable=False)
+    try:
         new = evaluate_graph(after, terms)
         problems = list(_differences(terms, old, new, ""))
         if not problems and isinstance(after, IterGraphModule) and after.graph.late:

@@ -1,0 +1,118 @@
+"""Is what a pass wrote well-typed: known targets, no new updates, metadata that is true?"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import evaluate, tensors_in, written
+from graphopt.optim.lists import list_schema
+from graphopt.verify.problems import Problem
+from graphopt.verify.terms import layout_of
+from graphopt.verify.traits import traits_of
+
+_PYTHON = (operator, math, builtins)
+_HINT = "insert nodes with graphopt.graph_utils.call_function_with_meta"
+_DATA_DEPENDENT = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+
+
+def changed_problems(
+    new: Iterable[fx.Node], changed: Iterable[tuple[fx.Node, Any]], *, functional: bool
+) -> Iterator[Problem]:
+    """What is wrong with nodes that a pass inserted or gave other arguments.
+
+    Args:
+        changed: nodes with the `meta["val"]` that they had.
+        functional: whether the graph is in the captured dialect, which updates by `copy_` only.
+    """
+    for node in new:
+        yield from _of_target(node, functional)
+        yield from _of_value(node, None)
+    for node, value in changed:
+        yield from _of_target(node, functional)
+        yield from _of_value(node, value)
+
+
+def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
+    if node.op != "call_function":
+        return
+    if functional and written(node) and not traits_of(node).copies:
+        yield Problem(
+            "it put in an operator that works in place",
+            (node,),
+            hint="use the functional operator and copy_ its result into the input that it updates;"
+            " updates in place are made after all passes",
+        )
+    if not _is_known(node.target):
+        yield Problem(
+            "it put in a call of a Python function, of which nothing is known",
+            (node,),
+            hint="register it with torch.library.custom_op, or write it with ATen operators",
+        )
+
+
+def _is_known(target: Any) -> bool:
+    """Whether a target is an operator: registered with torch, or one of Python's."""
+    if isinstance(target, (_compat.OpOverload, torch._ops.HigherOrderOperator)):
+        return True
+    module, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
+    if module is not None and module.startswith(("torch", "graphopt")):
+        return "<" not in getattr(target, "__qualname__", name)
+    return any(getattr(known, name, None) is target for known in _PYTHON)
+
+
+def _of_value(node: fx.Node, before: Any) -> Iterator[Problem]:
+    if node.op != "call_function" or "val" not in node.meta or _has_no_rule(node):
+        return
+    try:
+        found = list(tensors_in(evaluate(cast(Any, node.target), node.args, node.kwargs)))
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        yield Problem(f"its arguments do not fit: {what}", (node,))
+        return
+    held, earlier = list(tensors_in(node.meta["val"])), list(tensors_in(before))
+    if len(held) != len(found):
+        count = f"{len(held)} tensor(s) where the node gives {len(found)}"
+        yield Problem(f"meta['val'] holds {count}", (node,), hint=_HINT)
+        return
+    for index, (says, gives) in enumerate(zip(held, found, strict=True)):
+        known = earlier[index] if len(earlier) == len(held) else None
+        if not _agree(says, gives, known):
+            message = f"meta['val'] says {_text(says)}, but the node gives {_text(gives)}"
+            yield Problem(message, (node,), hint=_HINT)
+            return
+
+
+def _agree(says: torch.Tensor, gives: torch.Tensor, known: torch.Tensor | None) -> bool:
+    """Whether metadata is true. Strides may be those known before: shape rules may give others
+    than the kernel, of which the capture has seen."""
+    if layout_of(says) == layout_of(gives):
+        return True
+    shape, stride, dtype, device = layout_of(says)
+    rule = layout_of(gives)
+    return (shape, dtype, device) == (rule[0], rule[2], rule[3]) and (
+        known is not None and stride == layout_of(known)[1]
+    )
+
+
+def _has_no_rule(node: fx.Node) -> bool:
+    """Whether metadata cannot be computed again: it depends on data, or symbolic numbers are given
+    to an operator that takes plain ones, as to the parts of a divided optimizer."""
+    target = node.target
+    if not isinstance(target, _compat.OpOverload):
+        return False
+    return any(tag in target.tags for tag in _DATA_DEPENDENT) or list_schema(node) is not None
+
+
+def _text(tensor: torch.Tensor) -> str:
+    shape, stride, dtype, device = layout_of(tensor)
+    return (
+        f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {list(stride)} on {device}"
+    )
