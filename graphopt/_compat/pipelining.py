@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from enum import Enum
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx, nn
@@ -12,6 +14,29 @@ from torch.utils import _pytree
 def keep_calls_of(target: Any) -> None:
     """Let neither dead-code elimination nor export remove calls of `target`."""
     fx.node.has_side_effect(target)
+
+
+def is_torch_mark(target: object) -> bool:
+    """Whether a node target is what `torch.distributed.pipelining.pipe_split` calls."""
+    return isinstance(target, torch._ops.OpOverload) and target.name() == "pippy::_pipe_split"
+
+
+def is_torch_split_point(value: object) -> TypeGuard[Enum]:
+    """Whether a value is a `SplitPoint` of torch."""
+    pipelining = sys.modules.get("torch.distributed.pipelining")
+    return pipelining is not None and isinstance(value, pipelining.SplitPoint)
+
+
+def torch_spec_kind(value: object) -> str | None:
+    """What a chunk spec of torch says: "chunk", "replicate" or "reduce"; None for other values."""
+    microbatch = sys.modules.get("torch.distributed.pipelining.microbatch")
+    if microbatch is None:
+        return None
+    if value is microbatch._Replicate:
+        return "replicate"
+    kinds = {"TensorChunkSpec": "chunk", "_Replicate": "replicate", "_CustomReducer": "reduce"}
+    found = (k for name, k in kinds.items() if isinstance(value, getattr(microbatch, name)))
+    return next(found, None)
 
 
 def flat_calls(graph: fx.Graph) -> None:

@@ -46,7 +46,8 @@ def export_module(
 
     Raises:
         ModuleCaptureError: the module is not one graph.
-        PartitionError: an annotated submodule is never called, or a mark stands inside a region.
+        PartitionError: an annotated submodule is never called, a mark stands inside a region, or
+            `split_policy` returns no graph.
     """
     labels = annotated_labels(module)
     try:
@@ -62,6 +63,11 @@ def export_module(
     _one_node_per_tensor(traced.graph, state)
     if split_policy is not None:
         traced = split_policy(traced)
+        if not isinstance(traced, fx.GraphModule):
+            raise PartitionError(
+                f"split_policy returned {traced!r}; it returns the GraphModule that it was given,"
+                " with marks in it"
+            )
     return Exported(traced, state, calling, OutputSpec(output_spec))
 
 

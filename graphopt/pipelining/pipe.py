@@ -104,10 +104,11 @@ class Pipe(nn.Module):
 
         Raises:
             ModuleCaptureError: the model cannot be exported as one graph.
-            PartitionError: a stage is empty, the loss spec does not fit, or the stages cannot be
-                separated.
+            PartitionError: a stage is empty, the loss spec does not fit, the stages cannot be
+                separated, or an argument is of another kind than described here.
         """
-        exported = export_module(mod, example_args, dict(example_kwargs or {}), split_policy)
+        _check_arguments(mod, example_args, example_kwargs, split_policy)
+        exported = export_module(mod, tuple(example_args), dict(example_kwargs or {}), split_policy)
         loss_index = _loss_index(mod, exported, output_loss_value_spec)
         graph = exported.graph_module.graph
         stage_of = assign_stages(graph)
@@ -210,7 +211,7 @@ class Pipe(nn.Module):
         return "\n\n".join(parts)
 
     def _call_of(self, stage_idx: int) -> fx.Node:
-        if not 0 <= stage_idx < self.num_stages:
+        if stage_idx not in range(self.num_stages):
             raise ValueError(f"there is no stage {stage_idx}; the pipe has {self.num_stages}")
         return stage_nodes(self.split_gm.graph)[stage_idx]
 
@@ -239,10 +240,27 @@ def pipeline(
     if split_spec is not None and split_policy is not None:
         raise ValueError("pipeline takes a split_spec or a split_policy, not both")
     if split_spec is not None:
+        _check_arguments(module, mb_args, mb_kwargs, split_policy)
         annotate_split_points(module, split_spec)
     return Pipe.from_tracing(
         module, mb_args, mb_kwargs, split_policy, output_loss_value_spec, multi_use_param_spec
     )
+
+
+def _check_arguments(mod: Any, args: Any, kwargs: Any, split_policy: Any) -> None:
+    if not isinstance(mod, nn.Module):
+        raise PartitionError(f"a pipe is made of an nn.Module, not of {mod!r}")
+    if not isinstance(args, (tuple, list)):
+        raise PartitionError(
+            f"the example arguments are a {type(args).__name__}; they are a tuple with one entry"
+            " for each positional argument, such as (x,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise PartitionError(
+            f"the example keyword arguments are a {type(kwargs).__name__}; they are a mapping"
+        )
+    if split_policy is not None and not callable(split_policy):
+        raise PartitionError(f"split_policy is a function of a GraphModule, not {split_policy!r}")
 
 
 def _loss_index(mod: nn.Module, exported: Exported, spec: Any) -> int | None:
