@@ -3,7 +3,7 @@
 from graphopt.pipelining.backward import stage_backward
 from graphopt.pipelining.balance import balanced
 from graphopt.pipelining.chunk_specs import LossReducer, Reducer, Replicated, TensorChunkSpec
-from graphopt.pipelining.errors import ModuleCaptureError, StageCompileError
+from graphopt.pipelining.errors import LostGradientError, ModuleCaptureError, StageCompileError
 from graphopt.pipelining.loss import LossWrapper, TrivialLossWrapper
 from graphopt.pipelining.marks import (
     PipeSequential,
@@ -18,6 +18,7 @@ from graphopt.pipelining.sharing import MultiUseParameterConfig
 from graphopt.pipelining.splitting import split_args_kwargs_into_chunks
 
 __all__ = [
+    "LostGradientError",
     "LossReducer",
     "LossWrapper",
     "ModuleCaptureError",
