@@ -25,7 +25,7 @@ class _FunctionCall(torch._ops.HigherOrderOperator):
     """Stands for a function in an exported graph; its first argument says for which."""
 
     def __init__(self) -> None:
-        super().__init__("graphopt_function")
+        super().__init__("graphopt_function")  # type: ignore[no-untyped-call]
 
     def __call__(self, index: int, *tensors: torch.Tensor) -> Any:
         raise NotImplementedError("stands in a graph until it has been exported")
@@ -53,11 +53,11 @@ def functions_handled_by(handler: Handler) -> Iterator[None]:
         return handler(cls, applied, args, kwargs)
 
     with _one_at_a_time:
-        _SingleLevelFunction.apply = classmethod(apply)
+        setattr(_SingleLevelFunction, "apply", classmethod(apply))
         try:
             yield
         finally:
-            del _SingleLevelFunction.apply
+            delattr(_SingleLevelFunction, "apply")
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def record_call(index: int, name: str, tensors: Sequence[torch.Tensor], result: 
     """Let `result` be what a node named `name` computes from `tensors`."""
     mode = proxy_tensor.get_proxy_mode()
     assert mode is not None, "to be called while tracing"
-    tracer = mode.tracer
+    tracer: Any = mode.tracer
     arguments = [tracer.unwrap_proxy(tensor) for tensor in tensors]
     proxy = tracer.create_proxy("call_function", CALL, (index, *arguments), {}, name=name)
     return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)

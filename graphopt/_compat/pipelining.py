@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from enum import Enum
 from typing import Any, TypeGuard
@@ -71,3 +72,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 def children(value: Any) -> tuple[list[Any], Any]:
     """The children of a pytree node, and how to build it from others; a leaf is its own child."""
     return _pytree.tree_flatten(value, is_leaf=lambda child: child is not value)
+
+
+def fake_copy(module: nn.Module, mode: Any) -> nn.Module:
+    """A copy of a module with fake tensors in place of its parameters and buffers."""
+    from torch._subclasses.fake_tensor import FakeCopyMode
+
+    with FakeCopyMode(mode):
+        return copy.deepcopy(module)

@@ -66,11 +66,12 @@ class FunctionRecorder:
     def restore(self, traced: fx.GraphModule) -> None:
         """Let the nodes of an exported graph, and of graphs in it, apply the functions."""
         for module in traced.modules():
-            nodes = _private.calls(module.graph) if isinstance(module, fx.GraphModule) else []
+            if not isinstance(module, fx.GraphModule):
+                continue
+            nodes = _private.calls(module.graph)
             for node in nodes:
-                index, *tensors = node.args
-                assert isinstance(index, int)
-                node.target, node.args = self._calls[index], tuple(tensors)
+                index: Any = node.args[0]
+                node.target, node.args = self._calls[index], node.args[1:]
             if nodes:
                 module.recompile()
 
@@ -104,7 +105,7 @@ class _OwnTensors(TorchDispatchMode):
     def __init__(
         self, cls: Any, arguments: list[torch.Tensor], traced: Container[torch.Tensor]
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cls, self._traced = cls, traced
         self._arguments = {id(tensor) for tensor in arguments}
 

@@ -19,11 +19,12 @@ from graphopt.tracing.source import current_user_line
 
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward})
+_ATTRIBUTES: Any = vars(torch.Tensor) | vars(torch._C.TensorBase)
 _GRADIENT_SWITCHES = frozenset(
-    {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+    {torch.Tensor.requires_grad_, _ATTRIBUTES["requires_grad"].__set__}
 )
-_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_GRAD_FN = _ATTRIBUTES["grad_fn"].__get__
+_DATA = _ATTRIBUTES["data"].__get__
 _FUNCTION_HINT = (
     "change the gradient in the backward of a torch.autograd.Function, which stages keep"
 )
