@@ -42,7 +42,7 @@ class Several(Plain):
         y = self.linear(x.T if self.index else x)
         order = y.detach().argmax(1)
         if self.last:
-            return {"out": y * received[2] + received[1][:, None], "number": 3, "rest": [order]}
+            return {"out": y * received[2] + received[1][:, None], "rest": [order]}
         return y.T, order, received[2] if self.index else x
 
 
@@ -109,15 +109,21 @@ def examples(name: str, stages: int) -> list[tuple[Tensor, ...]]:
     return found
 
 
-def reference(name: str, stages: int) -> dict[str, Tensor]:
-    """State and gradients of the whole model in one process: the mean over microbatches."""
+def reference(name: str, stages: int, *, backwards: bool = False) -> dict[str, Tensor]:
+    """State and gradients of the whole model in one process: the mean over microbatches.
+
+    `backwards`: the gradients of the last microbatch come first.
+    """
     chain = modules(name, stages)
     x, target = batch()
+    losses = []
     for rows, wanted in zip(x.split(ROWS), target.split(ROWS), strict=True):
         value: Any = (rows,)
         for module in chain:
             value = module(*value) if isinstance(value, tuple) else module(value)
-        loss(value, wanted).backward()
+        losses.append(loss(value, wanted))
+    for result in reversed(losses) if backwards else losses:
+        result.backward()
     return state(dict(enumerate(chain)), MICROBATCHES)
 
 
