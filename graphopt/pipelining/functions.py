@@ -33,17 +33,25 @@ class FunctionCall:
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._spec = _compat.tree_flatten((args, kwargs))
         self.function = function
         # Read by fx, which names nodes after it.
         self.__name__ = str(function.__name__)
-        self._others = [None if isinstance(v, torch.Tensor) else (v,) for v in leaves]
+        self._arguments = _compat.tree_map(_without_tensor, (args, kwargs))
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
-        leaves = [next(given) if other is None else other[0] for other in self._others]
-        args, kwargs = _compat.tree_unflatten(leaves, self._spec)
+        args, kwargs = _compat.tree_map(
+            lambda leaf: next(given) if isinstance(leaf, _Place) else leaf, self._arguments
+        )
         return self.function.apply(*args, **kwargs)
+
+
+class _Place:
+    """Where a tensor was among the arguments."""
+
+
+def _without_tensor(leaf: Any) -> Any:
+    return _Place() if isinstance(leaf, torch.Tensor) else leaf
 
 
 class FunctionRecorder:
