@@ -53,7 +53,7 @@ def functions_handled_by(handler: Handler) -> Iterator[None]:
         return handler(cls, applied, args, kwargs)
 
     with _one_at_a_time:
-        setattr(_SingleLevelFunction, "apply", classmethod(apply))
+        _SingleLevelFunction.apply = classmethod(apply)
         try:
             yield
         finally:

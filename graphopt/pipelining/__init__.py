@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from graphopt.pipelining.building import build_stage
     from graphopt.pipelining.stage import Stage
 
+
 def __getattr__(name: str) -> Any:
     # Not at the top: torch.distributed is not in every build of torch.
     if name == "Stage":

@@ -20,9 +20,7 @@ from graphopt.tracing.source import current_user_line
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward})
 _ATTRIBUTES: Any = vars(torch.Tensor) | vars(torch._C.TensorBase)
-_GRADIENT_SWITCHES = frozenset(
-    {torch.Tensor.requires_grad_, _ATTRIBUTES["requires_grad"].__set__}
-)
+_GRADIENT_SWITCHES = frozenset({torch.Tensor.requires_grad_, _ATTRIBUTES["requires_grad"].__set__})
 _GRAD_FN = _ATTRIBUTES["grad_fn"].__get__
 _DATA = _ATTRIBUTES["data"].__get__
 _FUNCTION_HINT = (
