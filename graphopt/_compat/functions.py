@@ -47,7 +47,7 @@ def functions_handled_by(handler: Handler) -> Iterator[None]:
     own = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        applied = super(_SingleLevelFunction, cls).apply
+        applied = super(_SingleLevelFunction, cls).apply  # type: ignore[attr-defined]
         if threading.get_ident() != own or not is_tracing():
             return applied(*args, **kwargs)
         return handler(cls, applied, args, kwargs)
