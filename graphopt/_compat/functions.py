@@ -47,13 +47,13 @@ def functions_handled_by(handler: Handler) -> Iterator[None]:
     own = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        applied = super(_SingleLevelFunction, cls).apply  # type: ignore[attr-defined]
+        applied = super(_SingleLevelFunction, cls).apply
         if threading.get_ident() != own or not is_tracing():
             return applied(*args, **kwargs)
         return handler(cls, applied, args, kwargs)
 
     with _one_at_a_time:
-        _SingleLevelFunction.apply = classmethod(apply)
+        _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
         try:
             yield
         finally:
