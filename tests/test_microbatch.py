@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.pipelining import microbatch as oracle
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from graphopt.pipelining import (
     LossReducer,
@@ -272,3 +273,85 @@ def test_keys_may_come_in_another_order() -> None:
 def test_refused_merges(chunks: list[Any], spec: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         merge_chunks(chunks, spec)
+
+
+def block_mask(rows: int) -> BlockMask:
+    lengths = torch.arange(1, rows + 1) * 40
+
+    def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (k < lengths[b])
+
+    return create_block_mask(inside, rows, 1, 256, 256, device="cpu")
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(4, 2), (5, 2), (5, 3), (3, 3), (1, 2)])
+def test_block_masks_are_divided_as_torch_divides_them(rows: int, chunks: int) -> None:
+    mask, x = block_mask(rows), torch.randn(max(rows, chunks), 2)
+    args, kwargs = split_args_kwargs_into_chunks((x, [mask]), {"mask": mask}, chunks)
+    theirs, _ = oracle.split_args_kwargs_into_chunks((x, [mask]), {"mask": mask}, chunks)
+    b, h, q, k = torch.meshgrid(
+        torch.arange(rows), torch.zeros(1).long(), torch.arange(64), torch.arange(64), indexing="ij"
+    )
+    seen = []
+    for ours, keyed, other in zip(args, kwargs, theirs, strict=True):
+        mine, reference = ours[1][0], other[1][0]
+        for part in (mine, keyed["mask"]):
+            for name, value in vars(reference).items():
+                if isinstance(value, Tensor):
+                    assert torch.equal(getattr(part, name), value), name
+            assert part.shape == reference.shape
+        own = slice(0, mine.kv_num_blocks.shape[0])
+        seen.append(mine.mask_mod(b[own], h[own], q[own], k[own]))
+        assert torch.equal(seen[-1], reference.mask_mod(b[own], h[own], q[own], k[own]))
+    if rows > 1:
+        assert torch.equal(torch.cat(seen), mask.mask_mod(b, h, q, k))
+
+
+def test_a_divided_block_mask_computes_what_the_whole_one_does() -> None:
+    mask, x = block_mask(5), torch.randn(5, 2, 256, 8)
+    args, _ = split_args_kwargs_into_chunks((x, mask), None, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        parts = [flex_attention(part, part, part, block_mask=m) for part, m in args]
+        whole = flex_attention(x, x, x, block_mask=mask)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_block_masks_that_cannot_be_divided() -> None:
+    mask, x = block_mask(2), torch.randn(4, 2)
+    with pytest.raises(ValueError, match="a BlockMask, which is split along dimension 0"):
+        split_args_kwargs_into_chunks((mask,), None, 2, (TensorChunkSpec(1),))
+    with pytest.warns(
+        UserWarning, match=r"args\[1\] has size 2 along dimension 0, too small for 4"
+    ):
+        assert len(split_args_kwargs_into_chunks((x, mask), None, 4)[0]) == 2
+    args, _ = split_args_kwargs_into_chunks((x, mask), None, 2, (TensorChunkSpec(0), Replicated()))
+    assert args[0][1] is args[1][1] is mask
+    args, _ = split_args_kwargs_into_chunks((x, mask), None, 2, mask=True)
+    assert args[0][1] is mask  # as full-size as the tensors
+
+
+def test_specs_of_torch_count() -> None:
+    x, y = torch.randn(4, 2), torch.randn(4, 6)
+    spec = (oracle.TensorChunkSpec(1), oracle._Replicate())
+    args, _ = split_args_kwargs_into_chunks((y, x), None, 3, spec)
+    assert [part.shape for part, _ in args] == [(4, 2)] * 3
+    assert all(whole is x for _, whole in args)
+    losses = [torch.tensor(1.0), torch.tensor(2.0)]
+    assert merge_chunks(losses, oracle.sum_reducer) == 3
+
+
+def test_nested_dimensions() -> None:
+    assert TensorChunkSpec.from_tuple((0, (1, [2]))) == (
+        TensorChunkSpec(0),
+        (TensorChunkSpec(1), [TensorChunkSpec(2)]),
+    )
+    assert TensorChunkSpec.from_dict({"a": {"b": 1}}) == {"a": {"b": TensorChunkSpec(1)}}
+
+
+@pytest.mark.parametrize(
+    ("args", "chunks"), [((torch.ones(4),), 2.5), ((torch.ones(4),), "2"), (torch.ones(4), 2)]
+)
+def test_arguments_of_other_kinds(args: Any, chunks: Any) -> None:
+    with pytest.raises(ValueError, match=r"at least 1 microbatch|args is a Tensor"):
+        split_args_kwargs_into_chunks(args, None, chunks)

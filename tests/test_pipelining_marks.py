@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import pipelining as torch_pipelining
 
 from graphopt.errors import PartitionError
 from graphopt.pipelining import (
@@ -192,3 +193,87 @@ def test_a_mark_inside_a_region_is_refused() -> None:
 def test_a_spec_and_a_policy_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="not both"):
         pipeline(Stack(), (X,), split_spec={}, split_policy=lambda graph_module: graph_module)
+
+
+def test_a_child_that_occurs_twice_is_two_stages() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), first, second)
+    staged = PipeSequential.from_sequential(plain)
+    assert list(staged.state_dict()) == list(plain.state_dict())
+    expected = plain(X)
+    expected.sum().backward()
+    gradients = [parameter.grad for parameter in plain.parameters()]
+    plain.zero_grad()
+    pipe = pipeline(staged, (X,))
+    assert pipe.num_stages == 6
+    result = pipe(X)
+    result.sum().backward()
+    assert torch.equal(result, expected)
+    assert all(map(torch.equal, gradients, (p.grad for p in plain.parameters())))
+
+
+class TorchMarked(nn.Module):
+    def __init__(self, marks: int = 1, region: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.marks, self.region = marks, region
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.set_grad_enabled(not self.region):
+            x = x * 2
+            for _ in range(self.marks):
+                torch_pipelining.pipe_split()
+            x = x * 3
+        return self.second(x)
+
+
+def test_marks_of_torch_count() -> None:
+    model = TorchMarked()
+    pipe = pipeline(model, (X,))
+    assert stage_names(pipe) == [["first"], ["second"]]
+    assert torch.equal(pipe(X), model(X))
+    for split_spec in (torch_pipelining.SplitPoint.BEGINNING, torch_pipelining.SplitPoint.END):
+        assert pipeline(Stack(), (X,), split_spec={"layers.1": split_spec}).num_stages == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (TorchMarked(marks=2), "between pipe_split\\(\\) of torch.distributed.pipelining"),
+        (
+            TorchMarked(region=True),
+            "pipe_split\\(\\) of torch.* stands inside an autocast, no_grad",
+        ),
+    ],
+)
+def test_marks_of_torch_that_are_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        pipeline(model, (X,))
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((Stack(), X), "the example arguments are a Tensor"),
+        ((Stack(), (X,), 3), "the example keyword arguments are a int"),
+        ((lambda x: x, (X,)), "made of an nn.Module, not of <function"),
+        ((Stack(), (X,), None, ["body"]), "split points are a mapping"),
+        ((Stack(), (X,), None, {2: SplitPoint.END}), "the name of a submodule, not for 2"),
+        ((Stack(), (X,), None, None, 3), "split_policy is a function"),
+        ((Stack(), (X,), None, None, lambda graph: None), "split_policy returned None"),
+        ((Stack(), (X,), None, None, None, None, 3), "multi_use_param_spec is a Multi"),
+        ((Nothing(), (3,)), "the model computes nothing with tensors"),
+        ((Nothing(), (X,)), "the model computes nothing with tensors"),
+        ((nn.Sequential(), (X,)), "the model computes nothing with tensors"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        pipeline(*arguments)

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining as torch_pipelining
 
+from graphopt import pipelining
+from graphopt.errors import PartitionError
 from graphopt.pipelining import (
+    build_stage,
     pipeline,
     reduce_replicated_gradients,
 )
@@ -144,3 +147,64 @@ def test_reducing_without_replicas_does_nothing() -> None:
     _, stages = build(CASES["mlp"], 2)
     reduce_replicated_gradients(*stages)
     assert all(p.grad is None for stage in stages for p in stage.submod.parameters())
+
+
+# ---------------------------------------------------------------------------- build_stage
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "skips", "buffers", "loss inside"])
+def test_a_stage_is_built_from_a_module_and_info(name: str, wrapped: bool) -> None:
+    """From the stage's module, and from one that calls it."""
+    case = CASES[name]
+    args, kwargs = case.microbatch(0)
+    torch.manual_seed(0)
+    pipe = pipeline(case.model(3), args, kwargs)
+    info = pipe.info()
+    modules = [pipe.get_stage_module(index) for index in range(3)]
+    stages = [
+        build_stage(Calling(module) if wrapped else module, index, info, "cpu")
+        for index, module in enumerate(modules)
+    ]
+    schedule = torch_pipelining.ScheduleInterleavedZeroBubble(
+        stages, MICROBATCHES, loss_fn=pipe.loss_fn if pipe.has_loss_and_backward else case.loss
+    )
+    args, kwargs, target = case.batch(MICROBATCHES)
+    schedule.step(*args, target=target, **kwargs)
+    gradients = {n: p.grad for module in modules for n, p in module.named_parameters()}
+    for parameter_name, expected in reference_gradients(case, 3, MICROBATCHES).items():
+        torch.testing.assert_close(gradients[parameter_name], expected)
+
+
+class Calling(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: torch.Tensor) -> object:
+        return self.module(*args)
+
+
+def test_what_build_stage_refuses() -> None:
+    case = CASES["tied replicated"]
+    args, kwargs = case.microbatch(0)
+    pipe = pipeline(case.model(2), args, kwargs)
+    module, info = pipe.get_stage_module(0), pipe.info()
+    with pytest.raises(ValueError, match="there is no stage 2; the pipe has 2"):
+        build_stage(module, 2, info, "cpu")
+    with pytest.raises(PartitionError, match=r"what pipe.info\(\) returns, not 3"):
+        build_stage(module, 0, 3, "cpu")
+    with pytest.raises(PartitionError, match="held by several stages"):
+        build_stage(Calling(module), 0, info, "cpu")
+    replica = nn.parallel.DistributedDataParallel(module)
+    with pytest.raises(PartitionError, match="compile\\(parallel=DataParallel"):
+        build_stage(replica, 0, info, "cpu")
+
+
+def test_schedules_are_those_of_torch() -> None:
+    for name in torch_pipelining.__all__:
+        if name.startswith("Schedule"):
+            assert getattr(pipelining, name) is getattr(torch_pipelining, name)
+    assert issubclass(pipelining.Stage, torch_pipelining.PipelineStage)
+    with pytest.raises(AttributeError, match="no attribute 'Schedule'"):
+        _ = pipelining.Schedule

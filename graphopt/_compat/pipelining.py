@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import sys
+from enum import Enum
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx, nn
@@ -12,6 +15,29 @@ from torch.utils import _pytree
 def keep_calls_of(target: Any) -> None:
     """Let neither dead-code elimination nor export remove calls of `target`."""
     fx.node.has_side_effect(target)
+
+
+def is_torch_mark(target: object) -> bool:
+    """Whether a node target is what `torch.distributed.pipelining.pipe_split` calls."""
+    return isinstance(target, torch._ops.OpOverload) and target.name() == "pippy::_pipe_split"
+
+
+def is_torch_split_point(value: object) -> TypeGuard[Enum]:
+    """Whether a value is a `SplitPoint` of torch."""
+    pipelining = sys.modules.get("torch.distributed.pipelining")
+    return pipelining is not None and isinstance(value, pipelining.SplitPoint)
+
+
+def torch_spec_kind(value: object) -> str | None:
+    """What a chunk spec of torch says: "chunk", "replicate" or "reduce"; None for other values."""
+    microbatch = sys.modules.get("torch.distributed.pipelining.microbatch")
+    if microbatch is None:
+        return None
+    if value is microbatch._Replicate:
+        return "replicate"
+    kinds = {"TensorChunkSpec": "chunk", "_Replicate": "replicate", "_CustomReducer": "reduce"}
+    found = (k for name, k in kinds.items() if isinstance(value, getattr(microbatch, name)))
+    return next(found, None)
 
 
 def flat_calls(graph: fx.Graph) -> None:
@@ -46,3 +72,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 def children(value: Any) -> tuple[list[Any], Any]:
     """The children of a pytree node, and how to build it from others; a leaf is its own child."""
     return _pytree.tree_flatten(value, is_leaf=lambda child: child is not value)
+
+
+def fake_copy(module: nn.Module, mode: Any) -> nn.Module:
+    """A copy of a module with fake tensors in place of its parameters and buffers."""
+    from torch._subclasses.fake_tensor import FakeCopyMode
+
+    with FakeCopyMode(mode):
+        return copy.deepcopy(module)

@@ -50,8 +50,9 @@ def is_call(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method", "call_module")
 
 
-def assign(graph: fx.Graph, split_callback: SplitCallback) -> Assignment:
-    """Ask for the partition of each call, in graph order."""
+def assign(graph: fx.Graph, split_callback: SplitCallback, affix: str | None = None) -> Assignment:
+    """Ask for the partition of each call, in graph order. `affix` is for names of submodules."""
+    prefix = "submod" if affix is None else f"submod_{affix}"
     partitions: dict[str, Partition] = {}
     taken: set[str] = set()
     assignment = {}
@@ -63,7 +64,7 @@ def assign(graph: fx.Graph, split_callback: SplitCallback) -> Assignment:
             raise PartitionError(f"split_callback returned no partition for %{node.name}")
         name = str(identifier)
         if name not in partitions:
-            partitions[name] = Partition(name, unique_name(f"submod_{name}", taken))
+            partitions[name] = Partition(name, unique_name(f"{prefix}_{name}", taken))
         partition = partitions[name]
         partition.nodes.append(node)
         assignment[node] = partition

@@ -41,13 +41,14 @@ def make_plan(
     graph: fx.Graph,
     attributes: Attributes,
     split_callback: SplitCallback,
+    affix: str | None,
     *,
     keep_original_order: bool,
     merge_cycles: bool,
 ) -> Plan:
     """Assign, order and connect partitions. The graph stays as it is."""
     states = find_states(graph)
-    assignment = assign(graph, split_callback)
+    assignment = assign(graph, split_callback, affix)
     regions = find_regions(assignment, states)
     dependencies = find_dependencies(graph, attributes, assignment, states)
     order = stable_order(distinct(assignment), dependencies)

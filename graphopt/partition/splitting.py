@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import fx, nn
@@ -27,7 +28,10 @@ def split_module(
     qualname_map: dict[str, str] | None = None,
     keep_original_order: bool = False,
     keep_original_node_name: bool = False,
+    keep_original_input_name: bool = True,
     *,
+    partition_affix: str | None = None,
+    tuple_return: bool = False,
     on_cycle: Literal["error", "merge"] = "error",
 ) -> fx.GraphModule:
     """Split a graph into submodules, called from a graph of their own.
@@ -35,6 +39,7 @@ def split_module(
     Placeholders and attributes stay in the new graph; each partition `id` becomes the child
     `submod_<id>`, which takes what it reads and returns what is read elsewhere: one value as it is,
     several as a tuple. Modules, parameters and buffers are shared with `m`, which stays as it is.
+    `meta["partition_names"]` of the result is the set of the names of these children.
 
     Args:
         m: the graph to split.
@@ -47,6 +52,10 @@ def split_module(
             that order wherever there is a choice.
         keep_original_node_name: nodes keep their names; otherwise they get names after what they
             call, in each submodule anew.
+        keep_original_input_name: inputs of submodules have the names of the values that they stand
+            for; otherwise they are `arg_0`, `arg_1`, …
+        partition_affix: children are called `submod_<affix>_<id>`.
+        tuple_return: submodules return a tuple, also of one value.
         on_cycle: "merge" makes partitions that depend on each other one, named as the first.
 
     Raises:
@@ -60,30 +69,41 @@ def split_module(
         m.graph,
         attributes,
         split_callback,
+        partition_affix,
         keep_original_order=keep_original_order,
         merge_cycles=on_cycle == "merge",
     )
+    style = _Style(keep_original_node_name, keep_original_input_name, tuple_return)
     # building makes millions of objects and no garbage; to walk through them takes a quarter of
     # the time
     with collector_paused():
-        split, names = _build(m, attributes, plan, keep_original_node_name)
+        split, names = _build(m, attributes, plan, style)
     if qualname_map is not None:
         qualname_map.update(names)
     return split
 
 
+@dataclass(frozen=True)
+class _Style:
+    """What submodules look like: the options of `split_module` of the same names."""
+
+    keep_node_names: bool
+    keep_input_names: bool
+    tuple_return: bool
+
+
 def _build(
-    m: fx.GraphModule, attributes: Attributes, plan: Plan, keep_names: bool
+    m: fx.GraphModule, attributes: Attributes, plan: Plan, style: _Style
 ) -> tuple[fx.GraphModule, dict[str, str]]:
     """The new module, and old qualified names of modules by their new ones."""
     names: dict[str, str] = {}
-    parent = _Parent(m, attributes)
+    parent = _Parent(m, attributes, style)
     parent.add_inputs()
     if not plan.in_original_order:
         moved = {node for partition in plan.order for node in partition.constants}
         parent.add_attributes(n for n in m.graph.find_nodes(op="get_attr") if n not in moved)
     for partition in plan.order:
-        child = _Child(m, attributes, partition, keep_names)
+        child = _Child(m, attributes, partition, style)
         child.add_nodes(plan.regions.nodes_of(partition))
         parent.add_attributes(n for n in partition.inputs if n.op == "get_attr")
         parent.add_partition(partition, child.finish())
@@ -132,17 +152,18 @@ class _Child:
     """The submodule of one partition."""
 
     def __init__(
-        self, m: fx.GraphModule, attributes: Attributes, partition: Partition, keep_names: bool
+        self, m: fx.GraphModule, attributes: Attributes, partition: Partition, style: _Style
     ) -> None:
         self._m, self._attributes, self._partition = m, attributes, partition
-        self._keep_names = keep_names
+        self._style = style
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         self._modules: dict[str, nn.Module] = {}
         self._names: dict[str, str] = {}
         self._taken = set(_TAKEN)
-        for node in partition.inputs:
-            new = self._graph.create_node("placeholder", node.name, (), {}, node.name, node.type)
+        for index, node in enumerate(partition.inputs):
+            name = node.name if style.keep_input_names else f"arg_{index}"
+            new = self._graph.create_node("placeholder", name, (), {}, name, node.type)
             new.meta.update(node.meta)
             self._values[node] = new
         for node in partition.constants:
@@ -159,12 +180,13 @@ class _Child:
     def add_nodes(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
             target = self._adopt(node) if node.op == "call_module" else None
-            name = node.name if self._keep_names else None
+            name = node.name if self._style.keep_node_names else None
             _copy(node, self._graph, self._values, name=name, target=target)
 
     def finish(self) -> fx.GraphModule:
         outputs = [self._values[node] for node in self._partition.outputs]
-        self._graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
+        single = len(outputs) == 1 and not self._style.tuple_return
+        self._graph.output(outputs[0] if single else tuple(outputs))
         return _graph_module(self._graph, {}, self._modules, self._m.training)
 
     def renamed(self) -> dict[str, str]:
@@ -176,8 +198,8 @@ class _Child:
 class _Parent:
     """The graph that calls the submodules."""
 
-    def __init__(self, m: fx.GraphModule, attributes: Attributes) -> None:
-        self._m, self._attributes = m, attributes
+    def __init__(self, m: fx.GraphModule, attributes: Attributes, style: _Style) -> None:
+        self._m, self._attributes, self._style = m, attributes, style
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         self._read: dict[str, Any] = {}
@@ -204,11 +226,12 @@ class _Parent:
         inputs = tuple(self._values[node] for node in partition.inputs)
         call = self._graph.create_node("call_module", name, inputs)
         outputs = partition.outputs
+        single = len(outputs) == 1 and not self._style.tuple_return
         for key in VALUE_KEYS:
             if outputs and all(key in node.meta for node in outputs):
                 values = tuple(node.meta[key] for node in outputs)
-                call.meta[key] = values[0] if len(values) == 1 else values
-        if len(outputs) == 1:
+                call.meta[key] = values[0] if single else values
+        if single:
             self._values[outputs[0]] = call
             return
         for index, node in enumerate(outputs):
@@ -225,6 +248,8 @@ class _Parent:
         share_signature(self._m.graph, self._graph)
         result = _graph_module(self._graph, self._read, self._children, self._m.training)
         result.meta.update(self._m.meta)
+        # Which children are partitions: an attribute may be a module as well.
+        result.meta["partition_names"] = set(self._children)
         for target in self._read:
             self._restore_owners(target, result)
         return result

@@ -13,7 +13,8 @@ def assign_stages(graph: fx.Graph) -> dict[fx.Node, int]:
     """Number the calls of a graph by the marks before them, and remove the marks.
 
     Raises:
-        PartitionError: nothing is computed between two marks, before the first or after the last.
+        PartitionError: nothing is computed between two marks, before the first or after the last,
+            or nowhere.
     """
     for node in list(graph.nodes):
         if is_operator(node.target, "aten::_assert_tensor_metadata"):
@@ -34,6 +35,10 @@ def assign_stages(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _check_none_empty(marks: list[fx.Node], stages: set[int]) -> None:
+    if not stages and not marks:
+        raise PartitionError(
+            "the model computes nothing with tensors, so that there is nothing to divide"
+        )
     labels = [mark_label(mark) for mark in marks]
     for stage in range(len(marks) + 1):
         if stage in stages or not marks:

@@ -7,17 +7,18 @@ autograd adds the gradients of a value's readers on the way back.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphopt.graph_utils import find_all_descendants, get_output
 from graphopt.pipelining.backward import value_before_cut
 from graphopt.pipelining.boundary import give_back, receive, send
-from graphopt.pipelining.placement import arguments_of, module_of, results, stage_nodes
+from graphopt.pipelining.placement import arguments_of, results, stage_nodes
 from graphopt.pipelining.stage_module import StageModule, make_stage_module
 
 
@@ -55,23 +56,31 @@ def plan_chain(graph: fx.Graph) -> ChainPlan:
     return ChainPlan(received, returned)
 
 
-def chain_stage(top: fx.GraphModule, stage: int, plan: ChainPlan) -> StageModule:
+def chain_stage(module: nn.Module, call: fx.Node, stage: int, plan: ChainPlan) -> fx.GraphModule:
     """The module of a stage in the chain: a flat function of received tensors.
 
-    It holds the parameters and buffers of the stage itself, under the same names.
+    It holds the parameters and buffers of the stage itself, under the same names; or `module`
+    itself as `stage`, where that is no `StageModule`.
+
+    Args:
+        module: that of the stage, or one that takes and returns the same.
+        call: the stage in the graph of stages.
     """
-    call = stage_nodes(top.graph)[stage]
-    original = module_of(top, call)
     graph = fx.Graph()
     values = {value: _receive(graph, value, stage) for value in plan.received[stage]}
     inputs = [values.get(value_before_cut(argument)) for argument in arguments_of(call)]
-    outputs = _copy_body(graph, original.graph, inputs)
+    if isinstance(module, StageModule):
+        outputs = _copy_body(graph, module.graph, inputs)
+    else:
+        outputs = _call_whole(graph, call, inputs)
     values.update({value: outputs[index] for index, value in results(call).items()})
     last = stage == len(plan.received) - 1
     sent = plan.returned if last else plan.received[stage + 1]
     end = give_back if last else send
     graph.output(tuple(graph.call_function(end, (values[value],)) for value in sent))
-    return make_stage_module(original, graph)
+    if isinstance(module, StageModule):
+        return make_stage_module(module, graph)
+    return fx.GraphModule({"stage": module}, graph)
 
 
 def weights_meet_inputs(
@@ -98,6 +107,17 @@ def _receive(graph: fx.Graph, value: fx.Node, stage: int) -> fx.Node:
     placeholder = graph.placeholder(value.name)
     placeholder.meta = dict(value.meta)
     return graph.call_function(receive, (placeholder,)) if stage else placeholder
+
+
+def _call_whole(graph: fx.Graph, call: fx.Node, inputs: list[fx.Node | None]) -> list[Any]:
+    result = graph.call_module("stage", tuple(inputs))
+    positions = results(call)
+    if positions == {0: call}:
+        return [result]
+    return [
+        graph.call_function(operator.getitem, (result, index))
+        for index in range(max(positions) + 1)
+    ]
 
 
 def _copy_body(graph: fx.Graph, body: fx.Graph, inputs: list[fx.Node | None]) -> list[Any]:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphopt._compat import pipelining as _private
+from graphopt.pipelining.trees import Path, leaves, rebuild
+
 
 @dataclass(frozen=True)
 class TensorChunkSpec:
@@ -19,14 +22,18 @@ class TensorChunkSpec:
     split_dim: int
 
     @staticmethod
-    def from_tuple(split_dims: Sequence[int]) -> tuple[TensorChunkSpec, ...]:
-        """One spec for each positional argument."""
-        return tuple(TensorChunkSpec(dim) for dim in split_dims)
+    def from_tuple(split_dims: Sequence[Any]) -> tuple[Any, ...]:
+        """One spec for each positional argument; dimensions may be nested as arguments are."""
+        return tuple(_nested_specs(dim) for dim in split_dims)
 
     @staticmethod
-    def from_dict(split_dims: Mapping[str, int]) -> dict[str, TensorChunkSpec]:
-        """One spec for each keyword argument."""
-        return {name: TensorChunkSpec(dim) for name, dim in split_dims.items()}
+    def from_dict(split_dims: Mapping[str, Any]) -> dict[str, Any]:
+        """One spec for each keyword argument; dimensions may be nested as arguments are."""
+        return {name: _nested_specs(dim) for name, dim in split_dims.items()}
+
+
+def _nested_specs(dims: Any) -> Any:
+    return rebuild(dims, {path: TensorChunkSpec(dim) for path, dim in leaves(dims).items()})
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,20 @@ ChunkSpec = TensorChunkSpec | Replicated | Reducer | None
 _KINDS = (TensorChunkSpec, Replicated, Reducer)
 
 
-def is_chunk_spec(value: Any) -> bool:
-    """Whether a value inside a nest of specs is a spec. The class `Replicated` stands for its
-    instance."""
-    return value is None or value is Replicated or isinstance(value, _KINDS)
+def spec_leaves(specs: Any) -> dict[Path, ChunkSpec]:
+    """The specs in a nest, by path. Those of `torch.distributed.pipelining` count as ours."""
+    return {path: _as_ours(spec) for path, spec in leaves(specs, _is_spec).items()}
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, _KINDS)
+
+
+def _as_ours(spec: Any) -> Any:
+    """The class `Replicated` stands for its instance."""
+    kind = _private.torch_spec_kind(spec)
+    if spec is Replicated or kind == "replicate":
+        return Replicated()
+    if kind == "chunk":
+        return TensorChunkSpec(spec.split_dim)
+    return Reducer(spec.init_value, spec.reduce_fn) if kind == "reduce" else spec

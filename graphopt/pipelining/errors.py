@@ -24,6 +24,19 @@ class ModuleCaptureError(CaptureError):
         return f"{self.module} cannot be captured whole: {self.reason}\n  hint:  {self.hint}"
 
 
+class LostGradientError(CaptureError):
+    """Stages would compute other gradients than the model does."""
+
+    def __init__(self, reason: str, *, location: str | None, hint: str) -> None:
+        super().__init__(reason, location=location, hint=hint)
+
+    def __str__(self) -> str:
+        lines = [f"stages would compute other gradients than the model: {self.reason}"]
+        if self.location is not None:
+            lines.append(f"  from:  {self.location}")
+        return "\n".join([*lines, f"  hint:  {self.hint}"])
+
+
 class StageCompileError(CaptureError):
     """A stage cannot be compiled, or its compiled graphs do not fit what it is to do.
 

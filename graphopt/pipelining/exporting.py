@@ -12,7 +12,9 @@ from torch import fx, nn
 from graphopt._compat import pipelining as _private
 from graphopt.errors import PartitionError
 from graphopt.pipelining.calling import Calling, OutputSpec
-from graphopt.pipelining.errors import ModuleCaptureError
+from graphopt.pipelining.errors import LostGradientError, ModuleCaptureError
+from graphopt.pipelining.functions import FunctionRecorder
+from graphopt.pipelining.gradient_watch import GradientWatch, check_module_hooks
 from graphopt.pipelining.marks import annotated_labels, is_mark, mark_label, remove_split_points
 from graphopt.pipelining.mutation import nested_graphs
 from graphopt.pipelining.state import State
@@ -46,7 +48,9 @@ def export_module(
 
     Raises:
         ModuleCaptureError: the module is not one graph.
-        PartitionError: an annotated submodule is never called, or a mark stands inside a region.
+        LostGradientError: the graph would not have the module's gradients.
+        PartitionError: an annotated submodule is never called, a mark stands inside a region, or
+            `split_policy` returns no graph.
     """
     labels = annotated_labels(module)
     try:
@@ -62,15 +66,31 @@ def export_module(
     _one_node_per_tensor(traced.graph, state)
     if split_policy is not None:
         traced = split_policy(traced)
+        if not isinstance(traced, fx.GraphModule):
+            raise PartitionError(
+                f"split_policy returned {traced!r}; it returns the GraphModule that it was given,"
+                " with marks in it"
+            )
     return Exported(traced, state, calling, OutputSpec(output_spec))
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    check_module_hooks(module)
+    recorder, watch = FunctionRecorder(), GradientWatch()
     try:
-        program = torch.export.export(module, args, kwargs, strict=False)
+        with recorder.recording(), watch:
+            program = torch.export.export(module, args, kwargs, strict=False)
+    except LostGradientError:
+        raise
     except Exception as error:
-        raise ModuleCaptureError(type(module).__name__, error) from error
-    return program.module(check_guards=False)
+        refusal = recorder.refusal or watch.refusal
+        raise refusal or ModuleCaptureError(type(module).__name__, error) from error
+    for refusal in (recorder.refusal, watch.refusal):
+        if refusal is not None:
+            raise refusal
+    traced = program.module(check_guards=False)
+    recorder.restore(traced)
+    return traced
 
 
 def _rename_regions(traced: fx.GraphModule) -> None:

@@ -37,13 +37,15 @@ def pipe_split() -> None:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether a node marks a boundary."""
-    return node.target is _PIPE_SPLIT
+    """Whether a node marks a boundary, also by torch's own `pipe_split`."""
+    return node.target is _PIPE_SPLIT or _compat.is_torch_mark(node.target)
 
 
 def mark_label(node: fx.Node) -> str:
     """What a mark is called in errors."""
-    return str(node.args[0])
+    if node.target is _PIPE_SPLIT:
+        return str(node.args[0])
+    return f"pipe_split() of torch.distributed.pipelining (%{node.name})"
 
 
 def insert_mark_after(node: fx.Node, label: str) -> None:
@@ -110,19 +112,32 @@ def annotate_split_points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> 
 
     Args:
         module: the model.
-        spec: for each submodule, by qualified name, where the boundary is.
+        spec: for each submodule, by qualified name, where the boundary is. A `SplitPoint` of
+            `torch.distributed.pipelining` counts as ours.
 
     Raises:
         PartitionError: there is no such submodule, or a point is not a `SplitPoint`. Nothing is
             annotated then.
     """
+    if not isinstance(spec, Mapping):
+        raise PartitionError(
+            f"split points are a mapping from names of submodules to SplitPoints, not {spec!r}"
+        )
+    points = {name: _split_point(name, point) for name, point in spec.items()}
     targets = {name: _submodule(module, name) for name in spec}
-    for name, point in spec.items():
-        if not isinstance(point, SplitPoint):
-            raise PartitionError(f"the split point of '{name}' is {point!r}, not a SplitPoint")
-    for name, point in spec.items():
+    for name, point in points.items():
         _marked_forward(targets[name], name).points.add(point)
     return Annotation(module)
+
+
+def _split_point(name: object, point: object) -> SplitPoint:
+    if not isinstance(name, str):
+        raise PartitionError(f"a split point is for the name of a submodule, not for {name!r}")
+    if isinstance(point, SplitPoint):
+        return point
+    if _compat.is_torch_split_point(point):
+        return SplitPoint[point.name]
+    raise PartitionError(f"the split point of '{name}' is {point!r}, not a SplitPoint")
 
 
 def remove_split_points(module: nn.Module) -> None:
@@ -179,12 +194,12 @@ class PipeSequential(nn.Sequential):
     def from_sequential(sequential: nn.Sequential) -> PipeSequential:
         """The same children, under the same names, with a boundary between any two."""
         result = PipeSequential()
-        for name, child in sequential.named_children():
+        for name, child in _compat.children_by_name(sequential).items():
             result.add_module(name, child)
         return result
 
     def forward(self, input: Any) -> Any:
-        for index, (name, module) in enumerate(self.named_children()):
+        for index, (name, module) in enumerate(_compat.children_by_name(self).items()):
             if index:
                 _PIPE_SPLIT(f"boundary before '{name}'")
             input = module(input)

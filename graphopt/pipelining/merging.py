@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.pipelining.chunk_specs import ChunkSpec, Reducer, TensorChunkSpec, is_chunk_spec
+from graphopt.pipelining.chunk_specs import ChunkSpec, Reducer, TensorChunkSpec, spec_leaves
 from graphopt.pipelining.splitting import part_starts
 from graphopt.pipelining.trees import Path, leaves, path_name, rebuild
 
@@ -37,7 +37,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None, *, mask: bool = 
         specs: dict[Path, ChunkSpec] = dict.fromkeys(paths)
         _same_structure(by_chunk, paths, "the first chunk")
     else:
-        specs = leaves(chunk_spec, is_chunk_spec)
+        specs = spec_leaves(chunk_spec)
         _same_structure(by_chunk, list(specs), "its spec")
     merged = {
         path: _merge_leaf(path_name("output", path), [c[path] for c in by_chunk], specs[path], mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,16 +14,12 @@ from graphopt.graph_utils import get_output
 from graphopt.partition import split_module
 from graphopt.pipelining.assignment import assign_stages
 from graphopt.pipelining.backward import insert_backward
-from graphopt.pipelining.calling import Calling, OutputNest, OutputSpec
-from graphopt.pipelining.chain import chain_stage, plan_chain
-from graphopt.pipelining.devices import move_to_device
+from graphopt.pipelining.calling import Calling, OutputSpec
 from graphopt.pipelining.exporting import Exported, export_module
 from graphopt.pipelining.loss import LossPicker, loss_position
 from graphopt.pipelining.marks import SplitPoint, annotate_split_points
-from graphopt.pipelining.metadata import find_flow
 from graphopt.pipelining.mutation import copy_received_before_update, nested_graphs
 from graphopt.pipelining.placement import module_of, place_state, stage_nodes
-from graphopt.pipelining.replicas import own_replicas
 from graphopt.pipelining.sharing import MultiUseSpec, Replica, transmit_shared
 from graphopt.pipelining.stage_module import StageModule
 
@@ -43,11 +39,13 @@ class PipeInfo:
         graph: calls of the stages and what passes between them, backward included.
         num_stages: how many stages.
         has_loss_and_backward: whether the pipe computes gradients.
+        pipe: the pipe, from which `build_stage` takes what passes between the stages.
     """
 
     graph: fx.Graph
     num_stages: int
     has_loss_and_backward: bool
+    pipe: Pipe | None = field(default=None, repr=False, compare=False)
 
 
 class Pipe(nn.Module):
@@ -59,6 +57,7 @@ class Pipe(nn.Module):
     Attributes:
         split_gm: the graph of stages, whose children `submod_<i>` are the stages.
         calling: how the model is called.
+        output_spec: how what it returns is nested.
         num_stages: how many stages.
         has_loss_and_backward: whether a call computes gradients.
         replicated_params: the parameters that several stages hold.
@@ -78,7 +77,7 @@ class Pipe(nn.Module):
         self.has_loss_and_backward = loss_index is not None
         self.replicated_params = replicated_params
         self.calling = calling
-        self._output_spec = output_spec
+        self.output_spec = output_spec
         self._loss_index = loss_index
 
     @staticmethod
@@ -104,10 +103,11 @@ class Pipe(nn.Module):
 
         Raises:
             ModuleCaptureError: the model cannot be exported as one graph.
-            PartitionError: a stage is empty, the loss spec does not fit, or the stages cannot be
-                separated.
+            PartitionError: a stage is empty, the loss spec does not fit, the stages cannot be
+                separated, or an argument is of another kind than described here.
         """
-        exported = export_module(mod, example_args, dict(example_kwargs or {}), split_policy)
+        _check_arguments(mod, example_args, example_kwargs, split_policy)
+        exported = export_module(mod, tuple(example_args), dict(example_kwargs or {}), split_policy)
         loss_index = _loss_index(mod, exported, output_loss_value_spec)
         graph = exported.graph_module.graph
         stage_of = assign_stages(graph)
@@ -130,7 +130,7 @@ class Pipe(nn.Module):
             ValueError: they differ from the example's in more than the values of tensors.
         """
         flat = self.calling.flatten(args, kwargs)
-        return self._output_spec.nest(list(self.split_gm(*flat)))
+        return self.output_spec.nest(list(self.split_gm(*flat)))
 
     @property
     def loss_fn(self) -> LossPicker:
@@ -153,7 +153,7 @@ class Pipe(nn.Module):
 
     def info(self) -> PipeInfo:
         """The graph of stages, and how many there are."""
-        return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward)
+        return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward, self)
 
     def build_stage(
         self,
@@ -170,32 +170,10 @@ class Pipe(nn.Module):
             ValueError: there is no such stage.
         """
         # Not at the top: torch.distributed is not in every build of torch.
-        from graphopt.pipelining.stage import Stage
+        from graphopt.pipelining.building import build_stage
 
-        self._call_of(stage_index)
-        plan = plan_chain(self.split_gm.graph)
-        flow = find_flow(self.split_gm, plan)
-        module = chain_stage(self.split_gm, stage_index, plan)
-        own_replicas(module, stage_index, self.replicated_params)
-        move_to_device(module, torch.device(device))
-        leaves: Any = get_output(self.split_gm.graph).args[0]
-        positions = {node: position for position, node in enumerate(plan.returned)}
-        return Stage(
-            module,
-            stage_index,
-            torch.device(device),
-            group,
-            flow=flow,
-            calling=self.calling,
-            output=OutputNest(
-                tuple(
-                    (positions[leaf],) if isinstance(leaf, fx.Node) else (None, leaf)
-                    for leaf in leaves
-                ),
-                self._output_spec,
-            ),
-            replicas=self.replicated_params,
-        )
+        module = self.get_stage_module(stage_index)
+        return build_stage(module, stage_index, self.info(), device, group)
 
     def print_readable(self) -> str:
         """Print the code of the graph of stages and of every stage, and return it."""
@@ -210,7 +188,7 @@ class Pipe(nn.Module):
         return "\n\n".join(parts)
 
     def _call_of(self, stage_idx: int) -> fx.Node:
-        if not 0 <= stage_idx < self.num_stages:
+        if stage_idx not in range(self.num_stages):
             raise ValueError(f"there is no stage {stage_idx}; the pipe has {self.num_stages}")
         return stage_nodes(self.split_gm.graph)[stage_idx]
 
@@ -239,10 +217,27 @@ def pipeline(
     if split_spec is not None and split_policy is not None:
         raise ValueError("pipeline takes a split_spec or a split_policy, not both")
     if split_spec is not None:
+        _check_arguments(module, mb_args, mb_kwargs, split_policy)
         annotate_split_points(module, split_spec)
     return Pipe.from_tracing(
         module, mb_args, mb_kwargs, split_policy, output_loss_value_spec, multi_use_param_spec
     )
+
+
+def _check_arguments(mod: Any, args: Any, kwargs: Any, split_policy: Any) -> None:
+    if not isinstance(mod, nn.Module):
+        raise PartitionError(f"a pipe is made of an nn.Module, not of {mod!r}")
+    if not isinstance(args, (tuple, list)):
+        raise PartitionError(
+            f"the example arguments are a {type(args).__name__}; they are a tuple with one entry"
+            " for each positional argument, such as (x,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise PartitionError(
+            f"the example keyword arguments are a {type(kwargs).__name__}; they are a mapping"
+        )
+    if split_policy is not None and not callable(split_policy):
+        raise PartitionError(f"split_policy is a function of a GraphModule, not {split_policy!r}")
 
 
 def _loss_index(mod: nn.Module, exported: Exported, spec: Any) -> int | None:

@@ -72,6 +72,11 @@ def transmit_shared(
 def _by_name(spec: MultiUseSpec, state: State) -> Mapping[str, MultiUseParameterConfig]:
     if spec is None or isinstance(spec, MultiUseParameterConfig):
         return {}
+    if not isinstance(spec, Mapping):
+        raise PartitionError(
+            "multi_use_param_spec is a MultiUseParameterConfig, or a mapping from names of"
+            f" parameters to them, not {spec!r}"
+        )
     known = set(state.names())
     for name, config in spec.items():
         if name not in known:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphopt.pipelining.block_masks import batch_size, is_block_mask, split_block_mask
 from graphopt.pipelining.chunk_specs import (
     ChunkSpec,
     Replicated,
     TensorChunkSpec,
-    is_chunk_spec,
+    spec_leaves,
 )
 from graphopt.pipelining.trees import Path, leaves, path_name, rebuild
 
@@ -39,9 +40,10 @@ def split_args_kwargs_into_chunks(
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Divide the arguments of a batch into those of microbatches.
 
-    Without a spec tensors are split along dimension 0; tensors without dimensions and values that
-    are not tensors are repeated. Sizes that `chunks` does not divide give microbatches whose sizes
-    differ by at most one, as `torch.tensor_split` does.
+    Without a spec tensors and block masks of flex attention are split along dimension 0; tensors
+    without dimensions, block masks for a batch of 1 and other values are repeated. Sizes that
+    `chunks` does not divide give microbatches whose sizes differ by at most one, as
+    `torch.tensor_split` does.
 
     Args:
         args: positional arguments, nested as they like.
@@ -60,8 +62,10 @@ def split_args_kwargs_into_chunks(
     Raises:
         ValueError: a spec does not fit its argument, or there is nothing to split.
     """
-    if chunks < 1:
-        raise ValueError(f"a batch is divided into at least 1 microbatch, not {chunks}")
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"a batch is divided into at least 1 microbatch, not {chunks!r}")
+    if not isinstance(args, (tuple, list)):
+        raise ValueError(f"args is a {type(args).__name__}; it is a tuple, such as (x,)")
     named = _args_leaves(args, args_chunk_spec)
     keyed = _kwargs_leaves(dict(kwargs or {}), kwargs_chunk_spec)
     count = _number_of_chunks([*named.values(), *keyed.values()], chunks)
@@ -83,9 +87,7 @@ def _kwargs_leaves(kwargs: dict[str, Any], spec: Any) -> dict[Path, _Leaf]:
 
 def _leaves_with_dims(value: Any, spec: Any, name: Callable[[Path], str]) -> dict[Path, _Leaf]:
     values = leaves(value)
-    specs: dict[Path, ChunkSpec] = (
-        dict.fromkeys(values) if spec is None else leaves(spec, is_chunk_spec)
-    )
+    specs: dict[Path, ChunkSpec] = dict.fromkeys(values) if spec is None else spec_leaves(spec)
     for path in [*values, *specs]:
         if path not in specs:
             raise ValueError(f"{name(path)} has no entry in the chunk spec")
@@ -108,6 +110,8 @@ def _split_dim(name: str, value: Any, spec: Any) -> int | None:
             f"{name} has the spec {spec!r}; arguments take a TensorChunkSpec, Replicated() or None"
             " (a Reducer says how outputs are merged)"
         )
+    if is_block_mask(value):
+        return _block_mask_dim(name, value, spec.split_dim)
     if not isinstance(value, Tensor):
         raise ValueError(
             f"{name} is a {type(value).__name__}, not a tensor, and cannot be split along a"
@@ -118,7 +122,17 @@ def _split_dim(name: str, value: Any, spec: Any) -> int | None:
     return spec.split_dim % value.ndim
 
 
+def _block_mask_dim(name: str, mask: Any, dim: int) -> int | None:
+    if dim != 0:
+        raise ValueError(
+            f"{name} is a BlockMask, which is split along dimension 0; its spec says {dim}"
+        )
+    return None if batch_size(mask) == 1 else 0
+
+
 def _default_dim(name: str, value: Any) -> int | None:
+    if is_block_mask(value):
+        return _block_mask_dim(name, value, 0)
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
     if value.ndim == 1 and _is_integer(value):
@@ -158,6 +172,9 @@ def _number_of_chunks(arguments: list[_Leaf], chunks: int) -> int:
 def _split_leaf(leaf: _Leaf, count: int, mask: bool) -> list[Any]:
     if leaf.dim is None:
         return [leaf.value] * count
+    if is_block_mask(leaf.value):
+        # With full-size tensors the mask is full-size too.
+        return [leaf.value] * count if mask else split_block_mask(leaf.value, count)
     parts = torch.tensor_split(leaf.value, count, leaf.dim)
     if not mask:
         return list(parts)

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from graphopt.errors import GraphOptError
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.pipelining.calling import Calling, OutputNest
-from graphopt.pipelining.chain import weights_meet_inputs
 from graphopt.pipelining.errors import StageCompileError
-from graphopt.pipelining.metadata import Flow
 from graphopt.pipelining.sharing import Replica
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ DEFAULT_PIPELINE = "comm_fusion_with_concat -> schedule_comm_wait"
 
 
 class Stage(PipelineStage):
-    """One stage of a pipe, made by `Pipe.build_stage`.
+    """One stage, made by `Pipe.build_stage`, `build_stage` or `Stage.from_module`.
 
     The rank of the first stage calls `schedule.step` with the model's arguments, positional and
     keyword; the others without, and the last with `target=` when the schedule has a loss function.
@@ -45,23 +43,23 @@ class Stage(PipelineStage):
 
     def __init__(
         self,
-        module: fx.GraphModule,
+        module: nn.Module,
         stage_index: int,
+        num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
         *,
-        flow: Flow,
-        calling: Calling,
+        received: tuple[torch.Tensor, ...],
+        sent: tuple[torch.Tensor, ...],
+        divides: bool,
         output: OutputNest,
-        replicas: list[Replica],
+        calling: Calling | None = None,
+        replicas: Sequence[Replica] = (),
     ) -> None:
-        received, sent = flow.received[stage_index], flow.sent(stage_index)
-        # The first stage is not divided anyway.
-        divides = stage_index == 0 or weights_meet_inputs(module.graph, received, sent)
         super().__init__(
             module,
             stage_index,
-            len(flow.received),
+            num_stages,
             device,
             input_args=received,
             output_args=sent,
@@ -76,6 +74,42 @@ class Stage(PipelineStage):
         self._unfinished: set[int] = set()
         # What the last stage returned, by microbatch; None once the loss has been seen.
         self._returned: dict[int, tuple[torch.Tensor, ...]] | None = {}
+
+    @staticmethod
+    def from_module(
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        device: torch.device | str,
+        *,
+        input_args: torch.Tensor | Sequence[torch.Tensor],
+        output_args: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Stage:
+        """A stage that runs a module of yours: a model that was divided by hand.
+
+        Its parameters and buffers are moved to `device`. What it returns are the positional
+        arguments of the next one: a tensor or a tuple of tensors; the last stage may return any
+        nest. Keyword arguments of `schedule.step` on a rank go to all stages of that rank. Between
+        stages, all floating-point tensors carry gradients.
+
+        Args:
+            module: it runs as it is.
+            index, num_stages: which stage of how many.
+            input_args: example of what it receives for one microbatch, a tensor or several; values
+                do not matter.
+            output_args: example of what it returns, compared with what it does on fake tensors;
+                needed where it does not run on those.
+
+        Raises:
+            PartitionError: an argument is of another kind, the module does not run on
+                `input_args`, or returns something else than `output_args`.
+        """
+        from graphopt.pipelining.hand_cut import HandCutStage
+
+        return HandCutStage(
+            module, index, num_stages, torch.device(device), input_args, output_args, group
+        )
 
     def compile(
         self,
@@ -122,10 +156,20 @@ class Stage(PipelineStage):
         from graphopt.pipelining.compiled import compile_stage
 
         self._compiled = compile_stage(
-            self.stage_index, self.submod, self._microbatch(), pipeline, parallel, lower, verify
+            self.stage_index,
+            self._captured(),
+            self._microbatch(),
+            pipeline,
+            parallel,
+            lower,
+            verify,
         )
         self.dw_builder = None
         return self
+
+    def _captured(self) -> nn.Module:
+        """A function of what the stage receives, to what it sends."""
+        return self.submod
 
     def _microbatch(self) -> Microbatch:
         from graphopt.pipelining.stage_capture import Microbatch
@@ -193,11 +237,10 @@ class Stage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """Run the forward of one microbatch: what a schedule calls."""
-        flat = self._flat(args, kwargs or {}) if self.is_first else args
+        args, kwargs = self._inputs(args, kwargs or {})
         if self.has_backward:
             self._unfinished.add(fwd_chunk_id)
-        # Schedules give every stage of the first rank the model's keyword arguments.
-        sent = super().forward_one_chunk(fwd_chunk_id, flat, {}, save_forward_output)
+        sent = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         if not self.is_last:
             return sent
         if self._returned is not None and self._compiled is not None and self.has_backward:
@@ -271,7 +314,15 @@ class Stage(PipelineStage):
         if self._compiled is not None:
             self._compiled.begin_step(self.has_backward)
 
+    def _inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with, of what the schedule gives to the stage."""
+        # Schedules give every stage of the first rank the model's keyword arguments.
+        return (self._flat(args, kwargs) if self.is_first else args), {}
+
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        assert self._calling is not None, "subclasses take their arguments themselves"
         leaves = self._calling.flatten(args, kwargs)
         named = zip(self._calling.names, leaves, strict=True)
         tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, torch.Tensor)]

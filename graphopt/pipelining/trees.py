@@ -9,6 +9,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt._compat import pipelining as _private
+from graphopt.pipelining.block_masks import is_block_mask
 
 Key = str | int
 Path = tuple[Key, ...]
@@ -27,8 +28,10 @@ def open_container(value: Any) -> Container | None:
     """The children of `value`, None if it is a leaf.
 
     Containers are what pytrees know (tuples, named tuples, lists, mappings, registered classes) and
-    dataclass instances.
+    dataclass instances. A `BlockMask` is a leaf, though it can be registered.
     """
+    if is_block_mask(value):
+        return None
     children, spec = _private.children(value)
     if len(children) == 1 and children[0] is value:
         return _open_dataclass(value)

@@ -18,7 +18,7 @@ from graphopt.pipelining.chain import ChainPlan, chain_stage, plan_chain, weight
 from graphopt.pipelining.devices import move_to_device
 from graphopt.pipelining.metadata import Flow, find_flow
 from graphopt.pipelining.pipe import Pipe
-from graphopt.pipelining.stage_module import StageModule
+from graphopt.pipelining.placement import stage_nodes
 from graphopt.pipelining.timeline.errors import ScheduleError
 from graphopt.pipelining.timeline.slots import Action
 
@@ -106,7 +106,7 @@ def measure_durations(
 @dataclass(frozen=True)
 class _StageAlone:
     index: int
-    module: StageModule
+    module: fx.GraphModule
     received: tuple[Tensor, ...]
     loss: Callable[[Sequence[Tensor]], Tensor] | None
     divides: bool
@@ -181,7 +181,8 @@ class _StageAlone:
 def _stage_alone(
     pipe: Pipe, index: int, plan: ChainPlan, flow: Flow, device: torch.device
 ) -> _StageAlone:
-    module = copy.deepcopy(chain_stage(pipe.split_gm, index, plan))
+    call = stage_nodes(pipe.split_gm.graph)[index]
+    module = copy.deepcopy(chain_stage(pipe.get_stage_module(index), call, index, plan))
     move_to_device(module, device)
     received = flow.received[index]
     return _StageAlone(

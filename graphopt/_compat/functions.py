@@ -1,0 +1,129 @@
+"""Private torch APIs that keep calls of `torch.autograd.Function` whole while a model is exported.
+
+Written for torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch.autograd_function import AutogradFunctionApply
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental import proxy_tensor
+
+Apply = Callable[..., Any]
+Handler = Callable[[Any, Apply, tuple[Any, ...], dict[str, Any]], Any]
+"""Called with the class of a function, what applies it, and the arguments."""
+
+
+class _FunctionCall(torch._ops.HigherOrderOperator):
+    """Stands for a function in an exported graph; its first argument says for which."""
+
+    def __init__(self) -> None:
+        super().__init__("graphopt_function")  # type: ignore[no-untyped-call]
+
+    def __call__(self, index: int, *tensors: torch.Tensor) -> Any:
+        raise NotImplementedError("stands in a graph until it has been exported")
+
+
+CALL = _FunctionCall()
+fx.node.has_side_effect(CALL)  # so that export keeps calls whose result nobody reads
+
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def functions_handled_by(handler: Handler) -> Iterator[None]:
+    """While active, functions that are applied while this thread traces are given to `handler`.
+
+    `Function.apply` finds what applies it by the order of base classes, also where it was bound
+    before; so that base class is given another one.
+    """
+    own = threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        applied = super(_SingleLevelFunction, cls).apply
+        if threading.get_ident() != own or not is_tracing():
+            return applied(*args, **kwargs)
+        return handler(cls, applied, args, kwargs)
+
+    with _one_at_a_time:
+        _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            delattr(_SingleLevelFunction, "apply")
+
+
+@contextmanager
+def tracing_paused() -> Iterator[None]:
+    """While active, nothing becomes a node, changes of grad mode included."""
+    with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        yield
+
+
+def is_tracing() -> bool:
+    """Whether what is computed becomes nodes."""
+    return proxy_tensor.get_proxy_mode() is not None
+
+
+def traced_tensors() -> Container[torch.Tensor]:
+    """The tensors for which the graph being traced has a node."""
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None, "to be called while tracing"
+    return mode.tracer.tensor_tracker
+
+
+def record_call(index: int, name: str, tensors: Sequence[torch.Tensor], result: Any) -> Any:
+    """Let `result` be what a node named `name` computes from `tensors`."""
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None, "to be called while tracing"
+    tracer: Any = mode.tracer
+    arguments = [tracer.unwrap_proxy(tensor) for tensor in tensors]
+    proxy = tracer.create_proxy("call_function", CALL, (index, *arguments), {}, name=name)
+    return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+
+def is_function(cls: type) -> bool:
+    """Whether a class is a user's function: not what a transform of `torch.func` makes of one."""
+    return issubclass(cls, torch.autograd.Function) and cls.__module__ != (
+        AutogradFunctionApply.__module__
+    )
+
+
+def is_reentrant_checkpoint(cls: type) -> bool:
+    """Whether a class is that of `torch.utils.checkpoint` with `use_reentrant=True`."""
+    return cls.__module__ == "torch.utils.checkpoint"
+
+
+def is_module_hook(cls: type) -> bool:
+    """Whether a class is that by which torch runs a module's backward hooks."""
+    return cls.__module__ == "torch.nn.modules._functions" and "Hook" in cls.__name__
+
+
+def calls(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that stand for functions."""
+    return graph.find_nodes(op="call_function", target=CALL)
+
+
+def saved_tensor_hooks_are_foreign() -> bool:
+    """Whether hooks on what autograd saves are in effect that are not torch's own, such as those of
+    checkpoints, which give back the very values."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and not str(hooks[0].__module__).startswith("torch.")
+
+
+def module_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module's own backward hooks are set, or those of all modules."""
+    everywhere = torch.nn.modules.module
+    return bool(
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    )

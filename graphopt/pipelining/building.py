@@ -1,0 +1,104 @@
+"""A stage for schedules, built from the module of a stage and what is known of its pipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from graphopt.errors import PartitionError
+from graphopt.graph_utils import get_output
+from graphopt.pipelining.calling import OutputNest
+from graphopt.pipelining.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
+from graphopt.pipelining.devices import move_to_device
+from graphopt.pipelining.metadata import find_flow
+from graphopt.pipelining.pipe import Pipe, PipeInfo
+from graphopt.pipelining.placement import stage_nodes
+from graphopt.pipelining.replicas import own_replicas
+from graphopt.pipelining.stage import Stage
+from graphopt.pipelining.stage_module import StageModule
+
+
+def build_stage(
+    module: nn.Module,
+    index: int,
+    info: PipeInfo,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+) -> Stage:
+    """A stage that runs `module`: that of a pipe, or what was made of it.
+
+    Args:
+        module: `pipe.get_stage_module(index)`, or a module that takes and returns the same. Its
+            parameters and buffers are moved to `device`.
+        index: of the stage.
+        info: `pipe.info()`.
+        device: where the stage runs.
+        group: the ranks of the pipeline; None: all.
+
+    Raises:
+        PartitionError: `info` is not that of a pipe, the module is wrapped in
+            DistributedDataParallel, or lacks a parameter that several stages hold.
+        ValueError: there is no such stage.
+    """
+    pipe = _pipe_of(info)
+    if isinstance(module, DistributedDataParallel):
+        raise PartitionError(
+            "a stage is averaged over its replicas by stage.compile(parallel=DataParallel(group)),"
+            " not by DistributedDataParallel, which does not know of microbatches"
+        )
+    pipe.get_stage_module(index)
+    plan = plan_chain(info.graph)
+    flow = find_flow(pipe.split_gm, plan)
+    chained = chain_stage(module, stage_nodes(info.graph)[index], index, plan)
+    is_own = isinstance(module, StageModule)
+    if is_own:
+        own_replicas(chained, index, pipe.replicated_params)
+    move_to_device(chained, torch.device(device))
+    received, sent = flow.received[index], flow.sent(index)
+    # The first stage is not divided anyway; what another module reads is not known.
+    divides = index == 0 or (is_own and weights_meet_inputs(chained.graph, received, sent))
+    return Stage(
+        chained,
+        index,
+        info.num_stages,
+        torch.device(device),
+        group,
+        received=received,
+        sent=sent,
+        divides=divides,
+        calling=pipe.calling,
+        output=_output_nest(pipe, plan),
+        replicas=pipe.replicated_params if is_own else _no_replicas(pipe, index),
+    )
+
+
+def _pipe_of(info: Any) -> Pipe:
+    pipe = info.pipe if isinstance(info, PipeInfo) else None
+    if pipe is None:
+        raise PartitionError(f"build_stage takes what pipe.info() returns, not {info!r}")
+    return pipe
+
+
+def _output_nest(pipe: Pipe, plan: ChainPlan) -> OutputNest:
+    leaves: Any = get_output(pipe.split_gm.graph).args[0]
+    positions = {node: position for position, node in enumerate(plan.returned)}
+    return OutputNest(
+        tuple((positions[x],) if isinstance(x, fx.Node) else (None, x) for x in leaves),
+        pipe.output_spec,
+    )
+
+
+def _no_replicas(pipe: Pipe, index: int) -> list[Any]:
+    for replica in pipe.replicated_params:
+        name = dict(replica.holders).get(index)
+        if name is not None:
+            raise PartitionError(
+                f"'{name}' is held by several stages, whose gradients are added by name; so stage"
+                f" {index} is built from pipe.get_stage_module({index}) itself. Or pass"
+                " multi_use_param_spec=MultiUseParameterConfig.TRANSMIT to pipeline"
+            )
+    return []

@@ -1,0 +1,126 @@
+"""What changes gradients and would be lost in an exported graph: seen while a model is exported.
+
+Hooks on activations, on nodes of autograd and on what autograd saves, and backwards inside of
+forward, run when autograd runs. The graph has no node for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from graphopt import _compat
+from graphopt._compat import functions as _private
+from graphopt.pipelining.errors import LostGradientError
+from graphopt.tracing.source import current_user_line
+
+_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
+_BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward})
+_ATTRIBUTES: Any = vars(torch.Tensor) | vars(torch._C.TensorBase)
+_GRADIENT_SWITCHES = frozenset({torch.Tensor.requires_grad_, _ATTRIBUTES["requires_grad"].__set__})
+_GRAD_FN = _ATTRIBUTES["grad_fn"].__get__
+_DATA = _ATTRIBUTES["data"].__get__
+_FUNCTION_HINT = (
+    "change the gradient in the backward of a torch.autograd.Function, which stages keep"
+)
+
+
+class GradientWatch(TorchFunctionMode):
+    """Refuses what stages would lose.
+
+    Attributes:
+        refusal: the first one; code of the model may have caught it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusal: LostGradientError | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # the branches of a torch.cond, which Dynamo captures
+            return func(*args, **kwargs)
+        self._check(func, args, kwargs)
+        if func == _DATA and _private.is_tracing():
+            return args[0].detach()  # which has a node
+        result = func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _constant(result) if not _creates_graph(kwargs, args) else result
+        if func == _GRAD_FN and result is not None:
+            return _WatchedNode(self, result)
+        return result
+
+    def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if func in _HOOKS:
+            self.refuse(f"a hook on a tensor ({func.__name__})", _FUNCTION_HINT)
+        if func in _BACKWARDS:
+            self.refuse(
+                "a backward inside of forward, which adds to the gradients of parameters",
+                "use torch.autograd.grad, whose results are part of the graph",
+            )
+        if func in _GRADIENT_SWITCHES and _switches_parameter(*args, **kwargs):
+            self.refuse(
+                "a parameter that is frozen or unfrozen in forward",
+                "set requires_grad before the pipe is made",
+            )
+        if _private.saved_tensor_hooks_are_foreign():
+            self.refuse(
+                "hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks)",
+                "enter saved_tensors_hooks around schedule.step",
+            )
+
+    def refuse(self, reason: str, hint: str) -> NoReturn:
+        line = current_user_line()
+        refusal = LostGradientError(reason, location=None if line is None else str(line), hint=hint)
+        self.refusal = self.refusal or refusal
+        raise refusal
+
+
+class _WatchedNode:
+    """A node of autograd on which nobody may register a hook."""
+
+    def __init__(self, watch: GradientWatch, node: Any) -> None:
+        self._watch, self._node = watch, node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            self._watch.refuse(f"a hook on a node of autograd ({name})", _FUNCTION_HINT)
+        return getattr(self._node, name)
+
+
+def check_module_hooks(module: nn.Module) -> None:
+    """Refuse a model with backward hooks on modules.
+
+    Raises:
+        LostGradientError: a module has one.
+    """
+    for name, child in module.named_modules():
+        if _private.module_backward_hooks(child):
+            raise LostGradientError(
+                f"the module '{name}' ({type(child).__name__}) has a backward hook",
+                location=None,
+                hint="remove it before the pipe is made, and "
+                "register it on the modules of stages, or " + _FUNCTION_HINT,
+            )
+
+
+def _creates_graph(kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
+    return bool(kwargs.get("create_graph", args[4] if len(args) > 4 else False))
+
+
+def _constant(gradients: Any) -> Any:
+    """Gradients that were computed without a graph, through which autograd does not go."""
+    return _compat.tree_map(
+        lambda value: value.detach() if isinstance(value, torch.Tensor) else value, gradients
+    )
+
+
+def _switches_parameter(tensor: torch.Tensor, requires_grad: bool = True) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad != requires_grad
