@@ -29,7 +29,7 @@ from graphopt.graph_utils import (
     set_outputs,
 )
 from graphopt.storage import Storages
-from graphopt.tracing import fused
+from graphopt.tracing import draws, fused
 
 aten = torch.ops.aten
 
@@ -258,6 +258,8 @@ def inplace_form(target: Any) -> Any | None:
     """The operator that writes into its first argument what `target` returns, if there is one."""
     if not isinstance(target, _compat.OpOverload):
         return None
+    if target in draws.INPLACE:
+        return draws.INPLACE[target]
     namespace, name = target._schema.name.split("::")
     listed = namespace == "aten" and name.startswith("_foreach_")
     pointwise = namespace == "aten" and is_pointwise(target)

@@ -25,16 +25,14 @@ from graphopt.graph_utils import (
     get_output,
     get_outputs,
     is_collective,
-    is_dense,
     is_operator,
-    is_pointwise,
     is_wait,
     readers_through_views,
     same_kind,
     set_outputs,
     without_autocast,
 )
-from graphopt.tracing import fused, numbers
+from graphopt.tracing import draws, fused, numbers
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
 
@@ -148,6 +146,8 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
+        for source in n.all_input_nodes:
+            _keep_strides(self.env[source], source.meta.get("val"))
         return super().run_node(n)
 
     def tag(self, node: fx.Node) -> None:
@@ -164,15 +164,21 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if target in numbers.ARITHMETIC and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
+        if fused.functional_name(target) is not None:
+            return self._update_lists(target, args, kwargs)
+        drawing = draws.functional_form(target, args[0]) if args else None
+        if drawing is not None:
+            return args[0].copy_(drawing(*args, **kwargs))
+        result = super().call_function(target, args, kwargs)
+        if is_operator(target, "aten::lift_fresh_copy"):
+            # What was to be a number is one since the first trace.
+            _compat.forget_constant(self._tracer, _compat.from_functional(result))
+        return result
+
+    def _update_lists(self, target: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """A fused optimizer: its functional form, and the results copied into its lists."""
         name = fused.functional_name(target)
-        if name is None:
-            result = super().call_function(target, args, kwargs)
-            if is_operator(target, "aten::lift_fresh_copy"):
-                # What was to be a number is one since the first trace.
-                _compat.forget_constant(self._tracer, _compat.from_functional(result))
-            elif _is_pointwise_update(target) and not is_dense(args[0]):
-                _keep_strides(args[0])
-            return result
+        assert name is not None
         functional = getattr(getattr(aten, name), target._overloadname)
         results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
         for position in fused.WRITTEN[name]:
@@ -180,22 +186,22 @@ class _Interpreter(fx.Interpreter):
                 continue
             for old, new in zip(args[position], results[position], strict=True):
                 old.copy_(new)
-        return None
 
 
-def _is_pointwise_update(target: Any) -> bool:
-    return is_pointwise(target) and target._schema.is_mutable
+def _keep_strides(wrapper: Any, traced: Any) -> None:
+    """Let a value have the strides that it has in the trace, which are eager's.
 
-
-def _keep_strides(updated: torch.Tensor) -> None:
-    """Let the new value of a tensor with gaps have gaps, too.
-
-    Functionalization makes it dense, and a kernel that runs over dense elements in one go may
-    round differently (vectorized `sigmoid`, `exp`, …) than row by row, as eager does it.
+    What functionalization makes of a tensor that was written to may be dense where the tensor has
+    gaps, or contiguous where it is transposed. Kernels that go through memory then round otherwise
+    (vectorized `sigmoid`, `exp`, …), draw other random numbers, and give other strides themselves.
     """
-    value = _compat.from_functional(updated)
-    strided = aten.new_empty_strided.default(value, list(updated.shape), list(updated.stride()))
-    _compat.replace_functional_value(updated, aten.copy.default(strided, value))
+    if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
+        return
+    value = _compat.from_functional(wrapper)
+    if value.stride() == traced.stride():
+        return
+    strided = aten.new_empty_strided.default(value, list(traced.shape), list(traced.stride()))
+    _compat.replace_functional_value(wrapper, aten.copy.default(strided, value))
 
 
 def _remove_identities(graph: fx.Graph) -> None:
