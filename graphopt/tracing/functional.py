@@ -32,7 +32,7 @@ from graphopt.graph_utils import (
     set_outputs,
     without_autocast,
 )
-from graphopt.tracing import draws, fused, numbers
+from graphopt.tracing import fused, inplace, numbers
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
 
@@ -166,9 +166,9 @@ class _Interpreter(fx.Interpreter):
             return numbers.record(target, *args)
         if fused.functional_name(target) is not None:
             return self._update_lists(target, args, kwargs)
-        drawing = draws.functional_form(target, args[0]) if args else None
-        if drawing is not None:
-            return args[0].copy_(drawing(*args, **kwargs))
+        functional = inplace.functional_form(target, args[0]) if args else None
+        if functional is not None:
+            return args[0].copy_(functional(*args, **kwargs))
         result = super().call_function(target, args, kwargs)
         if is_operator(target, "aten::lift_fresh_copy"):
             # What was to be a number is one since the first trace.
