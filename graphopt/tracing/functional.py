@@ -33,6 +33,7 @@ from graphopt.graph_utils import (
     without_autocast,
 )
 from graphopt.tracing import fused, inplace, numbers
+from graphopt.tracing.rewriting import explained_at, keep_strides, refuse_overlapping_writes
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
 
@@ -146,9 +147,11 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
+        refuse_overlapping_writes(n)
         for source in n.all_input_nodes:
-            _keep_strides(self.env[source], source.meta.get("val"))
-        return super().run_node(n)
+            keep_strides(self.env[source], source.meta.get("val"))
+        with explained_at(n):
+            return super().run_node(n)
 
     def tag(self, node: fx.Node) -> None:
         source = self._running
@@ -186,22 +189,6 @@ class _Interpreter(fx.Interpreter):
                 continue
             for old, new in zip(args[position], results[position], strict=True):
                 old.copy_(new)
-
-
-def _keep_strides(wrapper: Any, traced: Any) -> None:
-    """Let a value have the strides that it has in the trace, which are eager's.
-
-    What functionalization makes of a tensor that was written to may be dense where the tensor has
-    gaps, or contiguous where it is transposed. Kernels that go through memory then round otherwise
-    (vectorized `sigmoid`, `exp`, …), draw other random numbers, and give other strides themselves.
-    """
-    if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
-        return
-    value = _compat.from_functional(wrapper)
-    if value.stride() == traced.stride():
-        return
-    strided = aten.new_empty_strided.default(value, list(traced.shape), list(traced.stride()))
-    _compat.replace_functional_value(wrapper, aten.copy.default(strided, value))
 
 
 def _remove_identities(graph: fx.Graph) -> None:

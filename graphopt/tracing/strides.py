@@ -16,7 +16,8 @@ import torch
 from graphopt import _compat
 from graphopt.graph_utils import is_pointwise
 from graphopt.tracing import scratch
-from graphopt.tracing.scratch import Call, Layout
+from graphopt.tracing.layouts import Layout, described, leaves
+from graphopt.tracing.scratch import Call
 
 _LIKE_ELEMENTWISE = frozenset(
     f"aten::{name}"
@@ -44,8 +45,8 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     if not _is_checked(func) or _is_plain(func, args, kwargs):
         return result
     try:
-        call = (func, scratch.described(tuple(args)), scratch.described(dict(kwargs)))
-        expected = scratch.described(result)
+        call = (func, described(tuple(args)), described(dict(kwargs)))
+        expected = described(result)
     except TypeError:
         return result
     found = _true_results(call, expected, _settings())
@@ -111,7 +112,7 @@ def _true_results(call: Call, expected: Any, settings: tuple[bool, ...]) -> Any 
 def _with_layouts(result: Any, found: Any) -> Any:
     """Fake tensors like `result`, laid out as `found` says."""
     values, nest = _compat.tree_flatten(result)
-    layouts = list(scratch.leaves(found))
+    layouts = list(leaves(found))
     if len(layouts) != len(values):
         return result
     return _compat.tree_unflatten(list(map(_with_layout, values, layouts)), nest)
@@ -120,6 +121,6 @@ def _with_layouts(result: Any, found: Any) -> Any:
 def _with_layout(value: Any, layout: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not isinstance(layout, Layout):
         return value
-    if layout == scratch.described(value):
+    if layout == described(value):
         return value
     return _compat.fake_laid_out(value, layout.shape, layout.strides, layout.dtype)
