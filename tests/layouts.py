@@ -1,4 +1,4 @@
-"""One operator at a time in many layouts: the same calls eagerly and captured, compared bit for bit.
+"""Operators in many layouts: the same calls eagerly and captured, compared bit for bit.
 
 `compare` runs a list of `Case`s in one captured step. A step that cannot be captured is cut in two
 until the cases that are refused stand alone.
@@ -7,13 +7,13 @@ until the cases that are refused stand alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import graphopt
 
@@ -115,28 +115,31 @@ def _compare_all(cases: Sequence[Case], options: dict[str, Any]) -> Found:
         return [case.function(*tensors) for case, tensors in zip(cases, given, strict=True)]
 
     torch.manual_seed(0)
-    before = torch.get_rng_state()
     try:
         compiled = graphopt.compile(step, **{"pipeline": "none", **options})
         actual = compiled(nn.Identity(), captured)
     except Exception as error:
-        if len(cases) > 1:
-            half = len(cases) // 2
-            found = _compare_all(cases[:half], options)
-            found.add(_compare_all(cases[half:], options))
-        elif isinstance(error, graphopt.CaptureError):
-            found.refused[cases[0].name] = error.reason
-        else:
-            found.different[cases[0].name] = f"raises {type(error).__name__}: {error}"[:300]
-        return found
-    generator = torch.equal(torch.get_rng_state(), after)
-    for i, case in enumerate(cases):
-        reason = difference([actual[i], captured[i]], [expected[i], eager[i]])
+        return _divided(cases, options, error)
+    for case, *results in zip(cases, actual, captured, expected, eager, strict=True):
+        reason = difference(results[:2], results[2:])
         if reason is not None:
             found.different[case.name] = reason
-    if not generator and not found.different:
+    if not found.different and not torch.equal(torch.get_rng_state(), after):
         found.different[cases[0].name] = "the generator's state afterwards differs"
-    del before
+    return found
+
+
+def _divided(cases: Sequence[Case], options: dict[str, Any], error: Exception) -> Found:
+    """What came of cases one of which raised `error`."""
+    if len(cases) > 1:
+        found = _compare_all(cases[: len(cases) // 2], options)
+        found.add(_compare_all(cases[len(cases) // 2 :], options))
+        return found
+    found = Found(tried=1)
+    if isinstance(error, graphopt.CaptureError):
+        found.refused[cases[0].name] = error.reason
+    else:
+        found.different[cases[0].name] = f"raises {type(error).__name__}: {error}"
     return found
 
 
@@ -159,18 +162,12 @@ def difference(actual: Any, expected: Any) -> str | None:
     return None
 
 
-def laid_out(tensor: Tensor, dims: range = range(0, 9)) -> Iterator[tuple[str, Tensor]]:
-    """`tensor` in every layout, each distinct one once."""
+def laid_out(tensor: Tensor, layouts: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """`tensor` in each of `layouts`, by name; each distinct one once."""
     seen: set[tuple[Any, ...]] = set()
-    for name, layout in LAYOUTS.items():
-        if tensor.dim() not in dims:
-            continue
-        result = layout(tensor)
+    for name in layouts:
+        result = LAYOUTS[name](tensor)
         key = (result.stride(), result.storage_offset())
         if key not in seen:
             seen.add(key)
             yield name, result
-
-
-def same_values(value: Any) -> Any:
-    return tree_map(lambda t: twin_of(t) if isinstance(t, Tensor) else t, value)

@@ -97,13 +97,14 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
 
     if correct is None:
         return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    correction: Correction = correct
 
     class CorrectedMode(FakeTensorMode):
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
         ) -> Any:
             result = super().dispatch(func, types, args, kwargs)
-            return correct(func, args, kwargs, result)
+            return correction(func, args, kwargs, result)
 
     return CorrectedMode(shape_env=ShapeEnv(), static_shapes=True)
 

@@ -33,7 +33,7 @@ from graphopt.graph_utils import (
     without_autocast,
 )
 from graphopt.tracing import fused, inplace, numbers
-from graphopt.tracing.rewriting import explained_at, keep_strides, refuse_overlapping_writes
+from graphopt.tracing.rewriting import explained_at, keep_strides, refuse_unusual_writes
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
 
@@ -147,7 +147,7 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
-        refuse_overlapping_writes(n)
+        refuse_unusual_writes(n)
         for source in n.all_input_nodes:
             keep_strides(self.env[source], source.meta.get("val"))
         with explained_at(n):

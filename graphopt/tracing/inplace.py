@@ -41,9 +41,13 @@ _COMPUTING = (
     aten.addmv_.default,
     aten.addr_.default,
     aten.baddbmm_.default,
+    aten.polygamma_.default,
 )
 
 _NAMESPACE = "graphopt_inplace"
+_WITHOUT_FUNCTIONAL = (aten.polygamma_.default,)
+"""Operators that torch itself does not write functionally."""
+
 _library = torch.library.Library(_NAMESPACE, "DEF")
 
 
@@ -115,5 +119,6 @@ def functional_form(target: Any, written: torch.Tensor) -> _compat.OpOverload | 
     """
     if target not in _FUNCTIONAL:
         return None
-    own = written.is_contiguous() and target.namespace == "aten"
-    return None if own else _FUNCTIONAL[target]
+    if target in _WITHOUT_FUNCTIONAL or target.namespace == _NAMESPACE:
+        return _FUNCTIONAL[target]
+    return None if written.is_contiguous() else _FUNCTIONAL[target]

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and nests of arguments and results in which tensors are described so."""
+"""How tensors lie in memory, and nests of arguments and results that say so of their tensors."""
 
 from __future__ import annotations
 

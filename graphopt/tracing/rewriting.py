@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
-from graphopt.graph_utils import written
+from graphopt.graph_utils import is_operator, same_kind, written
 
 aten = torch.ops.aten
 
@@ -32,14 +32,21 @@ def explained_at(node: fx.Node) -> Iterator[None]:
         ) from error
 
 
-def refuse_overlapping_writes(node: fx.Node) -> None:
-    """Refuse writing to an expanded tensor, some elements of which are one in memory: eager refuses
-    most such operators, and lets the order of its kernel decide in the others."""
-    if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+def refuse_unusual_writes(node: fx.Node) -> None:
+    """Refuse in-place operators that no copy into an input can stand for.
+
+    One is a change of an argument's own shape or strides. The other is writing to an expanded
+    tensor, some elements of which are one in memory: eager refuses most such operators, and lets
+    the order of its kernel decide in the others.
+    """
+    if _is_view_in_place(node.target):
+        _refuse_reshaped_input(node)
         return
     for target in written(node):
         value = target.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.numel() and _is_expanded(value):
+        if not isinstance(value, torch.Tensor) or not _is_expanded(value):
+            continue
+        if not is_operator(node.target, *_UNIFORM) or target.op == "placeholder":
             raise CaptureError(
                 f"it writes to an expanded tensor, elements of which share memory ({node.target})",
                 location=str(node.meta.get("source")),
@@ -47,8 +54,30 @@ def refuse_overlapping_writes(node: fx.Node) -> None:
             )
 
 
+_UNIFORM = ("aten::fill_", "aten::zero_")
+"""Operators that write the same to all elements."""
+
+_RESHAPING = ("aten::resize_", "aten::resize_as_", "aten::set_")
+
+
+def _is_view_in_place(target: Any) -> bool:
+    if not isinstance(target, _compat.OpOverload):
+        return False
+    return torch.Tag.inplace_view in target.tags or is_operator(target, *_RESHAPING)
+
+
+def _refuse_reshaped_input(node: fx.Node) -> None:
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source.op == "placeholder" and not same_kind(source, node):
+        raise CaptureError(
+            f"it changes the shape or strides of an input in place ({node.target})",
+            location=str(node.meta.get("source")),
+            hint="use the operator that returns a view, such as x.t() in place of x.t_()",
+        )
+
+
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -61,6 +90,8 @@ def keep_strides(wrapper: Any, traced: Any) -> None:
     (vectorized `sigmoid`, `exp`, …), draw other random numbers, and give other strides themselves.
     """
     if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
+        return
+    if _is_expanded(traced):
         return
     value = _compat.from_functional(wrapper)
     if value.stride() == traced.stride():

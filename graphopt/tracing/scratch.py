@@ -214,7 +214,7 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _unseen(given: list[Layout]) -> Iterator[None]:
     """While active, nobody records what runs, and generators are put back at the end."""
-    devices = {layout.device for layout in given if layout.device.type == "cuda"}
-    with _compat.without_modes(), torch.no_grad(), without_autocast():
-        with torch.random.fork_rng([device.index or 0 for device in devices]):
-            yield
+    devices = {layout.device.index or 0 for layout in given if layout.device.type == "cuda"}
+    generators = torch.random.fork_rng(sorted(devices))
+    with _compat.without_modes(), torch.no_grad(), without_autocast(), generators:
+        yield

@@ -16,7 +16,7 @@ import torch
 from graphopt import _compat
 from graphopt.graph_utils import is_pointwise
 from graphopt.tracing import scratch
-from graphopt.tracing.layouts import Layout, described, leaves
+from graphopt.tracing.layouts import Layout, described, layouts, leaves
 from graphopt.tracing.scratch import Call
 
 _LIKE_ELEMENTWISE = frozenset(
@@ -37,29 +37,43 @@ _LIKE_ELEMENTWISE = frozenset(
 )
 """Operators without the tag that compute each element from one of each operand, or from none."""
 
-_CHECKED_NAMESPACES = ("aten",)
+_VIEWS = frozenset({torch.ops.aten.view.default})
+"""Views that may have other strides than their shape rule says, where a size is 0 or 1."""
+
+_NOT_CHECKED = frozenset(
+    {"_c10d_functional", "c10d", "c10d_functional", "graphopt", "graphopt_inplace", "prims"}
+)
+"""Namespaces of operators that communicate, act on the process, or are right by construction."""
 
 
 def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """`result`, fake tensors that the shape rule of `func` has made, with the kernel's strides."""
     if not _is_checked(func) or _is_plain(func, args, kwargs):
         return result
+    if func in _VIEWS and not {0, 1} & set(result.shape):
+        return result
     try:
         call = (func, described(tuple(args)), described(dict(kwargs)))
         expected = described(result)
     except TypeError:
         return result
+    if func.namespace != "aten" and not all(_is_harmless(one) for one in layouts(*call[1:])):
+        return result
     found = _true_results(call, expected, _settings())
     if found is None or found == expected:
         return result
+    if func in _VIEWS:
+        return result.as_strided(found.shape, found.strides, result.storage_offset())
     return _with_layouts(result, found)
 
 
 @lru_cache(maxsize=4096)
 def _is_checked(func: Any) -> bool:
     """Whether an operator makes new tensors from tensors."""
-    if not isinstance(func, _compat.OpOverload) or func.namespace not in _CHECKED_NAMESPACES:
+    if not isinstance(func, _compat.OpOverload) or func.namespace in _NOT_CHECKED:
         return False
+    if func in _VIEWS:
+        return True
     schema = func._schema
     if any(result.alias_info is not None for result in schema.returns):
         return False
@@ -88,6 +102,12 @@ def _is_plain(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
+def _is_harmless(layout: Layout) -> bool:
+    """Whether a kernel of somebody else's may be given any values: those of integers may be places
+    in memory."""
+    return layout.dtype.is_floating_point or layout.dtype.is_complex
+
+
 @lru_cache(maxsize=4096)
 def _is_elementwise(func: Any) -> bool:
     return is_pointwise(func) or func._schema.name in _LIKE_ELEMENTWISE
@@ -96,8 +116,8 @@ def _is_elementwise(func: Any) -> bool:
 def _settings() -> tuple[bool, ...]:
     """Settings that may decide which kernel runs."""
     return (
-        torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
-        torch.backends.cudnn.enabled,
+        bool(torch.backends.mkldnn.enabled),
+        bool(torch.backends.cudnn.enabled),
         torch.are_deterministic_algorithms_enabled(),
     )
 
@@ -112,10 +132,10 @@ def _true_results(call: Call, expected: Any, settings: tuple[bool, ...]) -> Any 
 def _with_layouts(result: Any, found: Any) -> Any:
     """Fake tensors like `result`, laid out as `found` says."""
     values, nest = _compat.tree_flatten(result)
-    layouts = list(leaves(found))
-    if len(layouts) != len(values):
+    true = list(leaves(found))
+    if len(true) != len(values):
         return result
-    return _compat.tree_unflatten(list(map(_with_layout, values, layouts)), nest)
+    return _compat.tree_unflatten(list(map(_with_layout, values, true)), nest)
 
 
 def _with_layout(value: Any, layout: Any) -> Any:

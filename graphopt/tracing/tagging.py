@@ -68,8 +68,8 @@ class Tagger:
 
 @contextmanager
 def tagged(tracer: Any, tag: Callable[[fx.Node], None]) -> Iterator[None]:
-    """While active, `tag` is called with every node that `tracer` creates, and operators whose names
-    are no Python get one that is."""
+    """While active, `tag` is called with every node that `tracer` creates, and operators that code
+    cannot name are replaced by those that it can."""
     create = tracer.create_node
 
     def create_and_tag(*args: Any, **kwargs: Any) -> fx.Node:
