@@ -83,7 +83,7 @@ def module_call_code() -> CodeType:
 
 
 Correction = Callable[[Any, Any, Any, Any], Any]
-"""From operator, arguments, keyword arguments and the result of its shape rule to the true result."""
+"""From operator, arguments, keyword arguments and what its shape rule says to the true result."""
 
 
 def new_fake_mode(correct: Correction | None = None) -> Any:

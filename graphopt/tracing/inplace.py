@@ -1,4 +1,4 @@
-"""In-place operators whose results depend on the strides of what they write to, written functionally.
+"""In-place operators whose results depend on the strides that they write to, written functionally.
 
 Kernels that draw random numbers go through memory, and take another path where a tensor is not
 contiguous; matrix products round otherwise where they have to go through a copy. The functional
