@@ -33,7 +33,13 @@ from graphopt.graph_utils import (
     without_autocast,
 )
 from graphopt.tracing import fused, inplace, numbers
-from graphopt.tracing.rewriting import explained_at, keep_strides, refuse_unusual_writes
+from graphopt.tracing.rewriting import (
+    expanded_write,
+    explained_at,
+    is_expanded,
+    keep_strides,
+    refuse_unusual_writes,
+)
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
 
@@ -215,6 +221,8 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
     for position, final in zip(updated, finals, strict=True):
         if final is placeholders[position]:
             continue
+        if is_expanded(placeholders[position].meta["val"]):
+            raise expanded_write(final)
         with graph.inserting_before(output):
             arguments = (placeholders[position], final)
             copy = call_function_with_meta(graph, aten.copy_.default, arguments, like=final)

@@ -44,14 +44,17 @@ def refuse_unusual_writes(node: fx.Node) -> None:
         return
     for target in written(node):
         value = target.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not _is_expanded(value):
-            continue
-        if not is_operator(node.target, *_UNIFORM) or target.op == "placeholder":
-            raise CaptureError(
-                f"it writes to an expanded tensor, elements of which share memory ({node.target})",
-                location=str(node.meta.get("source")),
-                hint="write to a copy: tensor.clone()",
-            )
+        if is_expanded(value) and not is_operator(node.target, *_UNIFORM):
+            raise expanded_write(node)
+
+
+def expanded_write(node: fx.Node) -> CaptureError:
+    """The refusal of a step in which `node` writes to a tensor whose elements share memory."""
+    return CaptureError(
+        f"it writes to an expanded tensor, elements of which share memory ({node.target})",
+        location=str(node.meta.get("source")),
+        hint="write to a copy: tensor.clone()",
+    )
 
 
 _UNIFORM = ("aten::fill_", "aten::zero_")
@@ -76,8 +79,11 @@ def _refuse_reshaped_input(node: fx.Node) -> None:
         )
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or not tensor.numel():
+def is_expanded(tensor: Any) -> bool:
+    """Whether a value is a tensor with several elements in one place of memory."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return False
+    if not tensor.numel():
         return False
     return any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -91,7 +97,7 @@ def keep_strides(wrapper: Any, traced: Any) -> None:
     """
     if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
         return
-    if _is_expanded(traced):
+    if is_expanded(traced):
         return
     value = _compat.from_functional(wrapper)
     if value.stride() == traced.stride():
