@@ -48,7 +48,7 @@ def assert_exact(found: Found) -> None:
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_operators_draw_what_eager_draws(name: str) -> None:
-    found = compare(list(random_cases(name, torch.float32, SOME, seed=0)))
+    found = compare(list(random_cases(name, torch.float32, SOME[1:], seed=0)))
     assert found.tried
     assert_exact(found)
 
