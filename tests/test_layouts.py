@@ -460,6 +460,12 @@ def test_large_tensors_have_small_likenesses() -> None:
     plain = Layout((size, size), (size, 1), torch.float32, cpu)
     product = (aten.mm.default, Items(tuple, (), (weight, weight)), Items(dict, (), ()))
     assert true_results(product, plain, elementwise=False) == plain
+    column, row = (
+        Layout((size, 1), (1, 1), torch.float32, cpu),
+        Layout((1, size), (size, 1), torch.float32, cpu),
+    )
+    outer = (aten.mm.default, Items(tuple, (), (column, row)), Items(dict, (), ()))
+    assert true_results(outer, plain, elementwise=False) == plain
     kept = (aten.relu.default, Items(tuple, (), (images,)), Items(dict, (), ()))
     assert true_results(kept, images, elementwise=True) == images
 

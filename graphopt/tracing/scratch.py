@@ -7,6 +7,7 @@ are put back, and large sizes are replaced by small ones that lie in memory alik
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -28,7 +29,7 @@ from graphopt.tracing.layouts import (
 )
 
 SMALL = 1 << 16
-"""Elements up to which scratch tensors have the real sizes, without looking for smaller ones."""
+"""Elements of arguments and results up to which scratch tensors have the real sizes at once."""
 
 LARGEST = 1 << 24
 """Elements above which no kernel is run."""
@@ -51,21 +52,23 @@ def true_results(call: Call, expected: Any, elementwise: bool) -> Any | None:
     Returns:
         The same nest as `expected`; None where no kernel could be run.
     """
+    if not all(_is_here(layout.device) for layout in layouts(*call[1:])):
+        return None
     with _unseen(layouts(*call[1:])):
-        for sizes in _shrinkings(call, elementwise):
+        for sizes in _shrinkings(call, expected, elementwise):
             found = _true_results_at(call, expected, sizes, known=elementwise)
             if found is not None:
                 return found
     return None
 
 
-def _shrinkings(call: Call, elementwise: bool) -> Iterator[Mapping[int, int]]:
+def _shrinkings(call: Call, expected: Any, elementwise: bool) -> Iterator[Mapping[int, int]]:
     """Sizes that stand for others, the more cautious first; never the whole list is needed."""
     given = layouts(*call[1:])
     found = sorted({size for layout in given for size in layout.shape})
     if elementwise:
         yield dict(zip((size for size in found if size > 1), count(2), strict=False))
-    total = sum(layout.span for layout in given)
+    total = sum(layout.span for layout in (*given, *layouts(expected)))
     if total <= SMALL:
         yield {}
         return
@@ -85,12 +88,19 @@ def _true_results_at(
     call: Call, expected: Any, sizes: Mapping[int, int], known: bool
 ) -> Any | None:
     shrunk = _shrunk(call, sizes)
-    if shrunk is None or sum(layout.span for layout in layouts(*shrunk[1:])) > LARGEST:
+    if shrunk is None or _elements(shrunk, expected, sizes) > LARGEST:
         return None
     if sizes and not known and not _agrees(shrunk, expected, sizes):
         return None
     found = _run(shrunk)
     return None if found is None else _enlarged(found, expected, sizes)
+
+
+def _elements(shrunk: Call, expected: Any, sizes: Mapping[int, int]) -> int:
+    """Of arguments and results, the latter as if they had no gaps."""
+    shapes = [[sizes.get(size, size) for size in layout.shape] for layout in layouts(expected)]
+    given = sum(layout.span for layout in layouts(*shrunk[1:]))
+    return given + sum(math.prod(shape) for shape in shapes)
 
 
 def _shrunk(call: Call, sizes: Mapping[int, int]) -> Call | None:
@@ -209,6 +219,11 @@ def _fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
 def _storage(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of the storage of a tensor, expanded ones once."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _is_here(device: torch.device) -> bool:
+    """Whether kernels of a device can run, and its generators be put back."""
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
 
 
 @contextmanager
