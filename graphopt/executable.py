@@ -29,7 +29,7 @@ from graphopt.graph_utils import (
     set_outputs,
 )
 from graphopt.storage import Storages
-from graphopt.tracing import fused
+from graphopt.tracing import fused, inplace
 
 aten = torch.ops.aten
 
@@ -95,13 +95,13 @@ class _Reuse:
         self._drop_copies()
 
     def _reuse(self, node: fx.Node) -> None:
-        inplace = inplace_form(node.target)
-        if inplace is None:
+        written = inplace_form(node.target)
+        if written is None:
             return
         pairs = list(_overwritten(node))
         if not pairs or not all(self._may_overwrite(node, *pair) for pair in pairs):
             return
-        node.target = inplace
+        node.target = written
         for source, results in pairs:
             self._take_over(node, source, results)
 
@@ -258,6 +258,8 @@ def inplace_form(target: Any) -> Any | None:
     """The operator that writes into its first argument what `target` returns, if there is one."""
     if not isinstance(target, _compat.OpOverload):
         return None
+    if target in inplace.INPLACE:
+        return inplace.INPLACE[target]
     namespace, name = target._schema.name.split("::")
     listed = namespace == "aten" and name.startswith("_foreach_")
     pointwise = namespace == "aten" and is_pointwise(target)

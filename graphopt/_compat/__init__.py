@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -82,12 +82,48 @@ def module_call_code() -> CodeType:
 # ---------------------------------------------------------------------------- fake tensors
 
 
-def new_fake_mode() -> Any:
-    """A FakeTensorMode with static shapes, and a ShapeEnv for values read by `.item()`."""
+Correction = Callable[[Any, Any, Any, Any], Any]
+"""From operator, arguments, keyword arguments and what its shape rule says to the true result."""
+
+
+def new_fake_mode(correct: Correction | None = None) -> Any:
+    """A FakeTensorMode with static shapes, and a ShapeEnv for values read by `.item()`.
+
+    Args:
+        correct: applied to what each operator gives.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    if correct is None:
+        return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    correction: Correction = correct
+
+    class CorrectedMode(FakeTensorMode):
+        def dispatch(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
+        ) -> Any:
+            result = super().dispatch(func, types, args, kwargs)
+            return correction(func, args, kwargs, result)
+
+    return CorrectedMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def plain_fake_mode() -> Any:
+    """A FakeTensorMode in which reading a value is an error."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def fake_laid_out(
+    fake: torch.Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A fake tensor in the mode and on the device of another."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return FakeTensor(fake.fake_mode, meta, fake.device)  # type: ignore[attr-defined]
 
 
 def is_fake(value: object) -> bool:

@@ -22,6 +22,7 @@ from graphopt.parallel import DataParallel
 from graphopt.pipelining.errors import StageCompileError
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
+from graphopt.tracing.strides import corrected
 
 if TYPE_CHECKING:
     from graphopt.manager import PassManager
@@ -46,7 +47,7 @@ class Microbatch:
 
     def fakes(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Arguments and gradients of results, as fake tensors."""
-        with _compat.new_fake_mode():
+        with _compat.new_fake_mode(corrected):
             inputs = [
                 self._fake(tensor, tensor.stride()).requires_grad_(tensor.requires_grad)
                 for tensor in self.received

@@ -25,16 +25,21 @@ from graphopt.graph_utils import (
     get_output,
     get_outputs,
     is_collective,
-    is_dense,
     is_operator,
-    is_pointwise,
     is_wait,
     readers_through_views,
     same_kind,
     set_outputs,
     without_autocast,
 )
-from graphopt.tracing import fused, numbers
+from graphopt.tracing import fused, inplace, numbers
+from graphopt.tracing.rewriting import (
+    expanded_write,
+    explained_at,
+    is_expanded,
+    keep_strides,
+    refuse_unusual_writes,
+)
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
 
@@ -148,7 +153,11 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
-        return super().run_node(n)
+        refuse_unusual_writes(n)
+        for source in n.all_input_nodes:
+            keep_strides(self.env[source], source.meta.get("val"))
+        with explained_at(n):
+            return super().run_node(n)
 
     def tag(self, node: fx.Node) -> None:
         source = self._running
@@ -164,15 +173,21 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if target in numbers.ARITHMETIC and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
+        if fused.functional_name(target) is not None:
+            return self._update_lists(target, args, kwargs)
+        functional = inplace.functional_form(target, args[0]) if args else None
+        if functional is not None:
+            return args[0].copy_(functional(*args, **kwargs))
+        result = super().call_function(target, args, kwargs)
+        if is_operator(target, "aten::lift_fresh_copy"):
+            # What was to be a number is one since the first trace.
+            _compat.forget_constant(self._tracer, _compat.from_functional(result))
+        return result
+
+    def _update_lists(self, target: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """A fused optimizer: its functional form, and the results copied into its lists."""
         name = fused.functional_name(target)
-        if name is None:
-            result = super().call_function(target, args, kwargs)
-            if is_operator(target, "aten::lift_fresh_copy"):
-                # What was to be a number is one since the first trace.
-                _compat.forget_constant(self._tracer, _compat.from_functional(result))
-            elif _is_pointwise_update(target) and not is_dense(args[0]):
-                _keep_strides(args[0])
-            return result
+        assert name is not None
         functional = getattr(getattr(aten, name), target._overloadname)
         results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
         for position in fused.WRITTEN[name]:
@@ -180,22 +195,6 @@ class _Interpreter(fx.Interpreter):
                 continue
             for old, new in zip(args[position], results[position], strict=True):
                 old.copy_(new)
-        return None
-
-
-def _is_pointwise_update(target: Any) -> bool:
-    return is_pointwise(target) and target._schema.is_mutable
-
-
-def _keep_strides(updated: torch.Tensor) -> None:
-    """Let the new value of a tensor with gaps have gaps, too.
-
-    Functionalization makes it dense, and a kernel that runs over dense elements in one go may
-    round differently (vectorized `sigmoid`, `exp`, …) than row by row, as eager does it.
-    """
-    value = _compat.from_functional(updated)
-    strided = aten.new_empty_strided.default(value, list(updated.shape), list(updated.stride()))
-    _compat.replace_functional_value(updated, aten.copy.default(strided, value))
 
 
 def _remove_identities(graph: fx.Graph) -> None:
@@ -222,6 +221,8 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
     for position, final in zip(updated, finals, strict=True):
         if final is placeholders[position]:
             continue
+        if is_expanded(placeholders[position].meta["val"]):
+            raise expanded_write(final)
         with graph.inserting_before(output):
             arguments = (placeholders[position], final)
             copy = call_function_with_meta(graph, aten.copy_.default, arguments, like=final)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from graphopt import _compat
+from graphopt.tracing.inplace import CALLABLE
 from graphopt.tracing.source import current_modules, current_user_line
 
 KEYS = ("phase", "source", "nn_module_stack", "provenance")
@@ -67,11 +68,14 @@ class Tagger:
 
 @contextmanager
 def tagged(tracer: Any, tag: Callable[[fx.Node], None]) -> Iterator[None]:
-    """While active, `tag` is called with every node that `tracer` creates."""
+    """While active, `tag` is called with every node that `tracer` creates, and operators that code
+    cannot name are replaced by those that it can."""
     create = tracer.create_node
 
     def create_and_tag(*args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = create(*args, **kwargs)
+        if node.op == "call_function":
+            node.target = CALLABLE.get(node.target, node.target)
         tag(node)
         return node
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing import impurity, reduction, rng
+from graphopt.tracing import impurity, reduction, rng, strides
 from graphopt.tracing.call import Call
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.failures import definition_of, explained
@@ -94,7 +94,7 @@ def _attempt(
 ) -> tuple[RawTrace, str | None]:
     """One trace, and the name of the random generator outside the graph that it advanced."""
     values = inputs.live_values(call)
-    mode = _compat.fake_mode_of(values) or _compat.new_fake_mode()
+    mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(strides.corrected)
     fakes = [_compat.to_fake(mode, value) for value in values]
     run = _StepRun(call, inputs, communication)
     with ExitStack() as stack:

@@ -1,0 +1,106 @@
+"""What is asked of each node of a trace before it is written functionally."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import CaptureError, GraphOptError
+from graphopt.graph_utils import is_operator, same_kind, written
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def explained_at(node: fx.Node) -> Iterator[None]:
+    """While active, an operator that torch cannot write functionally is refused with its line."""
+    try:
+        yield
+    except GraphOptError:
+        raise
+    except Exception as error:
+        first = str(error).strip().split("\n", 1)[0]
+        raise CaptureError(
+            f"torch cannot write {node.target} without changing its argument: {first}",
+            location=str(node.meta.get("source")),
+            hint="use the operator that returns a new tensor",
+        ) from error
+
+
+def refuse_unusual_writes(node: fx.Node) -> None:
+    """Refuse in-place operators that no copy into an input can stand for.
+
+    One is a change of an argument's own shape or strides. The other is writing to an expanded
+    tensor, some elements of which are one in memory: eager refuses most such operators, and lets
+    the order of its kernel decide in the others.
+    """
+    if _is_view_in_place(node.target):
+        _refuse_reshaped_input(node)
+        return
+    for target in written(node):
+        value = target.meta.get("val")
+        if is_expanded(value) and not is_operator(node.target, *_UNIFORM):
+            raise expanded_write(node)
+
+
+def expanded_write(node: fx.Node) -> CaptureError:
+    """The refusal of a step in which `node` writes to a tensor whose elements share memory."""
+    return CaptureError(
+        f"it writes to an expanded tensor, elements of which share memory ({node.target})",
+        location=str(node.meta.get("source")),
+        hint="write to a copy: tensor.clone()",
+    )
+
+
+_UNIFORM = ("aten::fill_", "aten::zero_")
+"""Operators that write the same to all elements."""
+
+_RESHAPING = ("aten::resize_", "aten::resize_as_", "aten::set_")
+
+
+def _is_view_in_place(target: Any) -> bool:
+    if not isinstance(target, _compat.OpOverload):
+        return False
+    return torch.Tag.inplace_view in target.tags or is_operator(target, *_RESHAPING)
+
+
+def _refuse_reshaped_input(node: fx.Node) -> None:
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source.op == "placeholder" and not same_kind(source, node):
+        raise CaptureError(
+            f"it changes the shape or strides of an input in place ({node.target})",
+            location=str(node.meta.get("source")),
+            hint="use the operator that returns a view, such as x.t() in place of x.t_()",
+        )
+
+
+def is_expanded(tensor: Any) -> bool:
+    """Whether a value is a tensor with several elements in one place of memory."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return False
+    if not tensor.numel():
+        return False
+    return any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def keep_strides(wrapper: Any, traced: Any) -> None:
+    """Let a value have the strides that it has in the trace, which are eager's.
+
+    What functionalization makes of a tensor that was written to may be dense where the tensor has
+    gaps, or contiguous where it is transposed. Kernels that go through memory then round otherwise
+    (vectorized `sigmoid`, `exp`, …), draw other random numbers, and give other strides themselves.
+    """
+    if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
+        return
+    if is_expanded(traced):
+        return
+    value = _compat.from_functional(wrapper)
+    if value.stride() == traced.stride():
+        return
+    strided = aten.new_empty_strided.default(value, list(traced.shape), list(traced.stride()))
+    _compat.replace_functional_value(wrapper, aten.copy.default(strided, value))

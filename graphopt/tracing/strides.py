@@ -1,0 +1,146 @@
+"""The strides that kernels give, in place of those that shape rules say.
+
+While a step is traced, each distinct operator, with the types and layouts of its arguments, is run
+once on scratch tensors (`scratch`). What its shape rule has said is corrected before anybody reads
+it: Python code that asks `is_contiguous()`, a `reshape` that is a view or a copy, the kernels that
+come after. An answer depends on its question alone and is kept for later captures.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.graph_utils import is_pointwise
+from graphopt.tracing import scratch
+from graphopt.tracing.layouts import Layout, described, layouts, leaves
+from graphopt.tracing.scratch import Call
+
+_LIKE_ELEMENTWISE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_to_copy",
+        "bernoulli",
+        "copy",
+        "empty_like",
+        "full_like",
+        "native_dropout",
+        "ones_like",
+        "rand_like",
+        "randint_like",
+        "randn_like",
+        "zeros_like",
+    )
+)
+"""Operators without the tag that compute each element from one of each operand, or from none."""
+
+_VIEWS = frozenset({torch.ops.aten.view.default})
+"""Views that may have other strides than their shape rule says, where a size is 0 or 1."""
+
+_NOT_CHECKED = frozenset(
+    {"_c10d_functional", "c10d", "c10d_functional", "graphopt", "graphopt_inplace", "prims"}
+)
+"""Namespaces of operators that communicate, act on the process, or are right by construction."""
+
+
+def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """`result`, fake tensors that the shape rule of `func` has made, with the kernel's strides."""
+    if not _is_checked(func) or _is_plain(func, args, kwargs):
+        return result
+    if func in _VIEWS and not {0, 1} & set(result.shape):
+        return result
+    try:
+        call = (func, described(tuple(args)), described(dict(kwargs)))
+        expected = described(result)
+    except TypeError:
+        return result
+    if func.namespace != "aten" and not all(_is_harmless(one) for one in layouts(*call[1:])):
+        return result
+    found = _true_results(call, expected, _settings())
+    if found is None or found == expected:
+        return result
+    if func in _VIEWS:
+        return result.as_strided(found.shape, found.strides, result.storage_offset())
+    return _with_layouts(result, found)
+
+
+@lru_cache(maxsize=4096)
+def _is_checked(func: Any) -> bool:
+    """Whether an operator makes new tensors from tensors."""
+    if not isinstance(func, _compat.OpOverload) or func.namespace in _NOT_CHECKED:
+        return False
+    if func in _VIEWS:
+        return True
+    schema = func._schema
+    if any(result.alias_info is not None for result in schema.returns):
+        return False
+    takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    return takes and any("Tensor" in str(result.type) for result in schema.returns)
+
+
+def _is_plain(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator goes element by element over contiguous tensors of one shape, of which
+    its result is another."""
+    if kwargs or not _is_elementwise(func):
+        return False
+    shape: torch.Size | None = None
+    for value in args:
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, (list, tuple)):
+                return False
+            continue
+        if value.dim() == 0:
+            continue
+        if shape is not None and value.shape != shape:
+            return False
+        shape = value.shape
+        if not value.is_contiguous() or 1 in shape or 0 in shape:
+            return False
+    return True
+
+
+def _is_harmless(layout: Layout) -> bool:
+    """Whether a kernel of somebody else's may be given any values: those of integers may be places
+    in memory."""
+    return layout.dtype.is_floating_point or layout.dtype.is_complex
+
+
+@lru_cache(maxsize=4096)
+def _is_elementwise(func: Any) -> bool:
+    return is_pointwise(func) or func._schema.name in _LIKE_ELEMENTWISE
+
+
+def _settings() -> tuple[bool, ...]:
+    """Settings that may decide which kernel runs."""
+    return (
+        bool(torch.backends.mkldnn.enabled),
+        bool(torch.backends.cudnn.enabled),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _true_results(call: Call, expected: Any, settings: tuple[bool, ...]) -> Any | None:
+    """What the kernel of `call` returns: a function of its arguments, and so kept for ever."""
+    del settings  # they are part of the question, and hold while it is answered
+    return scratch.true_results(call, expected, _is_elementwise(call[0]))
+
+
+def _with_layouts(result: Any, found: Any) -> Any:
+    """Fake tensors like `result`, laid out as `found` says."""
+    values, nest = _compat.tree_flatten(result)
+    true = list(leaves(found))
+    if len(true) != len(values):
+        return result
+    return _compat.tree_unflatten(list(map(_with_layout, values, true)), nest)
+
+
+def _with_layout(value: Any, layout: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not isinstance(layout, Layout):
+        return value
+    if layout == described(value):
+        return value
+    return _compat.fake_laid_out(value, layout.shape, layout.strides, layout.dtype)
