@@ -38,6 +38,7 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.verify import Problem
+from graphopt.waits import split_waits
 
 logger = logging.getLogger("graphopt")
 
@@ -122,6 +123,8 @@ class PassManager:
             self._settings.disable,
         )
         callbacks = self._all_callbacks()
+        if split_waits(gm.graph):
+            gm.recompile()
         before = Snapshot(gm)
         records = []
         for index in indices:

@@ -37,6 +37,7 @@ from graphopt.graph_utils import (
 from graphopt.tracing import fused, numbers
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
+from graphopt.waits import split_waits
 
 aten = torch.ops.aten
 
@@ -78,6 +79,7 @@ def functionalize(raw: RawTrace) -> Functional:
     with without_autocast():
         graph_module = _compat.make_fx(run)(*inputs)
     graph = graph_module.graph
+    split_waits(graph)
     _remove_identities(graph)
     refuse_hidden_updates(graph)
     _write_back(graph, raw, updated)
