@@ -6,6 +6,7 @@ of a running step is put there by exchanging a function or a line of the graph.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -189,17 +190,21 @@ def _train(rank: int, fault: Fault, trouble: Trouble) -> list[float]:
         parallel=graphopt.DataParallel(timeout=fault.agree),
     )
     _exchange_functions(trouble)
+    inputs = [torch.randn(4, 6, generator=_seeded(10 * i + rank)) for i in range(STEPS)]
     losses = []
-    for number in range(STEPS):
+    for number, x in enumerate(inputs):
         trouble.at("before capture" if number == 0 else "between steps")
-        generator = torch.Generator().manual_seed(10 * number + rank)
-        x = torch.randn(4, 6, generator=generator)
-        losses.append(float(_with_retries(lambda: step(model, optimizer, x), fault.retries)))
+        call = functools.partial(step, model, optimizer, x)
+        losses.append(float(_with_retries(call, fault.retries)))
         if number == 1 and trouble.phase == "between collectives" and trouble.kind in KINDS:
             _fail_between_collectives(step, trouble)
     trouble.at("flush")
     step.flush()
     return losses
+
+
+def _seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
 
 
 def _with_retries(call: Callable[[], Tensor], retries: int) -> Tensor:
