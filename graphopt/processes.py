@@ -7,12 +7,17 @@ nothing is known, and it counts as running.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from graphopt import _compat
+
+logger = logging.getLogger("graphopt")
 
 # Ranks of one machine follow each other; those further away are on others.
 _NEIGHBOURS = 16
@@ -54,6 +59,16 @@ _known: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictio
 def register(store: dist.Store, group: dist.ProcessGroup) -> None:
     """Let the other ranks of a group know which process this one is."""
     store.set(_key(group, group.rank()), json.dumps(asdict(Process.current())))
+
+
+def announce(group: dist.ProcessGroup | None) -> None:
+    """`register`, where there are a group and a store: the sooner, the sooner an end is noticed."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    try:
+        register(_compat.default_store(), _compat.group_or_default(group))
+    except (RuntimeError, ValueError) as error:
+        logger.debug("the process of this rank is not announced: %s", error)
 
 
 def is_registered(store: dist.Store, group: dist.ProcessGroup, rank: int) -> bool:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from graphopt.errors import GraphOptError, PipelineSyntaxError
 from graphopt.finishing import Finishing, options_for
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
+from graphopt.processes import announce
 
 if TYPE_CHECKING:
     from graphopt._joint import JointCapture
@@ -65,6 +66,8 @@ class TrainStep:
         self._calls = 0
         self._entries: list[BoundStep] = []
         self._manager = manager_for(pipeline, verify)
+        if not isinstance(parallel, Manual):
+            announce(parallel.group if isinstance(parallel, DataParallel) else None)
         self.reset()
 
     def reset(self) -> None:
