@@ -166,6 +166,28 @@ def test_interrupted_between_two_collectives(losses: list[list[float]]) -> None:
         assert "rank 2 said:  KeyboardInterrupt" in answer[3]
 
 
+def test_no_rank_goes_on_at_another_collective(losses: list[list[float]]) -> None:
+    """After one rank left the step between two collectives, and all call it again."""
+    fault = Fault("interrupt", "between collectives", rank=1, pipeline="none", retries=1)
+    outcome = run(fault)
+    check(fault, outcome, losses)
+    for answer in outcome.answers:
+        assert answer is not None
+        assert answer[1] == "CollectiveError"
+        assert "make the group anew on all ranks" in answer[3]
+
+
+def test_the_rank_that_hosts_the_store_leaves_last(losses: list[list[float]]) -> None:
+    """A mismatch ends it, but not before all others know of the mismatch."""
+    fault = Fault("another model", rank=2, store="rank 0")
+    outcome = run(fault)
+    check(fault, outcome, losses)
+    for answer in outcome.answers:
+        assert answer is not None
+        assert answer[1] == "SpmdMismatchError"
+        assert "rank 2 has other parameters or buffers than rank 0" in answer[3]
+
+
 @pytest.mark.parametrize("phase", ["trace 1", "trace 2"])
 def test_all_ranks_try_again(phase: str, losses: list[list[float]]) -> None:
     """After one rank was interrupted, and told the others."""
