@@ -2,6 +2,7 @@
 # PIP_CONSTRAINT, where set, is honoured: `PIP_CONSTRAINT=$PWD/constraints.txt make test` is what CI runs.
 PYTHON ?= python3
 VENV := .venv
+NEWEST_VENV := .venv-newest
 RUN := $(VENV)/bin/python
 LOCATION := $(VENV)/location
 DEMO_READY := $(VENV)/installed-demo
@@ -13,7 +14,7 @@ SEED ?= 0
 PARALLEL := -n 2 --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check lint clean
+.PHONY: help demo test test-all check check-newest lint clean
 
 help:
 	@echo 'make demo    train a small GPT on two local ranks, eager DDP and graphopt side by side'
@@ -21,6 +22,7 @@ help:
 	@echo 'make test    lint, then the tests'
 	@echo 'make test-all SEED=7    lint, then the tests with their large matrices, random cases from SEED'
 	@echo 'make check   lint, then the quick tests'
+	@echo 'make check-newest    the quick tests with the newest torch, in an environment of its own'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make clean   remove what the others made'
 
@@ -36,13 +38,16 @@ test-all: lint
 check: lint
 	$(RUN) -m pytest $(PARALLEL) -m "not slow and not hf and not full"
 
+check-newest:
+	.ci/check-newest "$(PYTHON)" "$(NEWEST_VENV)" $(PARALLEL)
+
 lint: $(TEST_READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy --strict $(SOURCES)
 
 clean:
-	rm -rf $(VENV) build dist graphopt.egg-info graphopt-repro .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) build dist graphopt.egg-info graphopt-repro .hypothesis
 	find . -type d \( -name __pycache__ -o -name .pytest_cache -o -name .mypy_cache \
 		-o -name .ruff_cache \) -prune -exec rm -rf {} +
 

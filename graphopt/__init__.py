@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import (
     CaptureError,
+    CollectiveError,
     GraphOptError,
     IterationError,
     LoweringError,
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "CapturedStep",
+    "CollectiveError",
     "DataParallel",
     "GraphOptError",
     "IterGraph",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import _compat
+from graphopt.failed_runs import broadcast_explained
+from graphopt.meeting import Channel, Meeting
 from graphopt.parallel import DataParallel
-from graphopt.spmd import Channel, check_same, collective_plan, merged_order
+from graphopt.spmd import check_same, collective_plan, merged_order
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import (
     CapturedStep,
@@ -25,12 +27,13 @@ from graphopt.tracing.capture import (
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.reduction import UnagreedParameterError
-from graphopt.tracing.trace import RawTrace, trace
-
-T = TypeVar("T")
+from graphopt.tracing.trace import trace
 
 Optimize = Callable[[CapturedStep], None]
 """Checks a captured step and applies the passes to its graph."""
+
+Finish = Callable[[Call, CapturedStep], None]
+"""Makes a captured step ready to run."""
 
 
 @dataclass
@@ -60,11 +63,13 @@ class JointCapture:
 
     Args:
         topic: the same text on all ranks, different for different step functions.
-        optimize: applied to each captured step before the ranks compare their collectives.
+        optimize: done with each captured step before the ranks compare their collectives.
+        finish: done with each captured step before any rank runs it; None: nothing.
     """
 
-    def __init__(self, topic: str, optimize: Optimize) -> None:
+    def __init__(self, topic: str, optimize: Optimize, finish: Finish | None = None) -> None:
         self._topic, self._optimize = topic, optimize
+        self._finish = finish if finish is not None else _nothing
         self._agreed: list[Agreed] = []
         self._joined: WeakSet[nn.Module] = WeakSet()
 
@@ -81,15 +86,17 @@ class JointCapture:
         if joined and not sync:
             captured = capture_call(call, settled=settled)
             self._optimize(captured)
+            self._finish(call, captured)
             return captured, None
         earlier = self._earlier(call, mode)
         if earlier is not None:
             agreeing = self._as_agreed(call, parallel, earlier, settled)
             if agreeing is not None:
+                self._finish(call, agreeing)
                 return agreeing, earlier
         group = _compat.group_or_default(parallel.group)
-        channel = Channel(group, self._topic, parallel.timeout)
-        captured, agreed = self._agree(channel, call, parallel, sync, mode, earlier)
+        with Channel(group, self._topic, parallel.timeout).meeting() as meeting:
+            captured, agreed = self._agree(meeting, call, parallel, sync, mode, earlier)
         if not joined:
             self._join(call, parallel, group)
         return captured, agreed if sync else None
@@ -121,37 +128,29 @@ class JointCapture:
 
     def _agree(
         self,
-        channel: Channel,
+        meeting: Meeting,
         call: Call,
         parallel: DataParallel,
         sync: bool,
         mode: tuple[Any, ...],
         earlier: Agreed | None,
     ) -> tuple[CapturedStep, Agreed]:
-        alone = communication_for(parallel) if sync else None
-
-        def first() -> tuple[Inputs, RawTrace]:
-            inputs = prepare(call)
-            return inputs, trace(call, inputs, alone)
-
-        inputs, raw = _or_tell(channel, first)
+        inputs = prepare(call)
+        raw = trace(call, inputs, communication_for(parallel) if sync else None)
         mine = {"sync": [f"averaging {sync}"], "tensors": _describe(inputs), "used": raw.used}
-        everyone = channel.exchange(mine)
+        everyone = meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
         before = () if earlier is None else earlier.order
         order = merged_order([before, *(theirs["used"] for theirs in everyone)])
         communication = communication_for(parallel, order) if sync else None
-
-        def second() -> CapturedStep:
-            again = raw if order == raw.used else trace(call, inputs, communication)
-            captured = finish(call, inputs, communication, again)
-            self._optimize(captured)
-            return captured
-
-        captured = _or_tell(channel, second)
+        again = raw if order == raw.used else trace(call, inputs, communication)
+        captured = finish(call, inputs, communication, again)
+        self._optimize(captured)
         plan = collective_plan(captured.graph_module.graph)
-        check_same("collectives", [theirs["plan"] for theirs in channel.exchange({"plan": plan})])
+        check_same("collectives", [theirs["plan"] for theirs in meeting.exchange({"plan": plan})])
+        self._finish(call, captured)
+        meeting.exchange({"ready": True})
         guards = Guards(call, inputs, mode, captured.signature.attributes)
         agreed = Agreed(guards, order, plan)
         if earlier is not None:
@@ -165,17 +164,13 @@ class JointCapture:
         """What DDP does when it is constructed: everybody starts from rank 0's values."""
         for _, root in call.named_roots():
             if parallel.broadcast:
-                _broadcast(root, group)
+                with broadcast_explained(group):
+                    _broadcast(root, group)
             self._joined.add(root)
 
 
-def _or_tell(channel: Channel, work: Callable[[], T]) -> T:
-    """Run `work`; if it fails, the other ranks learn why instead of waiting."""
-    try:
-        return work()
-    except Exception as error:
-        channel.give_up(str(error) or type(error).__name__)
-        raise
+def _nothing(call: Call, captured: CapturedStep) -> None:
+    """For graphs that do not run as they are."""
 
 
 def _describe(inputs: Inputs) -> list[str]:

@@ -12,8 +12,10 @@ import torch
 from graphopt import _compat
 from graphopt._joint import Agreed
 from graphopt.errors import GraphOptError
+from graphopt.failed_runs import explained, group_names
 from graphopt.graph_utils import without_autocast
 from graphopt.iter_graph import IterGraphModule
+from graphopt.rank_failures import check_usable
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
@@ -57,12 +59,23 @@ class BoundStep:
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._lock = threading.RLock()
         self._running = False
+        self._groups = group_names(module.graph)
+        self._step = 0
         modules = [module for _, module in call.named_submodules()]
         reference = weakref.ref(self)
         self._watch = Watch(modules, call.optimizer_objects(), lambda: _finish_unasked(reference))
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: Call, step: int) -> Any:
+        """Run the step.
+
+        Args:
+            step: which call of the training step it is, counted from 1.
+
+        Raises:
+            CollectiveError: communication with the other ranks failed, or has failed before.
+        """
         with self._lock:  # other threads that read state wait until the step is over
+            check_usable(self._groups)
             if not self.module.in_flight:
                 self._watch.settle_others()
             flat = self._values(call)
@@ -70,10 +83,19 @@ class BoundStep:
             try:
                 with torch.no_grad(), without_autocast():
                     user, _, carried = self.module(*flat)
+            except BaseException as error:
+                self._raise_explained(error, step)
+                raise
             finally:
                 self._running = False
                 self._watch_flight()
+            self._step = step
             return self._apply(call, flat, [*user, *carried])
+
+    def _raise_explained(self, error: BaseException, step: int) -> None:
+        failure = explained(self.module, error, step) if self._groups else None
+        if failure is not None:
+            raise failure from error
 
     def _watch_flight(self) -> None:
         if not self.module.in_flight:
@@ -96,6 +118,9 @@ class BoundStep:
                 if self.module.in_flight:
                     with torch.no_grad(), without_autocast(), _compat.without_modes():
                         self.module.flush()
+            except BaseException as error:
+                self._raise_explained(error, self._step + 1)
+                raise
             finally:
                 self._running = False
                 if not self.module.in_flight:

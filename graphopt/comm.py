@@ -24,6 +24,10 @@ from graphopt.iter_graph import IterGraph
 MAX_WAIT_DISTANCE = 5
 """How many nodes a wait may be away from its launch: one for the item of a coalesced collective."""
 
+SENDS = "sends"
+"""Metadata of the launches and waits of data parallelism: names of the parameters whose gradients,
+or of the buffers, that are sent."""
+
 
 @dataclass
 class CommBlock:

@@ -41,6 +41,34 @@ class SpmdMismatchError(GraphOptError, RuntimeError):
     """Ranks are about to run different communication; raised in place of a hang."""
 
 
+class CollectiveError(GraphOptError, RuntimeError):
+    """Communication with other ranks failed while a step ran. `__cause__` is what torch raised.
+
+    Attributes:
+        step: which call of the step, counted from 1; None outside of a step.
+        collective: such as ``"all_reduce"``; None where it is not known.
+        group: name of the process group.
+        parameters: whose gradients or values were under way.
+        ranks: those in the group that are known to have failed.
+        hint: what to do, or None.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        step: int | None = None,
+        collective: str | None = None,
+        group: str | None = None,
+        parameters: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
+        hint: str | None = None,
+    ) -> None:
+        self.step, self.collective, self.group = step, collective, group
+        self.parameters, self.ranks, self.hint = parameters, ranks, hint
+        super().__init__(reason if hint is None else f"{reason}\n  hint:  {hint}")
+
+
 class PassDefinitionError(GraphOptError, TypeError):
     """A pass is declared wrongly."""
 

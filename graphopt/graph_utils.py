@@ -15,6 +15,10 @@ from graphopt import _compat
 
 COLLECTIVE_NAMESPACE = "_c10d_functional"
 
+WAIT_FOR_SEVERAL = f"{COLLECTIVE_NAMESPACE}::wait_tensors"  # since torch 2.15
+WAITS = (f"{COLLECTIVE_NAMESPACE}::wait_tensor", WAIT_FOR_SEVERAL)
+"""The operators that wait for functional collectives; all others of their namespace launch."""
+
 
 def is_operator(target: object, *names: str) -> bool:
     """Whether a node target is an overload of one of the operators, such as ``aten::copy_``."""
@@ -23,7 +27,7 @@ def is_operator(target: object, *names: str) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a functional collective."""
-    return is_operator(node.target, f"{COLLECTIVE_NAMESPACE}::wait_tensor")
+    return is_operator(node.target, *WAITS)
 
 
 def is_collective(node: fx.Node) -> bool:

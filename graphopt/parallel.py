@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from graphopt.errors import CollectiveError
+
 
 @dataclass(frozen=True)
 class DataParallel:
@@ -38,6 +40,12 @@ def resolve(parallel: Parallel | None) -> Parallel:
     if parallel is None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return DataParallel() if several else Manual()
+    if isinstance(parallel, DataParallel) and not (dist.is_available() and dist.is_initialized()):
+        raise CollectiveError(
+            "DataParallel() averages over a process group, and there is none, or none any more",
+            hint="call torch.distributed.init_process_group() first; parallel=None averages where"
+            " there is a group",
+        )
     if isinstance(parallel, (DataParallel, Manual)):
         return parallel
     raise TypeError(

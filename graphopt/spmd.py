@@ -1,18 +1,13 @@
 """Ranks agree on what they are about to do, before they do it.
 
-Everything goes through the store of the process group, with a timeout: a rank that plans other
+Everything goes through meetings of the ranks (`graphopt.meeting`): a rank that plans other
 communication, or that could not capture its step, becomes an error on every rank in place of a
 hang.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import fx
@@ -20,58 +15,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
-
-_rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Channel:
-    """Where the ranks of one group meet for one step function.
-
-    Attributes:
-        topic: the same text on all ranks, different for different step functions.
-        timeout: seconds to wait for the other ranks.
-    """
-
-    group: dist.ProcessGroup
-    topic: str
-    timeout: float
-
-    def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Give `mine`, JSON-like, to all ranks; returns every rank's, by rank in the group.
-
-        Raises:
-            SpmdMismatchError: a rank did not come in time, or came with an ``"error"``.
-        """
-        store, keys, rank = self._post(mine)
-        if not _compat.wait_for_keys(store, keys, self.timeout):
-            missing = [r for r, key in enumerate(keys) if not store.check([key])]
-            raise SpmdMismatchError(
-                f"rank {rank} waited {self.timeout:g} s for rank(s) {missing} at {self.topic}\n"
-                "  hint:  every rank has to call the step equally often; look at the output of the"
-                " missing ranks"
-            )
-        everyone = [json.loads(store.get(key)) for key in keys]
-        for other, theirs in enumerate(everyone):
-            if other != rank and theirs.get("error"):
-                raise SpmdMismatchError(
-                    f"rank {other} could not capture the step, so rank {rank} does not run it"
-                    f" either.\n  rank {other} said:  {theirs['error']}"
-                )
-        return everyone
-
-    def give_up(self, error: str) -> None:
-        """Tell the ranks that wait in `exchange` that this one does not come, and why."""
-        self._post({"error": error})
-
-    def _post(self, mine: dict[str, Any]) -> tuple[dist.Store, list[str], int]:
-        rounds = _rounds.setdefault(self.group, Counter())
-        rounds[self.topic] += 1
-        prefix = f"graphopt/{self.group.group_name}/{self.topic}/{rounds[self.topic]}"
-        keys = [f"{prefix}/{rank}" for rank in range(self.group.size())]
-        store, rank = _compat.default_store(), self.group.rank()
-        store.set(keys[rank], json.dumps(mine))
-        return store, keys, rank
+from graphopt.meeting import Channel
 
 
 def collective_plan(graph: fx.Graph) -> list[str]:
@@ -103,8 +47,9 @@ def check_spmd(
         SpmdMismatchError: naming the rank and the first difference, or the ranks that did not come.
     """
     channel = Channel(_compat.group_or_default(group), "check_spmd", timeout)
-    everyone = channel.exchange({"plan": collective_plan(graph_module.graph)})
-    check_same("collectives", [theirs["plan"] for theirs in everyone])
+    with channel.meeting() as meeting:
+        everyone = meeting.exchange({"plan": collective_plan(graph_module.graph)})
+        check_same("collectives", [theirs["plan"] for theirs in everyone])
 
 
 def check_same(what: str, everyone: Sequence[Sequence[str]]) -> None:

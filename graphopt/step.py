@@ -17,6 +17,7 @@ import torch.distributed as dist
 from graphopt.errors import GraphOptError, PipelineSyntaxError
 from graphopt.finishing import Finishing, options_for
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
+from graphopt.processes import announce
 
 if TYPE_CHECKING:
     from graphopt._joint import JointCapture
@@ -63,8 +64,11 @@ class TrainStep:
         self._parallel = parallel
         self._lower = options_for(lower)
         self._sync = True
+        self._calls = 0
         self._entries: list[BoundStep] = []
         self._manager = manager_for(pipeline, verify)
+        if not isinstance(parallel, Manual):
+            announce(parallel.group if isinstance(parallel, DataParallel) else None)
         self.reset()
 
     def reset(self) -> None:
@@ -87,6 +91,7 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from graphopt.tracing.call import Call
 
+        self._calls += 1
         call = Call(self._fn, args, kwargs)
         mode = self._mode()
         for position, entry in enumerate(self._entries):
@@ -94,9 +99,9 @@ class TrainStep:
                 if position:
                     self._land()
                     self._entries.insert(0, self._entries.pop(position))
-                return entry(call)
+                return entry(call, self._calls)
         self._land()
-        return self._capture(call, mode)(call)
+        return self._capture(call, mode)(call, self._calls)
 
     def _land(self) -> None:
         """Flush before another graph runs, which other ranks may not do now."""
@@ -204,13 +209,14 @@ class TrainStep:
         settled = {entry.captured.fingerprint for entry in self._entries}
         if isinstance(parallel, DataParallel):
             joint = self._joint()
-            captured, agreed = joint.capture(call, parallel, self._sync, mode, settled)
+            with _told_of_failures(parallel, self._calls):
+                captured, agreed = joint.capture(call, parallel, self._sync, mode, settled)
         else:
             captured, agreed = capture_call(call, settled=settled), None
             self._optimize(captured)
+            self._finish(call, captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
-        self._finishing.finish(module, once=_creates_state(call, captured))
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
@@ -237,12 +243,19 @@ class TrainStep:
         captured.graph_module = IterGraphModule(captured.graph_module)
         self._manager.run(captured.graph_module)
 
+    def _finish(self, call: Call, captured: CapturedStep) -> None:
+        """Make the graph final, and say how it runs."""
+        from graphopt.iter_graph import IterGraphModule
+
+        assert isinstance(captured.graph_module, IterGraphModule)
+        self._finishing.finish(captured.graph_module, once=_creates_state(call, captured))
+
     def _joint(self) -> JointCapture:
         if self._joint_capture is None:
             from graphopt._joint import JointCapture
 
             topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
-            self._joint_capture = JointCapture(topic, self._optimize)
+            self._joint_capture = JointCapture(topic, self._optimize, self._finish)
         return self._joint_capture
 
     def _log_capture(self, call: Call, mode: tuple[Any, ...]) -> None:
@@ -319,6 +332,19 @@ def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
         step._drop_unusable()
         if step._joint_capture is not None:
             step._joint_capture.forget_dead()
+
+
+@contextmanager
+def _told_of_failures(parallel: DataParallel, step: int) -> Iterator[None]:
+    """While active, a failure is told to ranks that need no capture, and run their step."""
+    from graphopt import _compat
+    from graphopt.rank_failures import tell
+
+    try:
+        yield
+    except BaseException as error:
+        tell(_compat.group_or_default(parallel.group), step, error)
+        raise
 
 
 def _creates_state(call: Call, captured: CapturedStep) -> bool:

@@ -44,8 +44,11 @@ def _read_by(node: fx.Node) -> list[fx.Node]:
     if is_operator(node.target, "aten::copy_"):
         return [source for source in node.args[1:2] if isinstance(source, fx.Node)]
     if is_wait(node):
-        launch = node.all_input_nodes[0]
-        return [launch, *(launch.all_input_nodes if _reads_until_wait(launch) else ())]
+        launches = node.all_input_nodes
+        return [
+            *launches,
+            *(sent for n in launches if _reads_until_wait(n) for sent in n.all_input_nodes),
+        ]
     return node.all_input_nodes
 
 

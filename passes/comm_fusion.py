@@ -58,7 +58,7 @@ from graphopt.buckets import (
     raise_launches,
     scaled_input,
 )
-from graphopt.comm import CommBlock
+from graphopt.comm import SENDS, CommBlock
 from graphopt.graph_utils import call_function_with_meta, is_collective, move_after
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.storage import Storages
@@ -144,9 +144,17 @@ def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
         launch, sizes, places = _launch(graph, bucket.blocks)
     with graph.inserting_before(_first_reader(last, min(waits), set(overtaken))):
         results = _receive(graph, launch, waits, sizes, places)
+    _name_what_is_sent(bucket.blocks, launch)
     old = set(waits)
     move_after([node for node in overtaken if node not in old], results[-1])
     return dict(zip(waits, results, strict=True))
+
+
+def _name_what_is_sent(blocks: Sequence[CommBlock], launch: fx.Node) -> None:
+    """Let a fused all-reduce and its wait say what its members said."""
+    names = [name for block in blocks for name in block.comm_node.meta.get(SENDS, ())]
+    for node in (launch, *launch.users):
+        node.meta[SENDS] = tuple(names)
 
 
 def _first_reader(last: fx.Node, first_wait: fx.Node, overtaken: set[fx.Node]) -> fx.Node:

@@ -43,6 +43,7 @@ PUBLIC = {
     "graphopt": [
         "CaptureError",
         "CapturedStep",
+        "CollectiveError",
         "DataParallel",
         "GraphOptError",
         "IterGraph",

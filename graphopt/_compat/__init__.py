@@ -416,15 +416,14 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return _get_default_group()
 
 
-def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
-    """Whether all keys are in the store before the time is over."""
-    from datetime import timedelta
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """The process group that operators know by a name; None where there is none any more."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
 
     try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:  # DistStoreError for TCPStore, a bare RuntimeError for FileStore
-        return store.check(keys)
-    return True
+        return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
+    except (KeyError, RuntimeError, ValueError):
+        return None
 
 
 # ---------------------------------------------------------------------------- optimizers
@@ -442,6 +441,13 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 def copy_codegen(source: fx.Graph, destination: fx.Graph) -> None:
     """Let `destination` take and return pytrees as `source` does."""
     destination.set_codegen(copy.deepcopy(source._codegen))
+
+
+def node_at_line(graph_module: fx.GraphModule, line: int) -> fx.Node | None:
+    """The node that a line of the generated code of a graph runs."""
+    lines: Any = graph_module._lineno_map
+    index = (lines or {}).get(line - graph_module._prologue_start)
+    return None if index is None else list(graph_module.graph.nodes)[index]
 
 
 # ---------------------------------------------------------------------------- saved graphs

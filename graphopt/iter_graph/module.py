@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -183,6 +184,14 @@ class IterGraphModule(fx.GraphModule):
         if flight.done < len(self._current_plan().groups):
             self._finishing(flight, "drain", flight.state, flight.done)
         self._flight = None
+
+    def failed_at(self, error: BaseException) -> fx.Node | None:
+        """The node, of a derived graph, that was running when `error` was raised."""
+        found = None
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            for program in self._programs.values():
+                found = program.node_at(frame.f_code, line) or found
+        return found
 
     def _finishing(
         self, flight: Flight, name: str, args: tuple[Any, ...], *options: int

@@ -6,10 +6,12 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from torch import fx
 
+from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.graph_utils import is_collective, written
 
@@ -168,6 +170,7 @@ class Program:
             _take_from_flight(graph_module)
         graph_module.graph.lint()
         graph_module.recompile()
+        self._graph_module = graph_module
         self._call = graph_module.forward
 
     def run(
@@ -193,6 +196,12 @@ class Program:
             user, updates, carried = self._call(*args)
         split = len(carried) - self._carried
         return (user, updates, carried[:split]), carried[split:]
+
+    def node_at(self, code: CodeType, line: int) -> fx.Node | None:
+        """The node that a line of code runs; None if it is not code of this graph."""
+        if code is not type(self._graph_module).forward.__code__:
+            return None
+        return _compat.node_at_line(self._graph_module, line)
 
 
 def _take_from_flight(graph_module: fx.GraphModule) -> None:

@@ -37,6 +37,7 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.verify import Problem
+from graphopt.waits import split_waits
 
 PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
 
@@ -118,6 +119,8 @@ class PassManager:
             self._settings.disable,
         )
         callbacks = self._all_callbacks()
+        if split_waits(gm.graph):
+            gm.recompile()
         before = Snapshot(gm)
         records = []
         for index in indices:

@@ -99,7 +99,9 @@ def _memory_order(
 def _read_by(node: fx.Node) -> list[fx.Node]:
     """Inputs of a node; of a wait, also what its collective may read until then."""
     sources = node.all_input_nodes
-    return [*sources, *sources[0].all_input_nodes] if is_wait(node) else sources
+    if not is_wait(node):
+        return sources
+    return [*sources, *(sent for launch in sources for sent in launch.all_input_nodes)]
 
 
 def _written(node: fx.Node, attributes: Attributes) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.finishing import Finishing, options_for
 from graphopt.graph_utils import without_autocast
+from graphopt.meeting import Channel
 from graphopt.pipelining.accumulating import Gradients
 from graphopt.pipelining.boundary import apart, no_view
 from graphopt.pipelining.division import Division
@@ -26,7 +27,6 @@ from graphopt.pipelining.gradient_layout import (
 from graphopt.pipelining.stage_capture import Microbatch, StageCapture
 from graphopt.pipelining.stage_graph import StageGraph
 from graphopt.pipelining.state_guard import StateGuard
-from graphopt.spmd import Channel
 from graphopt.step import manager_for
 from graphopt.tracing import reduction
 from graphopt.tracing.inputs import Storage

@@ -42,6 +42,7 @@ from graphopt.tracing.rewriting import (
 )
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
+from graphopt.waits import split_waits
 
 aten = torch.ops.aten
 
@@ -83,6 +84,7 @@ def functionalize(raw: RawTrace) -> Functional:
     with without_autocast():
         graph_module = _compat.make_fx(run)(*inputs)
     graph = graph_module.graph
+    split_waits(graph)
     _remove_identities(graph)
     refuse_hidden_updates(graph)
     _write_back(graph, raw, updated)

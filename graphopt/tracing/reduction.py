@@ -110,9 +110,9 @@ class GradientAverager:
             raise UnagreedParameterError(foreign[0])
         first_time = not self.backward_ran
         pending, self.ready, self.backward_ran = self.ready, {}, True
-        with torch.no_grad(), self.tagger.during("communication"):
-            for name in names:
-                if name in pending or (first_time and name not in self.used):
+        for name in names:
+            if name in pending or (first_time and name not in self.used):
+                with torch.no_grad(), self.tagger.sending(name):
                     self._reduce(self.parameters[name])
 
     def _reduce(self, parameter: torch.Tensor) -> None:

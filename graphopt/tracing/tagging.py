@@ -9,10 +9,11 @@ from typing import Any
 from torch import fx, nn
 
 from graphopt import _compat
+from graphopt.comm import SENDS
 from graphopt.tracing.inplace import CALLABLE
 from graphopt.tracing.source import current_modules, current_user_line
 
-KEYS = ("phase", "source", "nn_module_stack", "provenance")
+KEYS = ("phase", "source", "nn_module_stack", "provenance", SENDS)
 
 
 class Tagger:
@@ -23,10 +24,12 @@ class Tagger:
 
     Attributes:
         phase: phase of the nodes created now; None leaves it to autograd's state.
+        sends: names of what the collectives created now send.
     """
 
     def __init__(self, module_names: dict[nn.Module, str]) -> None:
         self.phase: str | None = None
+        self.sends: tuple[str, ...] = ()
         self._names = module_names
         self._forward: dict[int, dict[str, Any]] = {}
 
@@ -38,8 +41,20 @@ class Tagger:
         finally:
             self.phase = before
 
+    @contextmanager
+    def sending(self, *names: str) -> Iterator[None]:
+        """While active, nodes belong to the communication of the parameters or buffers named."""
+        before, self.sends = self.sends, names
+        try:
+            with self.during("communication"):
+                yield
+        finally:
+            self.sends = before
+
     def tag(self, node: fx.Node) -> None:
         node.meta["provenance"] = ("capture",)
+        if self.sends:
+            node.meta[SENDS] = self.sends
         backward = _compat.backward_sequence_number()
         if backward is not None and self.phase in (None, "backward"):
             node.meta["phase"] = "backward"

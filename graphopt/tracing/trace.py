@@ -276,7 +276,8 @@ class _StepRun:
             return
 
         def receive(module: torch.nn.Module, args: Any) -> None:
-            with torch.no_grad(), self.tagger.during("communication"):
+            names = (name for name, _ in module.named_buffers())
+            with torch.no_grad(), self.tagger.sending(*names):
                 reduction.broadcast_buffers(module, communication.group)
 
         handles = [

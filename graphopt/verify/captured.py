@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -171,16 +172,30 @@ def _collectives(graph: fx.Graph) -> Iterator[str]:
                 yield f"a wait for something that is not a collective\n{_at(node)}"
         if not is_collective(node):
             continue
-        waits = [user for user in node.users if is_wait(user)]
-        readers = [user for user in node.users if not is_wait(user)]
-        if len(waits) != 1:
-            yield f"a collective with {len(waits)} waits\n{_at(node)}"
-        elif readers:
-            yield f"the result of a collective is read before its wait\n{_at(readers[0])}"
+        for result in _results(node):
+            yield from _one_wait(node, result)
         if not isinstance(node.args[-1], str):
             yield f"a collective without a named group\n{_at(node)}"
         if not any(True for _ in tensors_in(node.meta["val"])):
             yield f"a collective of unknown dtype and device\n{_at(node)}"
+
+
+def _results(launch: fx.Node) -> list[fx.Node]:
+    """The nodes to wait for: the launch, or its items where it sends several tensors."""
+    if isinstance(launch.meta["val"], (list, tuple)):
+        items = [user for user in launch.users if user.target is operator.getitem]
+        if len(items) == len(launch.users):
+            return items
+    return [launch]
+
+
+def _one_wait(launch: fx.Node, result: fx.Node) -> Iterator[str]:
+    waits = [user for user in result.users if is_wait(user)]
+    readers = [user for user in result.users if not is_wait(user)]
+    if len(waits) != 1:
+        yield f"a collective with {len(waits)} waits\n{_at(launch)}"
+    elif readers:
+        yield f"the result of a collective is read before its wait\n{_at(readers[0])}"
 
 
 def _launched(node: fx.Node) -> bool:

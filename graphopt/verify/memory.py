@@ -164,7 +164,7 @@ class Memory:
 
 def launch_of(wait: fx.Node) -> fx.Node | None:
     """The collective that a wait ends, found through items and views."""
-    node = wait.args[0]
+    node: object = next(iter(wait.all_input_nodes), None)
     while isinstance(node, fx.Node) and traits_of(node).view and not traits_of(node).collective:
         node = node.args[0]
     if isinstance(node, fx.Node) and traits_of(node).collective:

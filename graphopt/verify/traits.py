@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import COLLECTIVE_NAMESPACE, is_pointwise
+from graphopt.graph_utils import COLLECTIVE_NAMESPACE, WAITS, is_pointwise
 
 _SAME_ELEMENTS = frozenset(
     f"aten::{name}"
@@ -89,7 +89,7 @@ def _traits(target: Callable[..., Any]) -> Traits:
         return _PLAIN
     schema = target._schema
     name = schema.name
-    wait = name == f"{COLLECTIVE_NAMESPACE}::wait_tensor"
+    wait = name in WAITS
     collective = target.namespace == COLLECTIVE_NAMESPACE and not wait
     reduction = ""
     if collective:

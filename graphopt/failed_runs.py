@@ -1,0 +1,141 @@
+"""What a call of a captured step raises where the run of its graph failed.
+
+Costs nothing where nothing fails: the node that ran is found from the traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import fx
+
+from graphopt import _compat
+from graphopt.comm import SENDS, argument, kind_of
+from graphopt.errors import CollectiveError
+from graphopt.graph_utils import find_nodes, is_collective, is_wait
+from graphopt.iter_graph import IterGraphModule
+from graphopt.iter_graph.running import GROUP
+from graphopt.rank_failures import learn_causes, mark_unusable, tell
+
+_NAMES_SHOWN = 4
+
+
+def group_names(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of the process groups that a graph communicates in."""
+    launches = find_nodes(graph, is_collective)
+    return tuple(dict.fromkeys(str(argument(node, "group_name")) for node in launches))
+
+
+def explained(module: IterGraphModule, error: BaseException, step: int) -> CollectiveError | None:
+    """What to raise for an error of a run; None for the error itself.
+
+    The other ranks are told, and where this rank has left the step between two collectives its
+    groups are marked as unusable.
+
+    Args:
+        step: which call of the step it was, counted from 1.
+    """
+    node = module.failed_at(error)
+    if node is not None and isinstance(error, Exception) and (is_collective(node) or is_wait(node)):
+        return _collective_failed(module, node, error, step)
+    for name in group_names(module.graph):
+        group = _compat.group_named(name)
+        if group is None:
+            continue
+        tell(group, step, error)
+        if node is not None and _is_between_launches(node):
+            mark_unusable(group, f"rank {group.rank()} left step {step}: {_first_line(error)}")
+    return None
+
+
+@contextmanager
+def broadcast_explained(group: dist.ProcessGroup) -> Iterator[None]:
+    """While active, a failure to send what all ranks start from is a `CollectiveError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = f"broadcast of what all ranks start from failed{_in(group, group.group_name)}"
+        raise _failure(f"{reason}: {_first_line(error)}", group, 1, "broadcast") from error
+
+
+def _collective_failed(
+    module: IterGraphModule, node: fx.Node, error: Exception, step: int
+) -> CollectiveError:
+    launch = _launch_of(module, node)
+    if node.meta.get(GROUP) is not None:  # late work is the work of the step before
+        step -= 1
+    kind = "a collective" if launch is None else kind_of(launch).removesuffix("_")
+    name = None if launch is None else str(argument(launch, "group_name"))
+    group = None if name is None else _compat.group_named(name)
+    sent = tuple(node.meta.get(SENDS, ()))
+    text = f"step {step}: {kind}{_of(sent)} failed{_in(group, name)}: {_first_line(error)}"
+    return _failure(text, group, step, None if launch is None else kind, sent)
+
+
+def _failure(
+    text: str,
+    group: dist.ProcessGroup | None,
+    step: int,
+    collective: str | None,
+    sent: tuple[str, ...] = (),
+) -> CollectiveError:
+    """The error of a collective, with what is known of the ranks that failed."""
+    said, ended = ({}, []) if group is None else learn_causes(group, step)
+    text += "".join(f"\n  rank {rank} said:  {reason}" for rank, reason in said.items())
+    text += "".join(f"\n  rank {rank}:  its process has ended" for rank in ended)
+    if group is not None:
+        mark_unusable(group, f"{collective or 'a collective'} failed in step {step}")
+    return CollectiveError(
+        text,
+        step=step,
+        collective=collective,
+        group=None if group is None else group.group_name,
+        parameters=sent,
+        ranks=tuple(sorted({*said, *ended})),
+        hint="look at the output of the other ranks; to go on, make the group anew on all ranks"
+        " and load a checkpoint",
+    )
+
+
+def _launch_of(module: IterGraphModule, node: fx.Node) -> fx.Node | None:
+    """The launch that a node is or waits for. That of late work is in the graph of the step."""
+    if is_collective(node):
+        return node
+    sources = list(node.all_input_nodes)
+    for source in sources:  # grows while it is read
+        if is_collective(source):
+            return source
+        sources += source.all_input_nodes if source.op == "call_function" else ()
+        if len(sources) > _NAMES_SHOWN:
+            break
+    for original in find_nodes(module.graph, is_wait):
+        if original.name == node.name and original is not node:
+            return _launch_of(module, original)
+    return None
+
+
+def _is_between_launches(node: fx.Node) -> bool:
+    """Whether collectives are launched both before a node and after it, or by it."""
+    if is_collective(node):
+        return True
+    launches = find_nodes(node.graph, is_collective)
+    return any(launch < node for launch in launches) and any(node < launch for launch in launches)
+
+
+def _of(names: tuple[str, ...]) -> str:
+    if not names:
+        return ""
+    shown, more = ", ".join(names[:_NAMES_SHOWN]), len(names) - _NAMES_SHOWN
+    return f" of {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _in(group: dist.ProcessGroup | None, name: str | None) -> str:
+    if group is None:
+        return "" if name is None else f" in group {name!r}"
+    return f" on rank {group.rank()} of the {group.size()} in group {name!r}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

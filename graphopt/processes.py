@@ -1,0 +1,119 @@
+"""Which process each rank is, and whether it still runs.
+
+Only a process of the same machine and the same process namespace can be asked about. Of any other
+nothing is known, and it counts as running.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from graphopt import _compat
+
+logger = logging.getLogger("graphopt")
+
+# Ranks of one machine follow each other; those further away are on others.
+_NEIGHBOURS = 16
+_ENDED = ("Z", "X")  # a killed process is a zombie until its parent has asked for its exit status
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of one machine.
+
+    Attributes:
+        machine: equal for processes that see each other in ``/proc``.
+        pid: its number there.
+        started: when it started, in clock ticks since the machine did: numbers are used again.
+    """
+
+    machine: str
+    pid: int
+    started: int
+
+    @classmethod
+    def current(cls) -> Process:
+        """The process that asks."""
+        machine, pid = _machine(), os.getpid()
+        return cls(machine, pid, (_look_up(pid) or ("", 0))[1])
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to have ended."""
+        if not self.machine or self.machine != _machine():
+            return False
+        found = _look_up(self.pid)
+        return found is None or found[1] != self.started or found[0] in _ENDED
+
+
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictionary()
+
+
+def register(store: dist.Store, group: dist.ProcessGroup) -> None:
+    """Let the other ranks of a group know which process this one is."""
+    store.set(_key(group, group.rank()), json.dumps(asdict(Process.current())))
+
+
+def announce(group: dist.ProcessGroup | None) -> None:
+    """`register`, where there are a group and a store: the sooner, the sooner an end is noticed."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    try:
+        register(_compat.default_store(), _compat.group_or_default(group))
+    except (RuntimeError, ValueError) as error:
+        logger.debug("the process of this rank is not announced: %s", error)
+
+
+def is_registered(store: dist.Store, group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether a rank of a group has said which process it is."""
+    return store.check([_key(group, rank)])
+
+
+def learn(store: dist.Store, group: dist.ProcessGroup) -> None:
+    """Note which processes the ranks near this one are, where they have registered."""
+    known = _known.setdefault(group, {})
+    for rank in _near(group):
+        restarted = rank not in known or known[rank].ended
+        if restarted and is_registered(store, group, rank):
+            known[rank] = Process(**json.loads(store.get(_key(group, rank))))
+
+
+def ended_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Ranks of a group whose processes are known to have ended."""
+    return sorted(rank for rank, process in _known.get(group, {}).items() if process.ended)
+
+
+def _near(group: dist.ProcessGroup) -> list[int]:
+    mine = group.rank()
+    near = range(max(0, mine - _NEIGHBOURS), min(group.size(), mine + _NEIGHBOURS + 1))
+    return [rank for rank in near if rank != mine]
+
+
+def _key(group: dist.ProcessGroup, rank: int) -> str:
+    return f"graphopt/{group.group_name}/process/{rank}"
+
+
+def _machine() -> str:
+    """Names what ``/proc`` shows; empty where there is none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _look_up(pid: int) -> tuple[str, int] | None:
+    """State and start time of a process; None where there is none of that number."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    return fields[0], int(fields[19])
