@@ -124,8 +124,8 @@ class TrainStep:
     def flush(self) -> None:
         """Finish work that is still in flight: afterwards parameters are exactly eager's.
 
-        Reading `model.state_dict()`, `model.parameters()`, `optimizer.state` and the like does this
-        by itself. Call it before you read a parameter through a variable of your own.
+        Whoever uses a parameter or a tensor of the optimizer's state does this by doing so, however
+        it is held.
 
         Raises:
             GraphOptError: a call failed in the middle of updating parameters.
@@ -326,12 +326,15 @@ def _is_usable(entry: BoundStep) -> bool:
 
 
 def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
+    from graphopt._compat.late import without_torch_function
+
     guards = entry.guards
-    return (
-        guards.structure_mismatch(call, mode) is None
-        and guards.shape_mismatch(call) is None
-        and guards.local_mismatch(call) is None
-    )
+    with without_torch_function():  # to look at a tensor's kind is no use of it
+        return (
+            guards.structure_mismatch(call, mode) is None
+            and guards.shape_mismatch(call) is None
+            and guards.local_mismatch(call) is None
+        )
 
 
 @overload

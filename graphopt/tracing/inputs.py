@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from graphopt import _compat
+from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.numbers import SCHEDULED, Comparisons
@@ -70,7 +71,7 @@ class Storage:
 
     def base(self) -> torch.Tensor:
         """The whole storage as a 1-D tensor of the members' dtype."""
-        first = self.members[0].tensor.detach()
+        first = alias_of(self.members[0].tensor)
         storage = first.untyped_storage()
         length = storage.nbytes() // first.element_size()
         return first.new_empty(0).set_(storage, 0, (length,), (1,))
