@@ -18,7 +18,7 @@ from graphopt._joint import Agreed
 from graphopt.errors import GraphOptError
 from graphopt.graph_utils import without_autocast, written
 from graphopt.iter_graph import IterGraphModule
-from graphopt.late import LateTensors, settle
+from graphopt.late import LateTensors, settle, warn_of_held
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
@@ -26,12 +26,6 @@ from graphopt.tracing.inputs import Storage, as_tensor
 from graphopt.tracing.signature import Computed, Constant, Recipe, View
 
 logger = logging.getLogger("graphopt")
-
-HELD = (
-    "%s is also held by another view of its memory, an array, a live autograd graph or code outside"
-    " of Python, which is not seen using it: %s. Delete what holds it, or hold the tensor itself or"
-    " a copy instead"
-)
 
 class BoundStep:
     """A captured step with the guards under which it holds, ready to be called.
@@ -105,7 +99,7 @@ class BoundStep:
         if held is None:
             return True
         if not self._warned:
-            logger.warning(HELD, names[held], self._consequence())
+            warn_of_held(names[held], self._consequence())
         self._warned = True
         if self.module.flush_communicates:
             self._unsettled.arm(tensors, anyway=True)

@@ -25,8 +25,9 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class LateTensors:
         self.tensors: list[torch.Tensor] = []
         self._kinds: list[type] = []
         self._aliases: dict[int, torch.Tensor] = {}
+        self._warned = False
 
     @property
     def armed(self) -> bool:
@@ -74,7 +76,8 @@ class LateTensors:
         settle(tensors)
         held = next((i for i, tensor in enumerate(tensors) if not self._arm(tensor)), None)
         if held is None:
-            held = first_held(tensors)
+            with without_torch_function():
+                held = next((i for i, is_held in enumerate(held_elsewhere(tensors)) if is_held), None)
         if held is not None and not anyway:
             self.disarm()
             return held
@@ -113,6 +116,23 @@ class LateTensors:
         """Finish what is in flight."""
         if self._finish():
             self.disarm()
+        if not self._warned and _within_dynamo():
+            self._warned = True
+            logger.warning(
+                "a function made by torch.compile was called with tensors whose update was in"
+                " flight, which lets torch compile it anew each time: call flush() of the training"
+                " step before it"
+            )
+
+
+def _within_dynamo() -> bool:
+    """Whether torch.compile is looking at the arguments of a function."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _armed: dict[int, LateTensors] = {}
@@ -145,22 +165,33 @@ os.register_at_fork(before=_settle_all)
 # ------------------------------------------------------------------------------ who else holds it
 
 
-def first_held(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The number of the first tensor that somebody could use without the Python objects of these
-    tensors: through another view of its memory, an array, the storage itself, or in C++."""
-    if any(tensor.layout is not torch.strided for tensor in tensors):
-        return next(i for i, tensor in enumerate(tensors) if tensor.layout is not torch.strided)
-    storages, *others = zip(*map(holders_of, tensors), strict=True) if tensors else ((), (), (), ())
-    sharing = Counter(storages)
-    storage, *alone = _alone()[1:]
-    for index, (key, uses, *other) in enumerate(zip(storages, *others, strict=True)):
-        if uses != storage + sharing[key] - 1 or other != alone:
-            return index
-    return None
+def held_elsewhere(tensors: Sequence[torch.Tensor]) -> Iterator[bool]:
+    """For each tensor, whether somebody could use it without the Python objects of these tensors:
+    through another view of its memory, an array, the storage itself, or in C++."""
+    storages = Counter(_compat.storage_key(tensor) for tensor in tensors)
+    storage, *alone = _alone()
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            yield True
+            continue
+        uses, *others = holders_of(tensor)
+        sharing = storages[_compat.storage_key(tensor)]
+        yield uses != storage + sharing - 1 or others != alone
+
+
+def warn_of_held(names: str, consequence: str) -> None:
+    """Say what is held so that its use is not seen, what comes of it and what to do."""
+    logger.warning(
+        "%s: also held by another view of its memory (as in a state_dict), an array, a live autograd"
+        " graph or code outside of Python, which are not seen using it, so that %s. Delete what"
+        " holds it, or hold the tensor itself or a copy instead",
+        names,
+        consequence,
+    )
 
 
 @functools.cache
-def _alone() -> tuple[int, int, int, int]:
+def _alone() -> tuple[int, int, int]:
     """What is counted for a tensor that nobody else holds."""
     return holders_of(torch.empty(1))
 
@@ -340,6 +371,18 @@ def _length(self: torch.Tensor) -> int:
         return torch.Tensor.__len__(self)
 
 
+def _detach(self: torch.Tensor) -> torch.Tensor:
+    """`detach`, of which `nn.Parameter(p)` wants that it keeps the class when `p` is of a class that
+    is neither `Tensor` nor `Parameter`, as it has just seen."""
+    kind = vars(type(self)).get("kind")
+    if not _settled(self):
+        return alias_of(self)
+    made = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__
+    if made and kind is torch.nn.Parameter:
+        return torch.nn.Parameter(self)
+    return self.detach()
+
+
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     if func in _SETTLES_NOTHING:
@@ -364,5 +407,6 @@ _OWN: dict[str, Any] = {
     "__delattr__": _delete,
     "__len__": _length,
     "__hash__": torch.Tensor.__hash__,
+    "detach": _detach,
     "__torch_function__": classmethod(_torch_function),
 }

@@ -80,6 +80,7 @@ class TrainStep:
         self._entries = []
         self._finishing = Finishing(self._lower)
         self._captured = 0
+        self._held: frozenset[str] = frozenset()
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
 
@@ -212,6 +213,7 @@ class TrainStep:
         self._finishing.finish(module, once=_creates_state(call, captured))
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1
+        self._warn_of_held(captured, agreed is not None)
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
         self._entries.insert(0, entry)
         self._drop_unusable()
@@ -219,6 +221,15 @@ class TrainStep:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
+
+    def _warn_of_held(self, captured: CapturedStep, communicates: bool) -> None:
+        from graphopt.late import warn_of_held
+
+        new = captured.live.held - self._held
+        if new and communicates:
+            self._held |= new
+            names = ", ".join(sorted(new))
+            warn_of_held(names, "its update stays in its own step until reset() of this step")
 
     def _drop_unusable(self) -> None:
         """Drop the graphs whose models are gone or whose collectives the ranks have changed."""

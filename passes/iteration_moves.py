@@ -14,7 +14,8 @@ Which buckets move. Collectives of a group finish in the order in which they wer
 step that waits for one of them has waited for all before it, and moving those gains nothing: what
 moves is the longest run of buckets, counted from the last one launched, that can move at all. A
 bucket can move if nobody needs its gradients or the new parameters in this iteration: the step
-returns none of them, and clears `.grad` before it ends.
+returns none of them, clears `.grad` before it ends, and nobody holds the parameters in ways in which
+their use would not be seen (`graphopt.late`).
 
 Where to. A bucket goes before the first read of its parameters, or of those of a bucket launched
 after it, whichever comes first: work that is ready must not stand behind a wait that is not.
@@ -44,7 +45,7 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.iter_graph.rules import LIVE_STATE
+from graphopt.iter_graph.rules import why_now
 from graphopt.manager import graph_optimization_pass
 from graphopt.optim import split_updates
 
@@ -145,10 +146,7 @@ def _stays(node: fx.Node) -> bool:
         return False
     if is_random(node) or is_collective(node):
         return True
-    return any(
-        state.meta.get("kind") not in LIVE_STATE or state.meta.get("returned")
-        for state in written(node)
-    )
+    return any(why_now(state) is not None for state in written(node))
 
 
 def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:

@@ -44,13 +44,12 @@ def set_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         TensorBase.grad.__set__(tensor, gradient)
 
 
-def holders_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
-    """A tensor's storage, and how many hold it (in C++, as a Python object) and the tensor in C++.
+def holders_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How many hold a tensor's storage (in C++, and as a Python object) and the tensor in C++.
 
     The numbers count what asks as well, in the same way each time.
     """
     with without_torch_function():
         storage = TensorBase.untyped_storage(tensor)
-        key: int = storage._cdata
-        uses: int = torch._C._storage_Use_Count(key)  # type: ignore[attr-defined]
-        return key, uses, sys.getrefcount(storage), TensorBase._use_count(tensor)
+        uses: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+        return uses, sys.getrefcount(storage), TensorBase._use_count(tensor)

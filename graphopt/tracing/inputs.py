@@ -6,6 +6,7 @@ parameters, optimizer state and learning rate as they are now.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
+from graphopt.late import held_elsewhere
 from graphopt.tracing.call import Call
 from graphopt.tracing.numbers import SCHEDULED, Comparisons
 
@@ -114,7 +116,13 @@ class Hyperparameter:
 
 @dataclass
 class Inputs:
-    """All inputs of one call, in the order of the captured dialect."""
+    """All inputs of one call, in the order of the captured dialect.
+
+    Attributes:
+        held: names of the parameters, buffers and states that others use without being seen; see
+            `graphopt.late`. Empty where that is so of all parameters: for that, a checkpoint that
+            is still in a variable is enough, which will not stay so.
+    """
 
     module_tensors: list[ModuleTensor]
     placeholders: list[ModuleTensor | Storage]
@@ -122,6 +130,7 @@ class Inputs:
     gradients: list[GradientInput]
     hyperparameters: list[Hyperparameter]
     user: list[int]
+    held: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> list[ModuleTensor]:
@@ -177,7 +186,23 @@ def collect(call: Call) -> Inputs:
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
     _refuse_overlaps(inputs, call)
+    inputs.held = _held(inputs, call)
     return inputs
+
+
+def _held(inputs: Inputs, call: Call) -> frozenset[str]:
+    optimizers = call.optimizer_objects()
+    named = [(entry.fqn, entry.tensor) for entry in inputs.module_tensors]
+    named += [
+        (state.fqn, optimizers[state.optimizer].state[state.parameter.tensor][state.key])
+        for state in inputs.states
+    ]
+    tensors = [tensor for _, tensor in named]
+    if not any(held_elsewhere(tensors)):
+        return frozenset()
+    gc.collect()  # what is garbage holds nothing
+    found = frozenset(n for (n, _), h in zip(named, held_elsewhere(tensors), strict=True) if h)
+    return found if any(entry.fqn not in found for entry in inputs.parameters) else frozenset()
 
 
 def _module_tensors(call: Call) -> list[ModuleTensor]:
