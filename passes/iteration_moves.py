@@ -118,6 +118,8 @@ def _blocks_to_move(gm: IterGraphModule) -> list[CommBlock]:
         for block in get_all_comm_blocks(gm, kinds=REDUCTIONS)
         if not any(graph.is_late(wait) for wait in block.wait_nodes)
     ]
+    if any(node.meta.get("held") for node in graph.nodes if node.op == "placeholder"):
+        split_updates(gm, [block.outputs for block in blocks])  # one list would block all
     blocked = _blocked(graph)
     chosen: list[CommBlock] = []
     for block in reversed(blocks):
