@@ -41,8 +41,9 @@ FREE, HELD, FLUSHED = "nothing held", "list held", "flushed"
 class Variant(Training):
     """One program; `FLUSHED` leaves nothing in flight, so that nothing overlaps."""
 
-    def __init__(self, name: str, model: str) -> None:
+    def __init__(self, name: str, model: str, pause: float) -> None:
         super().__init__("eager", model, "adamw")
+        self.pause = pause
         self.trained = self.model
         self.step = graphopt.compile(train_step)
         self.flushes = name == FLUSHED
@@ -58,6 +59,7 @@ class Variant(Training):
             assert sum(p.numel() for p in self.held) >= 0
             if self.flushes:
                 step.flush()
+            time.sleep(self.pause)
         step.flush()
         seconds = time.perf_counter() - start
         self.random.save()
@@ -70,7 +72,7 @@ def work(task: Figures, folder: Path) -> None:
     reporter = Reporter(folder)
     with process_group(folder, reporter):
         names = [FREE, HELD, FLUSHED]
-        variants = {name: Variant(name, task["model"]) for name in names}
+        variants = {name: Variant(name, task["model"], task["pause"]) for name in names}
         generator = torch.Generator().manual_seed(dist.get_rank())
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for number in range(WARM_UP_STEPS + task["rounds"]):
@@ -85,7 +87,7 @@ def work(task: Figures, folder: Path) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of each turn's steps by variant; of each turn the slowest rank counts."""
-    task = {"model": options.model, "rounds": options.rounds}
+    task = {"model": options.model, "rounds": options.rounds, "pause": options.pause / 1e3}
     results: list[Event] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-")))
@@ -115,6 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--link", metavar="RATE", help="emulate a slow link, such as 200mbit")
     parser.add_argument("--model", choices=MODELS, default="gpt")
+    parser.add_argument("--pause", type=float, default=0.0, help="between two steps, in ms")
     parser.add_argument("--rounds", type=int, default=12, help="turns of six steps, at least 2")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
     return parser.parse_args()

@@ -27,6 +27,7 @@ from graphopt.tracing.signature import Computed, Constant, Recipe, View
 
 logger = logging.getLogger("graphopt")
 
+
 class BoundStep:
     """A captured step with the guards under which it holds, ready to be called.
 

@@ -227,7 +227,7 @@ def read_while_steps_run(rank: int) -> int:
 
     def read() -> None:
         while not over.is_set():
-            held[0].shape
+            assert len(held[0].shape) == 2
             found = [held[0].detach().clone()]
             if not seen or not torch.equal(seen[-1][0], found[0]):
                 seen.append(found)

@@ -98,9 +98,7 @@ METADATA: dict[str, Callable[[Tensor], object]] = {
 def test_a_use_finishes_first_and_restores_the_classes(scene: Scene, use: str) -> None:
     USES[use](scene)
     assert scene.finished == 1
-    assert all(
-        a is b for a, b in zip(map(type, scene.tensors), scene.kinds, strict=True)
-    )
+    assert all(a is b for a, b in zip(map(type, scene.tensors), scene.kinds, strict=True))
 
 
 @pytest.mark.parametrize("asked", METADATA)

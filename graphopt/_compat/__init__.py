@@ -465,6 +465,10 @@ def without_modes() -> Iterator[None]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
-        with torch._C.DisableTorchFunction(), torch.inference_mode(False):
-            yield
+    with (
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+    ):
+        yield

@@ -51,5 +51,5 @@ def holders_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     """
     with without_torch_function():
         storage = TensorBase.untyped_storage(tensor)
-        uses: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+        uses: int = torch._C._storage_Use_Count(storage._cdata)
         return uses, sys.getrefcount(storage), TensorBase._use_count(tensor)

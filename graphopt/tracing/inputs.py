@@ -6,7 +6,6 @@ parameters, optimizer state and learning rate as they are now.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
-from graphopt.late import held_elsewhere
+from graphopt.late import names_of_held
 from graphopt.tracing.call import Call
 from graphopt.tracing.numbers import SCHEDULED, Comparisons
 
@@ -119,9 +118,8 @@ class Inputs:
     """All inputs of one call, in the order of the captured dialect.
 
     Attributes:
-        held: names of the parameters, buffers and states that others use without being seen; see
-            `graphopt.late`. Empty where that is so of all parameters: for that, a checkpoint that
-            is still in a variable is enough, which will not stay so.
+        held: names of what others may use without being seen (`graphopt.late`); none where that is
+            so of all parameters, as while a variable holds a checkpoint.
     """
 
     module_tensors: list[ModuleTensor]
@@ -193,15 +191,10 @@ def collect(call: Call) -> Inputs:
 def _held(inputs: Inputs, call: Call) -> frozenset[str]:
     optimizers = call.optimizer_objects()
     named = [(entry.fqn, entry.tensor) for entry in inputs.module_tensors]
-    named += [
-        (state.fqn, optimizers[state.optimizer].state[state.parameter.tensor][state.key])
-        for state in inputs.states
-    ]
-    tensors = [tensor for _, tensor in named]
-    if not any(held_elsewhere(tensors)):
-        return frozenset()
-    gc.collect()  # what is garbage holds nothing
-    found = frozenset(n for (n, _), h in zip(named, held_elsewhere(tensors), strict=True) if h)
+    for state in inputs.states:
+        entries = optimizers[state.optimizer].state[state.parameter.tensor]
+        named.append((state.fqn, entries[state.key]))
+    found = names_of_held(named)
     return found if any(entry.fqn not in found for entry in inputs.parameters) else frozenset()
 
 
