@@ -6,7 +6,8 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -62,6 +63,7 @@ class BoundStep:
         self._lock = threading.RLock()
         self._running = False
         self._warned, self._collects = False, True
+        self._stream: torch.cuda.Stream | None = None
         self._late = _updated_late(module)
         reference = weakref.ref(self)
         self._unsettled = LateTensors(lambda: _finish_unasked(reference))
@@ -138,6 +140,7 @@ class BoundStep:
         return found
 
     def _watch_flight(self) -> None:
+        self._stream = _stream_of(self._unsettled.tensors)
         if not self.module.in_flight:
             self._unsettled.disarm()
         elif not self._unsettled.armed:  # an update failed: whoever uses its tensors is told
@@ -155,7 +158,12 @@ class BoundStep:
             self._running = True
             try:
                 if self.module.in_flight:
-                    with torch.no_grad(), without_autocast(), _compat.without_modes():
+                    with (
+                        torch.no_grad(),
+                        without_autocast(),
+                        _compat.without_modes(),
+                        _on(self._stream),
+                    ):
                         self.module.flush()
             finally:
                 self._running = False
@@ -268,3 +276,24 @@ def _updated_late(module: IterGraphModule) -> list[int]:
     late = {state for node in module.graph.late for state in written(node)}
     placeholders = (node for node in module.graph.nodes if node.op == "placeholder")
     return [index for index, node in enumerate(placeholders) if node in late]
+
+
+def _stream_of(tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream | None:
+    """The CUDA stream on which a step has just run; None on other devices."""
+    device = tensors[0].device if tensors else None
+    return (
+        torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+    )
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on the stream of the step, whose kernels may still read what is updated; the stream of
+    whoever asked for it waits for that."""
+    if stream is None:
+        yield
+        return
+    asking = torch.cuda.current_stream(stream.device)
+    with torch.cuda.stream(stream):
+        yield
+    asking.wait_stream(stream)
