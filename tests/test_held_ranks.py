@@ -234,10 +234,14 @@ def read_while_steps_run(rank: int) -> int:
 
     thread = threading.Thread(target=read)
     thread.start()
-    ways.step(8)
+    expected = copies(parameters(ways.twins.eager)[:1])
+    for _ in range(8):
+        ways.step()
+        expected += copies(parameters(ways.twins.eager)[:1])
     over.set()
     thread.join()
     ways.twins.finish()
+    assert all(any(torch.equal(found[0], value) for value in expected) for found in seen)
     return len(seen)
 
 
