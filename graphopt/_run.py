@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 
 from graphopt import _compat
+from graphopt._compat.late import set_gradient, without_torch_function
 from graphopt._joint import Agreed
 from graphopt.errors import GraphOptError
 from graphopt.failed_runs import explained, group_names
-from graphopt.graph_utils import without_autocast
+from graphopt.graph_utils import without_autocast, written
 from graphopt.iter_graph import IterGraphModule
+from graphopt.late import LateTensors, settle, warn_of_held
 from graphopt.rank_failures import check_usable
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Storage, as_tensor
 from graphopt.tracing.signature import Computed, Constant, Recipe, View
-from graphopt.watching import Watch
 
 logger = logging.getLogger("graphopt")
 
@@ -61,9 +66,11 @@ class BoundStep:
         self._running = False
         self._groups = group_names(module.graph)
         self._step = 0
-        modules = [module for _, module in call.named_submodules()]
+        self._warned, self._collects = False, True
+        self._stream: torch.cuda.Stream | None = None
+        self._late = _updated_late(module)
         reference = weakref.ref(self)
-        self._watch = Watch(modules, call.optimizer_objects(), lambda: _finish_unasked(reference))
+        self._unsettled = LateTensors(lambda: _finish_unasked(reference))
 
     def __call__(self, call: Call, step: int) -> Any:
         """Run the step.
@@ -74,15 +81,16 @@ class BoundStep:
         Raises:
             CollectiveError: communication with the other ranks failed, or has failed before.
         """
-        with self._lock:  # other threads that read state wait until the step is over
+        with self._lock:  # other threads that use late tensors wait until the step is over
             check_usable(self._groups)
-            if not self.module.in_flight:
-                self._watch.settle_others()
-            flat = self._values(call)
+            leave = self._may_leave_in_flight()
+            with without_torch_function():
+                flat = self._values(call)
+            settle(flat, besides=self._unsettled)
             self._running = True
             try:
                 with torch.no_grad(), without_autocast():
-                    user, _, carried = self.module(*flat)
+                    user, _, carried = self.module(*flat, last_iter=not leave)
             except BaseException as error:
                 self._raise_explained(error, step)
                 raise
@@ -90,7 +98,49 @@ class BoundStep:
                 self._running = False
                 self._watch_flight()
             self._step = step
-            return self._apply(call, flat, [*user, *carried])
+            with without_torch_function():
+                return self._apply(call, flat, [*user, *carried])
+
+    def _may_leave_in_flight(self) -> bool:
+        """Whether all uses of what this call would update late can be seen; they are from now on,
+        until it is updated."""
+        if not self._late:
+            return True
+        names, tensors = zip(*self._late_tensors(), strict=True)
+        if self.module.in_flight:
+            if all(map(is_, tensors, self._unsettled.tensors)):
+                return True
+            self.flush()  # other tensors have taken their place
+        held = self._unsettled.arm(tensors)
+        if held is not None and self._collects:
+            gc.collect()  # capturing has left garbage, which holds what it has looked at
+            held = self._unsettled.arm(tensors)
+        self._collects = False
+        if held is None:
+            return True
+        if not self._warned:
+            warn_of_held(names[held], self._consequence())
+        self._warned = True
+        if self.module.flush_communicates:
+            self._unsettled.arm(tensors, anyway=True)
+        return self.module.flush_communicates
+
+    def _late_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that are updated late, with their names."""
+        holders, states = self._holders, self.guards.states
+        for index in self._late:
+            if index >= len(holders):
+                state = index - len(holders)
+                yield self.captured.live.states[state].fqn, states[state]
+                continue
+            holder = holders[index]
+            members = holder.members if isinstance(holder, Storage) else [holder]
+            yield from ((member.fqn, member.live()) for member in members)
+
+    def _consequence(self) -> str:
+        if self.module.flush_communicates:
+            return "it is late until the next call, or flush() on every rank"
+        return "it is updated in its own step, and no update overlaps with the next one"
 
     def _raise_explained(self, error: BaseException, step: int) -> None:
         failure = explained(self.module, error, step) if self._groups else None
@@ -98,11 +148,11 @@ class BoundStep:
             raise failure from error
 
     def _watch_flight(self) -> None:
+        self._stream = _stream_of(self._unsettled.tensors)
         if not self.module.in_flight:
-            self._watch.stop()
-        elif not self._watch.start():
-            logger.info("a table of parameters is of an unknown class, so nothing stays in flight")
-            self.flush()
+            self._unsettled.disarm()
+        elif not self._unsettled.armed:  # an update failed: whoever uses its tensors is told
+            self._unsettled.arm([tensor for _, tensor in self._late_tensors()], anyway=True)
 
     def flush(self) -> None:
         """Do late work that is in flight.
@@ -116,7 +166,12 @@ class BoundStep:
             self._running = True
             try:
                 if self.module.in_flight:
-                    with torch.no_grad(), without_autocast(), _compat.without_modes():
+                    with (
+                        torch.no_grad(),
+                        without_autocast(),
+                        _compat.without_modes(),
+                        _on(self._stream),
+                    ):
                         self.module.flush()
             except BaseException as error:
                 self._raise_explained(error, self._step + 1)
@@ -124,7 +179,7 @@ class BoundStep:
             finally:
                 self._running = False
                 if not self.module.in_flight:
-                    self._watch.stop()
+                    self._unsettled.disarm()
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -142,7 +197,7 @@ class BoundStep:
     def drop(self) -> None:
         """Forget late work that is in flight."""
         self.module.drop_flight()
-        self._watch.stop()
+        self._unsettled.disarm()
 
     def finish_unasked(self) -> bool:
         """Flush because somebody reads state, which must not wait for other ranks.
@@ -166,11 +221,11 @@ class BoundStep:
             holder.base() if isinstance(holder, Storage) else holder.live()
             for holder in self._holders
         ]
-        flat += self.guards.states
+        flat = self._unsettled.own([*flat, *self.guards.states])
         for parameter, dead in self._gradients:
             flat.append(None if dead else parameter.grad)
             if dead:
-                parameter.grad = None
+                set_gradient(parameter, None)
         for index, number in enumerate(inputs.hyperparameters):
             value = number.read(optimizers[number.optimizer].param_groups)
             flat.append(self._as_tensor(index, value))
@@ -192,7 +247,7 @@ class BoundStep:
         for gradient in signature.gradients:
             value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:
-                tensors[gradient.owner].tensor.grad = value
+                set_gradient(tensors[gradient.owner].tensor, value)
             elif gradient.argument is not None:
                 call.leaves[gradient.argument].grad = value
         for state in signature.states:
@@ -225,3 +280,31 @@ class BoundStep:
 def _finish_unasked(reference: weakref.ref[BoundStep]) -> bool:
     step = reference()
     return step is None or step.finish_unasked()
+
+
+def _updated_late(module: IterGraphModule) -> list[int]:
+    """The placeholders of the graph that late nodes update, by position."""
+    late = {state for node in module.graph.late for state in written(node)}
+    placeholders = (node for node in module.graph.nodes if node.op == "placeholder")
+    return [index for index, node in enumerate(placeholders) if node in late]
+
+
+def _stream_of(tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream | None:
+    """The CUDA stream on which a step has just run; None on other devices."""
+    device = tensors[0].device if tensors else None
+    return (
+        torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+    )
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on the stream of the step, whose kernels may still read what is updated; the stream of
+    whoever asked for it waits for that."""
+    if stream is None:
+        yield
+        return
+    asking = torch.cuda.current_stream(stream.device)
+    with torch.cuda.stream(stream):
+        yield
+    asking.wait_stream(stream)

@@ -85,6 +85,7 @@ class TrainStep:
         self._entries = []
         self._finishing = Finishing(self._lower)
         self._captured = 0
+        self._held: frozenset[str] = frozenset()
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
 
@@ -130,8 +131,8 @@ class TrainStep:
     def flush(self) -> None:
         """Finish work that is still in flight: afterwards parameters are exactly eager's.
 
-        Reading `model.state_dict()`, `model.parameters()`, `optimizer.state` and the like does this
-        by itself. Call it before you read a parameter through a variable of your own.
+        Whoever uses a parameter or a tensor of the optimizer's state does this by doing so, however
+        it is held.
 
         Raises:
             GraphOptError: a call failed in the middle of updating parameters.
@@ -219,6 +220,7 @@ class TrainStep:
         assert isinstance(module, IterGraphModule)
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1
+        self._warn_of_held(captured, agreed is not None)
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
         self._entries.insert(0, entry)
         self._drop_unusable()
@@ -226,6 +228,15 @@ class TrainStep:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
+
+    def _warn_of_held(self, captured: CapturedStep, communicates: bool) -> None:
+        from graphopt.late import warn_of_held
+
+        new = captured.live.held - self._held
+        if new and communicates:
+            self._held |= new
+            names = ", ".join(sorted(new))
+            warn_of_held(names, "its update stays in its own step until reset() of this step")
 
     def _drop_unusable(self) -> None:
         """Drop the graphs whose models are gone or whose collectives the ranks have changed."""
@@ -362,12 +373,15 @@ def _is_usable(entry: BoundStep) -> bool:
 
 
 def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
+    from graphopt._compat.late import without_torch_function
+
     guards = entry.guards
-    return (
-        guards.structure_mismatch(call, mode) is None
-        and guards.shape_mismatch(call) is None
-        and guards.local_mismatch(call) is None
-    )
+    with without_torch_function():  # to look at a tensor's kind is no use of it
+        return (
+            guards.structure_mismatch(call, mode) is None
+            and guards.shape_mismatch(call) is None
+            and guards.local_mismatch(call) is None
+        )
 
 
 @overload

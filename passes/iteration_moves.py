@@ -14,7 +14,8 @@ Which buckets move. Collectives of a group finish in the order in which they wer
 step that waits for one of them has waited for all before it, and moving those gains nothing: what
 moves is the longest run of buckets, counted from the last one launched, that can move at all. A
 bucket can move if nobody needs its gradients or the new parameters in this iteration: the step
-returns none of them, and clears `.grad` before it ends.
+returns none of them, clears `.grad` before it ends, and nobody holds the parameters in ways in
+which their use would not be seen (`graphopt.late`).
 
 Where to. A bucket goes before the first read of its parameters, or of those of a bucket launched
 after it, whichever comes first: work that is ready must not stand behind a wait that is not.
@@ -49,7 +50,7 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.iter_graph.rules import LIVE_STATE
+from graphopt.iter_graph.rules import is_held, why_now_everywhere
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.optim import split_updates
 from graphopt.schedule import Send, apply_launch_order, hold_back
@@ -99,9 +100,11 @@ def iter_move_grads_and_optimizers(
         move_before(nodes, end)
     if destination is None:
         moved = _held_back(gm.graph, blocks, moved, held_back)
+    moved = _unheld(moved)
     for nodes, before in zip(moved, _destinations(gm.graph, moved), strict=True):
         gm.graph.move_to_next_iter_before(nodes, destination or before)
-    return len(blocks)
+    late = {node for nodes in moved for node in nodes}
+    return sum(block.wait_nodes[0] in late for block in blocks)
 
 
 def _check_share(held_back: float) -> None:
@@ -129,6 +132,15 @@ def _held_back(
     order = hold_back(sends, share)
     apply_launch_order(order)
     return [update[send.launch] for send in order.sends]
+
+
+def _unheld(moved: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Those behind the last whose parameters are held on this rank. The order of launches, which
+    all ranks share, does not depend on it."""
+    for index in reversed(range(len(moved))):
+        if any(is_held(state) for node in moved[index] for state in written(node)):
+            return moved[index + 1 :]
+    return moved
 
 
 def _move_collective(gm: IterGraphModule, launch: fx.Node, destination: fx.Node | None) -> int:
@@ -185,10 +197,7 @@ def _stays(node: fx.Node) -> bool:
         return False
     if is_random(node) or is_collective(node):
         return True
-    return any(
-        state.meta.get("kind") not in LIVE_STATE or state.meta.get("returned")
-        for state in written(node)
-    )
+    return any(why_now_everywhere(state) is not None for state in written(node))
 
 
 def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:

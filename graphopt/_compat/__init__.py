@@ -183,7 +183,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     """An integer equal for tensors over one storage, as long as that storage lives."""
     if tensor.layout is not torch.strided:  # indices and values in storage of their own
         return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
 
 
 def may_be_written(tensor: torch.Tensor) -> bool:
@@ -501,8 +501,16 @@ def rank_among_several() -> int | None:
 # ---------------------------------------------------------------------------- modes
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """No tracing, fake tensor or counting mode of the caller's sees what runs inside."""
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """No tracing, fake tensor, counting or functorch mode of the caller's sees what runs inside."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    with (
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+    ):
+        yield

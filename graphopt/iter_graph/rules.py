@@ -21,6 +21,28 @@ LIVE_STATE = frozenset({"parameter", "buffer", "optimizer_state", None})
 None: the graph was made by hand and does not say."""
 
 
+def why_now(state: fx.Node) -> str | None:
+    """What keeps a state from being updated in the next iteration; None if nothing does."""
+    if is_held(state):
+        return f"{_named(state)}, which is held where its use is not seen"
+    return why_now_everywhere(state)
+
+
+def is_held(state: fx.Node) -> bool:
+    """Whether somebody on this rank holds a state in a way in which its use is not seen."""
+    return bool(state.meta.get("held"))
+
+
+def why_now_everywhere(state: fx.Node) -> str | None:
+    """As `why_now`, for what is the same on all ranks."""
+    kind = state.meta.get("kind")
+    if kind not in LIVE_STATE:
+        return f"a {kind}, which may be read between two steps"
+    if state.meta.get("returned"):
+        return f"{_named(state)}, which the step returns"
+    return None
+
+
 def check_late(graph_module: fx.GraphModule) -> list[str]:
     """What is wrong with the late nodes of a graph, one text each; none for a plain GraphModule."""
     late: Mapping[fx.Node, fx.Node] = getattr(graph_module.graph, "late", {})
@@ -84,11 +106,9 @@ def _update_problems(
     update: fx.Node, state: fx.Node, late: Mapping[fx.Node, fx.Node]
 ) -> Iterator[str]:
     destination = late[update]
-    kind = state.meta.get("kind")
-    if kind not in LIVE_STATE:
-        yield f"{_named(update)} updates a {kind}, which may be read between two steps: keep it"
-    if state.meta.get("returned"):
-        yield f"{_named(update)} updates {_named(state)}, which the step returns: keep it"
+    reason = why_now(state)
+    if reason is not None:
+        yield f"{_named(update)} updates {reason}: keep it"
     for reader in readers_through_views(state):
         if reader not in late and reader < destination:
             yield (

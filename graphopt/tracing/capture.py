@@ -69,6 +69,7 @@ def finish(
     )
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
+    _note_held(functional.graph_module, inputs)
     return CapturedStep(functional.graph_module, specs, raw.signature, inputs, mark)
 
 
@@ -148,6 +149,15 @@ def _note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Sign
             placeholders[live.placeholder].meta["returned"] = True
         elif live.module_tensor is not None:
             owners[id(inputs.module_tensors[live.module_tensor])].meta["returned"] = True
+
+
+def _note_held(graph_module: fx.GraphModule, inputs: Inputs) -> None:
+    """Mark inputs whose update must not be in flight between two steps."""
+    placeholders = (node for node in graph_module.graph.nodes if node.op == "placeholder")
+    for node, holder in zip(placeholders, [*inputs.placeholders, *inputs.states], strict=False):
+        members = holder.members if isinstance(holder, Storage) else [holder]
+        if not inputs.held.isdisjoint(member.fqn for member in members):
+            node.meta["held"] = True
 
 
 def _storage(placeholder: fx.Node) -> int:

@@ -22,7 +22,6 @@ from graphopt.tracing.numbers import holds
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
 from graphopt.tracing.signature import AttributeResult
 from graphopt.tracing.snapshot import Snapshot, body_of, is_body
-from graphopt.watching import unwatched
 
 
 class Guards:
@@ -189,7 +188,7 @@ def _aliases(call: Call, module_storages: frozenset[int]) -> tuple[int, ...]:
 
 def _tables(call: Call) -> list[dict[Any, Any]]:
     """The state of each optimizer, by parameter."""
-    return [unwatched(optimizer.state) for optimizer in call.optimizer_objects()]
+    return [optimizer.state for optimizer in call.optimizer_objects()]
 
 
 def _state_of(call: Call) -> tuple[list[dict[Any, Any]], Snapshot]:
@@ -221,7 +220,7 @@ def _read_states(call: Call, inputs: Inputs) -> list[Any]:
     for state in inputs.states:
         if (state.optimizer, id(state.parameter)) != owner:
             owner = (state.optimizer, id(state.parameter))
-            state_of = unwatched(optimizers[state.optimizer].state)
+            state_of = optimizers[state.optimizer].state
             entries = state_of.get(state.parameter.tensor, {})
         found.append(entries.get(state.key))
     return found

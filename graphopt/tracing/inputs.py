@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from graphopt import _compat
+from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
+from graphopt.late import names_of_held
 from graphopt.tracing.call import Call
 from graphopt.tracing.numbers import SCHEDULED, Comparisons
 
@@ -70,7 +72,7 @@ class Storage:
 
     def base(self) -> torch.Tensor:
         """The whole storage as a 1-D tensor of the members' dtype."""
-        first = self.members[0].tensor.detach()
+        first = alias_of(self.members[0].tensor)
         storage = first.untyped_storage()
         length = storage.nbytes() // first.element_size()
         return first.new_empty(0).set_(storage, 0, (length,), (1,))
@@ -113,7 +115,12 @@ class Hyperparameter:
 
 @dataclass
 class Inputs:
-    """All inputs of one call, in the order of the captured dialect."""
+    """All inputs of one call, in the order of the captured dialect.
+
+    Attributes:
+        held: names of what others may use without being seen (`graphopt.late`); none where that is
+            so of all parameters, as while a variable holds a checkpoint.
+    """
 
     module_tensors: list[ModuleTensor]
     placeholders: list[ModuleTensor | Storage]
@@ -121,6 +128,7 @@ class Inputs:
     gradients: list[GradientInput]
     hyperparameters: list[Hyperparameter]
     user: list[int]
+    held: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> list[ModuleTensor]:
@@ -176,7 +184,18 @@ def collect(call: Call) -> Inputs:
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
     _refuse_overlaps(inputs, call)
+    inputs.held = _held(inputs, call)
     return inputs
+
+
+def _held(inputs: Inputs, call: Call) -> frozenset[str]:
+    optimizers = call.optimizer_objects()
+    named = [(entry.fqn, entry.tensor) for entry in inputs.module_tensors]
+    for state in inputs.states:
+        entries = optimizers[state.optimizer].state[state.parameter.tensor]
+        named.append((state.fqn, entries[state.key]))
+    found = names_of_held(named)
+    return found if any(entry.fqn not in found for entry in inputs.parameters) else frozenset()
 
 
 def _module_tensors(call: Call) -> list[ModuleTensor]:

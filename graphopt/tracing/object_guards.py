@@ -21,7 +21,6 @@ from graphopt.tracing.guard_values import (
 from graphopt.tracing.inputs import is_number
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.snapshot import Snapshot, body_of, is_body
-from graphopt.watching import unwatched
 
 _HOOKS = (
     "_forward_hooks",
@@ -81,7 +80,7 @@ class ModuleGuard:
         self.children = [(key, body_of(m)) for key, m in module._modules.items()]
         self.tensors = [
             (table, [(key, t, None if t is None else tensor_kind(t)) for key, t in table.items()])
-            for table in (unwatched(module._parameters), unwatched(module._buffers))
+            for table in (module._parameters, module._buffers)
         ]
         self.submodules = list(module._modules)
         self.gradients = [
@@ -123,7 +122,7 @@ class ModuleGuard:
             if _compat.hooks_of(parameter) != hooks:
                 return f"gradient hooks of {self.name} changed"
         for key, value, contents in self.others:
-            now = unwatched(attributes.get(key, _MISSING))
+            now = attributes.get(key, _MISSING)
             if now is not value and not same_constant(now, value):
                 return f"{self.name}.{key} became {now!r}"
             if contents is not None and not same_items(contents, now):
@@ -152,7 +151,7 @@ class ModuleGuard:
         for key in attributes["_modules"]:
             snapshot.has_module(attributes["_modules"], key)
         for key, _, contents in self.others:
-            value = unwatched(attributes[key])
+            value = attributes[key]
             snapshot.has(attributes, key, value)
             if contents is not None:
                 snapshot.has_items(value)
@@ -182,7 +181,7 @@ class OptimizerGuard:
             return f"{self.name} has {len(optimizer.param_groups)} parameter groups now"
         for index, (params, settings) in enumerate(self.groups):
             group = optimizer.param_groups[index]
-            live = unwatched(group["params"])
+            live = group["params"]
             if len(live) != len(params) or any(
                 a is not b for a, b in zip(live, params, strict=True)
             ):

@@ -16,7 +16,6 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.tracing.guard_values import tensor_kind
-from graphopt.watching import unwatched
 
 Container = dict[Any, Any] | list[Any]
 Body = tuple[type, dict[str, Any]] | None
@@ -25,7 +24,7 @@ Body = tuple[type, dict[str, Any]] | None
 class Snapshot:
     """What was there, to be compared with what is there.
 
-    Keeps alive the containers, and what `has` is told of. Nothing in it may be watched.
+    Keeps alive the containers, and what `has` is told of.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class Snapshot:
         self._hooks: list[tuple[int, ...]] = []
 
     def has(self, container: Container, key: Any, value: object) -> None:
-        """`value` is at `key`, or a container that is watched in its place."""
+        """`value` is at `key`."""
         self._containers.append(container)
         self._keys.append(key)
         self._values.append(value)
@@ -96,12 +95,8 @@ class Snapshot:
             return False
 
     def _same_values(self) -> bool:
-        return all(map(is_, self._values_now(), self._values)) or all(
-            map(is_, map(unwatched, self._values_now()), self._values)
-        )
-
-    def _values_now(self) -> Iterable[Any]:
-        return map(getitem, self._containers, self._keys)
+        now = map(getitem, self._containers, self._keys)
+        return all(map(is_, now, self._values))
 
     def _same_hooks(self) -> bool:
         if any(chain.from_iterable(map(_compat.hook_tables, self._tensors))):

@@ -1,0 +1,55 @@
+"""What is private about tensors whose every use is seen: their classes, and who else has them."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+TensorBase: Any = torch._C.TensorBase
+"""What `torch.Tensor` is written on: its methods take tensors of any class, and settle nothing."""
+
+TensorMeta: type[type] = type(torch.Tensor)
+
+_CLASS: Any = vars(object)["__class__"]
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """While active, `__torch_function__` of tensor subclasses is not called in this thread."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def set_class(tensor: torch.Tensor, kind: type) -> None:
+    """Give a tensor another class, whatever its own says of that.
+
+    Raises:
+        TypeError: objects of the two classes are laid out in different ways.
+    """
+    _CLASS.__set__(tensor, kind)
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor over the same memory, with the same version; uses nothing of the class."""
+    with without_torch_function():
+        alias: torch.Tensor = TensorBase.detach(tensor)
+        return alias
+
+
+def set_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """`tensor.grad = gradient`; uses nothing of the class."""
+    with without_torch_function():
+        TensorBase.grad.__set__(tensor, gradient)
+
+
+def holders_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How many hold a tensor's storage (in C++, and as a Python object) and the tensor in C++.
+
+    The numbers count what asks as well, in the same way each time.
+    """
+    with without_torch_function():
+        storage = TensorBase.untyped_storage(tensor)
+        uses: int = torch._C._storage_Use_Count(storage._cdata)
+        return uses, sys.getrefcount(storage), TensorBase._use_count(tensor)
