@@ -200,6 +200,7 @@ class TrainStep:
 
         self._log_capture(call, mode)
         parallel = resolve(self._parallel)
+        self._entries = [entry for entry in self._entries if entry.captured.lasting]
         settled = {entry.captured.fingerprint for entry in self._entries}
         if isinstance(parallel, DataParallel):
             joint = self._joint()
@@ -209,8 +210,11 @@ class TrainStep:
             self._optimize(captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
-        self._finishing.finish(module, once=_creates_state(call, captured))
+        self._finishing.finish(module, once=_creates_state(call, captured) or not captured.lasting)
+        captured.effects.apply()
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
+        if agreed is not None:
+            agreed.guards = guards
         self._captured += 1
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
         self._entries.insert(0, entry)
@@ -328,7 +332,8 @@ def _is_usable(entry: BoundStep) -> bool:
 def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
     guards = entry.guards
     return (
-        guards.structure_mismatch(call, mode) is None
+        entry.captured.lasting
+        and guards.structure_mismatch(call, mode) is None
         and guards.shape_mismatch(call) is None
         and guards.local_mismatch(call) is None
     )

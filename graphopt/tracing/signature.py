@@ -115,6 +115,21 @@ class Signature:
         yield from (state.recipe for state in self.states)
         yield from (attribute.recipe for attribute in self.attributes)
 
+    def constant_attributes(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Attributes that the step sets to something else than a tensor: where, name, value."""
+        for attribute in self.attributes:
+            if isinstance(attribute.recipe, Constant):
+                yield attribute.attributes, attribute.name, attribute.recipe.value
+
+    @property
+    def makes_attributes(self) -> bool:
+        """Whether an attribute that takes a tensor is not there yet."""
+        return any(
+            attribute.name not in attribute.attributes
+            for attribute in self.attributes
+            if not isinstance(attribute.recipe, Constant)
+        )
+
 
 class ResultCollector:
     """Collects, at the end of a traced step, everything it leaves behind.

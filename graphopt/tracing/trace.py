@@ -7,9 +7,9 @@ autograd is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.inputs import Inputs, Storage
+from graphopt.tracing.leftovers import Effects, HostState
 from graphopt.tracing.numbers import ScheduledFloat
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.signature import (
@@ -59,12 +60,14 @@ class RawTrace:
 
     Attributes:
         used: parameters whose gradients were averaged here, in the order they were ready.
+        effects: what the step changed on the host, which has been put back.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     fakes: list[torch.Tensor]
     used: tuple[str, ...]
+    effects: Effects = field(default_factory=Effects)
 
 
 def trace(call: Call, inputs: Inputs, communication: Communication | None) -> RawTrace:
@@ -78,21 +81,46 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
         raw, drawn = _attempt(call, inputs, communication)
         if drawn is None:
             return raw
-    before = GeneratorStates.read()
-    line = impurity.line_where(
-        before.python_advanced, lambda: _attempt(call, inputs, communication)
-    )
+    line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
     raise CaptureError(
-        f"it draws from the {drawn} generator, which would happen at capture only",
+        f"it draws from the {drawn.generator} generator, which would happen at capture only",
         location=str(line or definition_of(call)),
         hint="draw outside the step and pass the result, or use torch's random functions",
     )
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A random number generator outside the graph that the step has drawn from."""
+
+    generator: str
+    happened: Callable[[], bool]
+
+
 def _attempt(
     call: Call, inputs: Inputs, communication: Communication | None
-) -> tuple[RawTrace, str | None]:
-    """One trace, and the name of the random generator outside the graph that it advanced."""
+) -> tuple[RawTrace, Drawn | None]:
+    """One trace, and the random generator outside the graph that it advanced, if any.
+
+    Afterwards everything that the step can reach is as it was; see `leftovers`.
+    """
+    state = HostState(call)
+    try:
+        raw, drawn = _traced(call, inputs, communication)
+        advanced = state.generator_advanced()
+        if advanced is not None:
+            drawn = drawn or Drawn(advanced, lambda: state.generator_advanced() is not None)
+        with explained(call):
+            raw.effects = state.effects()
+    finally:
+        state.restore()
+    raw.effects.constants.extend(raw.signature.constant_attributes())
+    return raw, drawn
+
+
+def _traced(
+    call: Call, inputs: Inputs, communication: Communication | None
+) -> tuple[RawTrace, Drawn | None]:
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode()
     fakes = [_compat.to_fake(mode, value) for value in values]
@@ -107,7 +135,8 @@ def _attempt(
         drawn = generators.advanced()
     assert run.signature is not None
     _refuse_kept(run.made, fakes, call)
-    return RawTrace(graph_module, run.signature, fakes, run.used), drawn
+    raw = RawTrace(graph_module, run.signature, fakes, run.used)
+    return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 
 
 def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
