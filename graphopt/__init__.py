@@ -1,4 +1,5 @@
-"""graphopt: a training step as one graph, optimized, and proven to compute the same."""
+"""graphopt: a training step as one graph, rewritten by passes that are checked, run bit for bit as
+eager."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import (
     CaptureError,
+    FileError,
     GraphOptError,
     IterationError,
     LoweringError,
@@ -42,6 +44,7 @@ __all__ = [
     "CaptureError",
     "CapturedStep",
     "DataParallel",
+    "FileError",
     "GraphOptError",
     "IterGraph",
     "IterGraphModule",

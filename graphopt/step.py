@@ -358,8 +358,8 @@ def compile(
         **options: ``pipeline`` ("default", "none", a textual pipeline, a list of passes or of
             `(pass, options)`, a `PassManager`), ``parallel`` (None, `DataParallel` or `Manual`),
             ``lower`` (None, "inductor", "inductor+cudagraphs" or `graphopt.lowering.Options`),
-            ``verify`` ("equivalence", "dependencies", "off"; None is the
-            strongest there is).
+            ``verify`` ("dependencies", which None means, or "off"; "equivalence" checks
+            dependencies as well until there is a proof, and warns; a `PassManager` brings its own).
 
     Raises:
         TypeError: `fn` is not a function, or an option is unknown.

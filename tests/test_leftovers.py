@@ -9,12 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-import graphopt
 from twins import Twins, World
 from zoo import MLP, MODELS, OPTIMIZERS
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeAlias
 
 from torch import fx
@@ -53,7 +56,8 @@ class PassManager:
     Args:
         pipeline: text, a pass, a list of passes, names and ``(pass or name, options)`` pairs, or
             another manager, whose passes are taken over.
-        verify: "off", "dependencies" (the default) or "equivalence".
+        verify: "off" or "dependencies" (the default). "equivalence" is to be a proof; today it
+            checks dependencies, and warns that it does.
         dump_dir: folder in which the graph is written after each pass.
         disable: passes that are left out, by exact name.
         stop_after: run only this many passes; to find the one that is to blame.
@@ -90,7 +94,7 @@ class PassManager:
         )
         self._callbacks = tuple(callbacks)
         if self._settings.verify == "equivalence":
-            logger.info("equivalence is not proven yet; dependencies are checked instead")
+            _warn_of_equivalence()
 
     def __str__(self) -> str:
         return str(self.pipeline)
@@ -141,7 +145,9 @@ class PassManager:
 
     def _all_callbacks(self) -> list[PassCallback]:
         settings = self._settings
-        dump = [Dump(settings.dump_dir)] if settings.dump_dir is not None else []
+        dump = []
+        if settings.dump_dir is not None:
+            dump.append(Dump(settings.dump_dir, required=settings.dump_required))
         verification = [Verification()] if settings.verify != "off" else []
         return [*self._callbacks, *dump, *verification, Timing()]
 
@@ -172,6 +178,22 @@ class PassManager:
             if isinstance(error, _Raised):
                 raise crash(context, error.cause, folder) from error.cause
             raise
+
+
+def _warn_of_equivalence() -> None:
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_own(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        "verify='equivalence' proves nothing yet: it checks dependencies, as verify='dependencies'"
+        " does, which is the default",
+        UserWarning,
+        stacklevel=level,
+    )
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "graphopt"
 
 
 class _Raised(Exception):

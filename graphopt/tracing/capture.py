@@ -80,9 +80,7 @@ def finish(
     )
 
 
-def _settled(
-    raw: RawTrace, retrace: Callable[[], RawTrace], call: Call
-) -> tuple[RawTrace, bool]:
+def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> tuple[RawTrace, bool]:
     """A trace that the next one repeats, and whether further calls do the same.
 
     The first one may differ alone: fake tensors see by then that an operator returns one tensor

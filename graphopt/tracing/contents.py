@@ -41,9 +41,7 @@ class Kind:
 def _identical(now: Iterable[Any], before: Iterable[Any]) -> bool:
     """Whether two iterables of one length hold the same objects, or equal numbers and strings."""
     pairs = itertools.tee(zip(now, before, strict=True))
-    return all(itertools.starmap(is_, pairs[0])) or all(
-        itertools.starmap(same_constant, pairs[1])
-    )
+    return all(itertools.starmap(is_, pairs[0])) or all(itertools.starmap(same_constant, pairs[1]))
 
 
 def _read_table(table: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
@@ -152,7 +150,8 @@ def _write_bytes(now: bytearray, content: bytes) -> None:
 
 
 def _same_array(now: Any, before: Any) -> bool:
-    return bool(now.dtype == before.dtype) and now.tobytes() == before.tobytes()
+    same: bool = now.dtype == before.dtype and now.tobytes() == before.tobytes()
+    return same
 
 
 def _write_array(now: Any, content: Any) -> None:

@@ -162,7 +162,7 @@ def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
 def _function_of(step: Any) -> Any:
     while isinstance(step, (partial, MethodType)):
         step = step.func if isinstance(step, partial) else step.__func__
-    return step if isinstance(step, FunctionType) else getattr(type(step), "__call__", None)
+    return step if isinstance(step, FunctionType) else type(step).__call__
 
 
 _CONTAINERS: dict[type, Kind] = {
@@ -233,8 +233,9 @@ def _attributes_of(kind: type) -> Names:
 
 def _is_value(name: str, value: object) -> bool:
     """Whether an attribute of a class is one of its values, not a method or a slot."""
-    own = name.startswith("__") and name.endswith("__") or name == "_abc_impl"
-    return not own and not callable(value) and not hasattr(type(value), "__get__")
+    if name == "_abc_impl" or (name.startswith("__") and name.endswith("__")):
+        return False
+    return not callable(value) and not hasattr(type(value), "__get__")
 
 
 def _slots_of(value: Any) -> Names:
@@ -248,9 +249,7 @@ def _slots_of(value: Any) -> Names:
     def get(name: str, missing: Any) -> Any:
         return getattr(value, name, missing)
 
-    return Names(
-        slots, get, partial(object.__setattr__, value), partial(object.__delattr__, value)
-    )
+    return Names(slots, get, partial(object.__setattr__, value), partial(object.__delattr__, value))
 
 
 def _is_shared(attributes: dict[str, Any]) -> bool:

@@ -81,6 +81,7 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
         raw, drawn = _attempt(call, inputs, communication)
         if drawn is None:
             return raw
+    assert drawn is not None
     line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
     raise CaptureError(
         f"it draws from the {drawn.generator} generator, which would happen at capture only",
