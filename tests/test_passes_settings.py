@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import fx
 
+import graphopt
 from graphopt.errors import PassOrderError, PipelineSyntaxError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import (
@@ -138,11 +139,29 @@ def test_one_line_in_the_log_for_each_pass(
 
 
 def test_equivalence_says_what_it_does(
-    registry: PassRegistry, caplog: pytest.LogCaptureFixture
+    registry: PassRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with caplog.at_level(logging.INFO, "graphopt"):
+    """Until there is a proof: one warning, at the line of the user's that asks for one."""
+    with pytest.warns(UserWarning, match="proves nothing yet: it checks dependencies") as caught:
         PassManager([], registry=registry, verify="equivalence")
-    assert caplog.messages == ["equivalence is not proven yet; dependencies are checked instead"]
+    assert [w.filename for w in caught] == [__file__]
+    with pytest.warns(UserWarning, match="proves nothing yet") as caught:
+        graphopt.compile(print, verify="equivalence")
+    assert [w.filename for w in caught] == [__file__]
+    monkeypatch.setenv("GRAPHOPT_VERIFY", "equivalence")
+    with pytest.warns(UserWarning, match="proves nothing yet"):
+        PassManager([], registry=registry)
+
+
+@pytest.mark.parametrize("level", [None, "dependencies", "off"])
+def test_other_levels_say_nothing(registry: PassRegistry, level: str | None) -> None:
+    """A warning is an error in these tests."""
+    PassManager([], registry=registry, verify=level)
+    graphopt.compile(print, verify=level)
+
+
+def test_no_proof_is_promised() -> None:
+    assert "prove" not in str(graphopt.__doc__)
 
 
 class Noting(PassCallback):
