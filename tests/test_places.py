@@ -198,6 +198,7 @@ def test_commands_that_cannot_write(words: str, saved: Path, home: Path) -> None
 
 
 def test_the_home_folder(saved: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHOPT_DUMP", "")  # so that it is taken back
     graph = training_step(1, ranks=None)
     save_graph(graph, "~/graphs/step.pt")
     load_graph("~/graphs/step.pt")
