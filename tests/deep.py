@@ -19,6 +19,7 @@ import graphopt
 from graphopt.tracing.call import Call
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range)
+_NOT_ENTERED = ("graphopt", "_pytest", "logging", "threading")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -61,12 +62,16 @@ def _own(value: Any) -> Any:
     if isinstance(value, (random.Random, torch.Generator)):
         state = value.getstate() if isinstance(value, random.Random) else value.get_state().tolist()
         return hash(str(state))
+    if isinstance(value, numpy.random.Generator):
+        return hash(str(value.bit_generator.state))
     if isinstance(value, (Mapping, list, tuple, set, frozenset, deque, bytearray)):
         return [_key(key) for key in value]  # in order
     return None
 
 
 def _bits(tensor: torch.Tensor) -> Any:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return None
     if tensor.device.type != "cpu" or tensor.numel() > 10_000:
         return None
     return hash(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -107,9 +112,9 @@ def _of_cell(path: str, cell: types.CellType) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value).__module__.partition(".")[0] in ("graphopt", "_pytest", "logging", "threading"):
-        if not isinstance(value, torch.nn.Module):
-            return
+    package = type(value).__module__.partition(".")[0]
+    if package in _NOT_ENTERED and not isinstance(value, torch.nn.Module):
+        return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         yield f"{path}.__dict__", attributes

@@ -17,7 +17,7 @@ from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import Inputs, InputSpec, Storage, collect
 from graphopt.tracing.leftovers import Effects
-from graphopt.tracing.reduction import Group
+from graphopt.tracing.reduction import Group, UnagreedParameterError
 from graphopt.tracing.signature import Live, Signature, View
 from graphopt.tracing.trace import Communication, RawTrace, trace
 
@@ -87,18 +87,20 @@ def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> tupl
     twice, which they do not when they answer from their cache. Where the step has effects on the
     host, the next one is traced as they leave it.
     """
-    with raw.effects.applied():
-        second = retrace()
-    if first_difference(raw.graph_module, second.graph_module) is None:
+    second = _next_call(raw, retrace)
+    if _repeats(raw, second):
         return raw, _complete(raw)
     third = retrace()
-    difference = first_difference(second.graph_module, third.graph_module)
-    if difference is None:
+    if _repeats(third, second):
         return third, _complete(third)
-    if raw.effects and not second.effects:
+    if raw.effects and (second is None or not second.effects):
         difference = _difference_once(raw, second, third, retrace)
         if difference is None:
             return third, False
+    else:
+        assert second is not None
+        difference = first_difference(second.graph_module, third.graph_module)
+        assert difference is not None
     raise CaptureError(
         f"two traces of it differ ({difference.what}): it reads something that changes between"
         " calls, which would be baked in",
@@ -114,15 +116,33 @@ def _complete(raw: RawTrace) -> bool:
     return not raw.effects or not raw.signature.makes_attributes
 
 
+def _next_call(raw: RawTrace, retrace: Callable[[], RawTrace]) -> RawTrace | None:
+    """The step traced as its effects leave everything; None where that call is refused, which is
+    said when it comes."""
+    if not raw.effects:
+        return retrace()
+    with raw.effects.applied():
+        try:
+            return retrace()
+        except (CaptureError, UnagreedParameterError):
+            return None
+
+
+def _repeats(first: RawTrace, second: RawTrace | None) -> bool:
+    return second is not None and (
+        first_difference(first.graph_module, second.graph_module) is None
+    )
+
+
 def _difference_once(
-    first: RawTrace, after: RawTrace, again: RawTrace, retrace: Callable[[], RawTrace]
+    first: RawTrace, after: RawTrace | None, again: RawTrace, retrace: Callable[[], RawTrace]
 ) -> Difference | None:
     """Of a step whose first call alone does something else (a model that finishes its construction
     in its first forward): what differs between two first calls, or between two later ones."""
     difference = first_difference(first.graph_module, again.graph_module)
     if difference is not None:
         difference = first_difference(again.graph_module, retrace().graph_module)
-    if difference is not None:
+    if difference is not None or after is None:
         return difference
     with first.effects.applied():
         return first_difference(after.graph_module, retrace().graph_module)

@@ -161,9 +161,9 @@ def _write_array(now: Any, content: Any) -> None:
 def _read_generator(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if isinstance(generator, torch.Generator):
+    if hasattr(generator, "get_state"):
         return generator.get_state()
-    return generator.get_state() if hasattr(generator, "get_state") else generator.state
+    return getattr(generator, "bit_generator", generator).state
 
 
 def _same_generator(generator: Any, before: Any) -> bool:
@@ -176,7 +176,7 @@ def _write_generator(generator: Any, content: Any) -> None:
     elif hasattr(generator, "set_state"):
         generator.set_state(content)
     else:
-        generator.state = content
+        getattr(generator, "bit_generator", generator).state = content
 
 
 def _comparable(state: Any) -> Any:
@@ -231,5 +231,7 @@ def is_generator(value: object) -> bool:
     if isinstance(value, (random.Random, torch.Generator)):
         return True
     numpy = sys.modules.get("numpy")
-    kinds = () if numpy is None else (numpy.random.RandomState, numpy.random.BitGenerator)
-    return isinstance(value, kinds)
+    if numpy is None:
+        return False
+    drawing = numpy.random
+    return isinstance(value, (drawing.Generator, drawing.RandomState, drawing.BitGenerator))

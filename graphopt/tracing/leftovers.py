@@ -13,15 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from graphopt.errors import CaptureError
 from graphopt.tracing import contents
 from graphopt.tracing.call import Call
 from graphopt.tracing.contents import Kind
 from graphopt.tracing.reachable import reachable
-
-SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
+from graphopt.tracing.signature import SYMBOLIC
 
 
 @dataclass(frozen=True)
@@ -79,43 +76,51 @@ class HostState:
     def __init__(self, call: Call) -> None:
         found = reachable(call.fn, call.leaves)
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
+        self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
 
-    def effects(self) -> Effects:
-        """What has changed since.
-
-        Raises:
-            CaptureError: the value of a tensor was put somewhere.
-        """
+    def restore(self) -> Effects:
+        """Put everything back, and say what had changed."""
         changes = [
             Change(kind, holder, before, kind.read(holder))
             for kind, holder, before in self._held
             if not kind.same(holder, before)
         ]
         for change in changes:
-            _refuse_symbols(change)
+            change.kind.write(change.changed, change.before)
         return Effects(changes)
 
-    def restore(self) -> None:
-        """Put everything back."""
-        for kind, holder, before in self._held:
-            if not kind.same(holder, before):
-                kind.write(holder, before)
-
-    def generator_advanced(self) -> str | None:
-        """The class of a random number generator whose state is no longer what it was."""
-        for kind, holder, before in self._held:
-            if kind is contents.GENERATOR and not kind.same(holder, before):
-                return f"{type(holder).__module__}.{type(holder).__qualname__}"
-        return None
+    def generator_advanced(self) -> bool:
+        """Whether a random number generator is no longer as it was."""
+        return any(not kind.same(holder, before) for kind, holder, before in self._generators)
 
 
-def _refuse_symbols(change: Change) -> None:
-    if any(isinstance(value, SYMBOLIC) for value in _flat(change.after)):
-        raise CaptureError(
-            "it keeps the value of a tensor outside its return value, which would happen at capture"
-            " only",
-            hint="return the value from the step and keep it outside",
-        )
+def check_effects(effects: Effects) -> None:
+    """Refuse what cannot be left behind once.
+
+    Raises:
+        CaptureError: it is the value of a tensor, or a mode of torch.
+    """
+    for change in effects.changes:
+        if change.kind is contents.MODES:
+            raise CaptureError(
+                "it leaves a mode of torch changed (grad mode, autocast, the default dtype or"
+                " deterministic algorithms)",
+                hint="set it outside the step, or for a part of the step by a context manager",
+            )
+        if any(isinstance(value, SYMBOLIC) for value in _flat(change.after)):
+            raise CaptureError(
+                "it keeps the value of a tensor outside its return value, which would happen at"
+                " capture only",
+                hint="return the value from the step and keep it outside",
+            )
+
+
+def drawn_from(effects: Effects) -> str | None:
+    """The class of a random number generator that was drawn from or seeded."""
+    for change in effects.changes:
+        if change.kind is contents.GENERATOR:
+            return f"{type(change.changed).__module__}.{type(change.changed).__qualname__}"
+    return None
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Every mutable object that a step can reach: through its arguments, closure, `self` and globals.
 
     step ──▶ closure cells, defaults, the globals that it names ──▶ functions, objects, containers
+    objects ──▶ attributes, slots; of the user's classes also attributes and what methods name
     arguments ──▶ modules, optimizers, objects, lists, dictionaries ──▶ …
 
 Nearest first, and no more than `_LIMIT` objects. Containers of more than `_LARGE` items (data sets)
@@ -63,6 +64,7 @@ class _Search:
         self.seen: set[int] = set()
         self.keep: list[object] = []
         self.pending: deque[object] = deque()
+        self.slots: dict[type, tuple[str, ...]] = {}
 
     def add(self, values: Iterable[object]) -> None:
         self.pending.extend(value for value in values if type(value) not in _ATOMIC)
@@ -109,24 +111,32 @@ class _Search:
         if function.__dict__:
             yield contents.TABLE, function.__dict__
             self.add(function.__dict__.values())
-        if function.__globals__ is self.namespace:
-            names = Names(
-                tuple(_names(function.__code__)),
-                self.namespace.get,
-                self.namespace.__setitem__,
-                self.namespace.__delitem__,
-            )
-            yield contents.NAMES, names
-            self.add(self.namespace.get(name) for name in names.names)
+        if function.__globals__ is self.namespace or _is_users(function.__code__.co_filename):
+            yield from self._visit_globals(function)
+
+    def _visit_globals(self, function: FunctionType) -> Iterator[Found]:
+        """What a function names in its module, and in modules of the user's that it names."""
+        names = tuple(dict.fromkeys(_names(function.__code__)))
+        spaces = [function.__globals__]
+        for value in map(function.__globals__.get, names):
+            if isinstance(value, ModuleType) and _is_users(getattr(value, "__file__", None)):
+                spaces.append(vars(value))
+        for space in spaces:
+            named = tuple(name for name in names if name in space)
+            yield contents.NAMES, Names(named, space.get, space.__setitem__, space.__delitem__)
+            self.add(space[name] for name in named)
 
     def _visit_class(self, kind: type) -> Iterator[Found]:
-        """Attributes of a class of the user's that are no functions."""
+        """Attributes of a class of the user's, and what its methods name."""
         for base in kind.__mro__:
             if _is_library(base) or (id(base) in self.seen and base is not kind):
                 continue
             self.seen.add(id(base))
             yield contents.NAMES, _attributes_of(base)
-            self.add(v for v in vars(base).values() if type(v) in _CONTAINERS)
+            values = list(vars(base).values())
+            self.add(value for value in values if type(value) in _CONTAINERS)
+            if _is_users(_file_of(base)):
+                self.add(map(_function_in, values))
 
     def _visit_object(self, value: Any) -> Iterator[Found]:
         kind = type(value)
@@ -140,12 +150,14 @@ class _Search:
         elif not isinstance(value, torch.Tensor) or kind in (torch.Tensor, nn.Parameter):
             yield contents.TABLE, attributes
             self.add(attributes.values())
-        slots = _slots_of(value)
-        if slots.names:
+        if kind not in self.slots:
+            self.slots[kind] = _slots_of(kind)
+            if not _is_library(kind):
+                self.pending.append(kind)
+        if self.slots[kind]:
+            slots = _slots_in(value, self.slots[kind])
             yield contents.NAMES, slots
             self.add(contents.NAMES.read(slots))
-        if id(kind) not in self.seen and not _is_library(kind):
-            self.pending.append(kind)
 
 
 def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
@@ -213,10 +225,27 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _file_of(kind: type) -> str | None:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None)
+
+
 def _is_library(kind: type) -> bool:
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
+    file = _file_of(kind)
     return kind.__module__ == "builtins" if file is None else is_library_file(file)
+
+
+def _is_users(file: str | None) -> bool:
+    """Whether a file is the user's own, not one of an installed package."""
+    if file is None or "site-packages" in file or "dist-packages" in file:
+        return False
+    return not is_library_file(file)
+
+
+def _function_in(attribute: Any) -> Any:
+    """The function of a method, of whatever kind."""
+    if isinstance(attribute, property):
+        return attribute.fget
+    return getattr(attribute, "__func__", attribute if callable(attribute) else None)
 
 
 def _attributes_of(kind: type) -> Names:
@@ -238,18 +267,22 @@ def _is_value(name: str, value: object) -> bool:
     return not callable(value) and not hasattr(type(value), "__get__")
 
 
-def _slots_of(value: Any) -> Names:
-    slots = tuple(
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the slots that objects of a class have."""
+    return tuple(
         name
-        for base in type(value).__mro__[:-1]
+        for base in kind.__mro__[:-1]
+        if "__slots__" in vars(base)
         for name, member in vars(base).items()
-        if type(member) is MemberDescriptorType and "__slots__" in vars(base)
+        if type(member) is MemberDescriptorType
     )
 
+
+def _slots_in(value: Any, names: tuple[str, ...]) -> Names:
     def get(name: str, missing: Any) -> Any:
         return getattr(value, name, missing)
 
-    return Names(slots, get, partial(object.__setattr__, value), partial(object.__delattr__, value))
+    return Names(names, get, partial(object.__setattr__, value), partial(object.__delattr__, value))
 
 
 def _is_shared(attributes: dict[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.inputs import Inputs, Storage
-from graphopt.tracing.leftovers import Effects, HostState
+from graphopt.tracing.leftovers import Effects, HostState, check_effects, drawn_from
 from graphopt.tracing.numbers import ScheduledFloat
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.signature import (
@@ -32,7 +32,6 @@ from graphopt.tracing.signature import (
     finish_buffers,
     module_attributes,
     plain_objects,
-    refuse_counters,
 )
 from graphopt.tracing.source import user_line_of
 from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
@@ -108,13 +107,14 @@ def _attempt(
     state = HostState(call)
     try:
         raw, drawn = _traced(call, inputs, communication)
-        advanced = state.generator_advanced()
-        if advanced is not None:
-            drawn = drawn or Drawn(advanced, lambda: state.generator_advanced() is not None)
-        with explained(call):
-            raw.effects = state.effects()
     finally:
-        state.restore()
+        effects = state.restore()
+    with explained(call):
+        check_effects(effects)
+    generator = drawn_from(effects)
+    if generator is not None:
+        drawn = drawn or Drawn(generator, state.generator_advanced)
+    raw.effects = effects
     raw.effects.constants.extend(raw.signature.constant_attributes())
     return raw, drawn
 
@@ -183,11 +183,9 @@ class _StepRun:
             averager = self._averager(traced)
             returned, stepped = self._run(traced, averager)
             self._refuse_changed_settings(settings)
-            for name, holder, former in holders:
-                refuse_counters(name, former, holder)
             finish_buffers(self.inputs, traced)
             collector = ResultCollector(self.call, self.inputs, traced, flat)
-            self.signature = collector.collect(returned, stepped, before)
+            self.signature = collector.collect(returned, stepped, before, holders)
             self.used = tuple(averager.used) if averager is not None else ()
             return collector.results
 
