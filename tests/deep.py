@@ -19,7 +19,7 @@ import graphopt
 from graphopt.tracing.call import Call
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range)
-_NOT_ENTERED = ("graphopt", "_pytest", "logging", "threading")
+_NOT_ENTERED = ("graphopt", "_pytest", "logging", "threading", "torch.fx", "torch._sub", "sympy")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -112,8 +112,7 @@ def _of_cell(path: str, cell: types.CellType) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    package = type(value).__module__.partition(".")[0]
-    if package in _NOT_ENTERED and not isinstance(value, torch.nn.Module):
+    if type(value).__module__.startswith(_NOT_ENTERED) and not isinstance(value, torch.nn.Module):
         return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):

@@ -51,7 +51,18 @@ _LEFT_ALONE = frozenset(
     {"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"}
 )
 """Packages of objects that other threads work with."""
-_NOT_ENTERED = _LEFT_ALONE | {"logging", "io", "_io", "socket", "weakref", "_weakref", "graphopt"}
+_OF_COMPILERS = ("torch.fx.", "torch._subclasses.", "torch._dynamo.", "torch._functorch.")
+"""Modules of objects that hold what torch knows of graphs and fake tensors."""
+_NOT_ENTERED = _LEFT_ALONE | {
+    "logging",
+    "io",
+    "_io",
+    "socket",
+    "weakref",
+    "_weakref",
+    "graphopt",
+    "sympy",
+}
 
 Found = tuple[Kind, Any]
 
@@ -140,7 +151,7 @@ class _Search:
 
     def _visit_object(self, value: Any) -> Iterator[Found]:
         kind = type(value)
-        if kind.__module__.partition(".")[0] in _NOT_ENTERED and not isinstance(value, nn.Module):
+        if not _is_entered(kind) and not isinstance(value, nn.Module):
             return
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is not dict:
@@ -223,6 +234,11 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _is_entered(kind: type) -> bool:
+    name = kind.__module__
+    return name.partition(".")[0] not in _NOT_ENTERED and not name.startswith(_OF_COMPILERS)
 
 
 def _file_of(kind: type) -> str | None:
