@@ -150,8 +150,7 @@ def _write_bytes(now: bytearray, content: bytes) -> None:
 
 
 def _same_array(now: Any, before: Any) -> bool:
-    same: bool = now.dtype == before.dtype and now.tobytes() == before.tobytes()
-    return same
+    return (now.dtype, now.tobytes()) == (before.dtype, before.tobytes())
 
 
 def _write_array(now: Any, content: Any) -> None:
