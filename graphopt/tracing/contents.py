@@ -166,7 +166,7 @@ def _read_generator(generator: Any) -> Any:
 
 
 def _same_generator(generator: Any, before: Any) -> bool:
-    return _comparable(_read_generator(generator)) == _comparable(before)
+    return bool(_comparable(_read_generator(generator)) == _comparable(before))
 
 
 def _write_generator(generator: Any, content: Any) -> None:
