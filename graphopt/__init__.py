@@ -1,4 +1,5 @@
-"""graphopt: a training step as one graph, optimized, and proven to compute the same."""
+"""graphopt: a training step as one graph, rewritten by passes that are checked, run bit for bit as
+eager."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graphopt.errors import (
     CaptureError,
     CollectiveError,
+    FileError,
     GraphOptError,
     IterationError,
     LoweringError,
@@ -44,6 +46,7 @@ __all__ = [
     "CapturedStep",
     "CollectiveError",
     "DataParallel",
+    "FileError",
     "GraphOptError",
     "IterGraph",
     "IterGraphModule",

@@ -134,6 +134,12 @@ Imports = Annotated[
 ]
 
 
+def _not_empty(pipeline: str) -> str:
+    if not pipeline.strip():
+        raise typer.BadParameter("names no pass; `none` applies none, `default` the usual ones")
+    return pipeline
+
+
 def _print_version(wanted: bool) -> None:
     if not wanted:
         return
@@ -164,7 +170,9 @@ def demo(
         Backend | None,
         typer.Option(help="Communication backend. Default: gloo on cpu, nccl on cuda."),
     ] = None,
-    pipeline: Annotated[str, typer.Option(help="Passes that graphopt applies.")] = "default",
+    pipeline: Annotated[
+        str, typer.Option(help="Passes that graphopt applies.", callback=_not_empty)
+    ] = "default",
     link: Annotated[
         str | None,
         typer.Option(
@@ -213,7 +221,11 @@ def passes(
 def optimize(
     file: GraphFile,
     pipeline: Annotated[
-        str, typer.Option(help="Passes to apply: `name(option=value) -> name`, or `default`.")
+        str,
+        typer.Option(
+            help="Passes to apply: `name(option=value) -> name`, `default` or `none`.",
+            callback=_not_empty,
+        ),
     ],
     modules: Imports = None,
     out: Annotated[Path | None, typer.Option(help="Save the resulting graph here.")] = None,

@@ -93,5 +93,13 @@ class PassError(GraphOptError, RuntimeError):
     """A pass raised; the graph is as it was before. `__cause__` is what it raised."""
 
 
+class FileError(GraphOptError, OSError):
+    """A file or folder cannot be read or written; the message names it."""
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """There is no such file."""
+
+
 class IterationError(GraphOptError, ValueError):
     """Nodes cannot run one iteration late."""

@@ -207,6 +207,7 @@ class TrainStep:
 
         self._log_capture(call, mode)
         parallel = resolve(self._parallel)
+        self._entries = [entry for entry in self._entries if entry.captured.lasting]
         settled = {entry.captured.fingerprint for entry in self._entries}
         if isinstance(parallel, DataParallel):
             joint = self._joint()
@@ -218,7 +219,10 @@ class TrainStep:
             self._finish(call, captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
+        captured.effects.apply()
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
+        if agreed is not None:
+            agreed.guards = guards
         self._captured += 1
         self._warn_of_held(captured, agreed is not None)
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
@@ -259,7 +263,8 @@ class TrainStep:
         from graphopt.iter_graph import IterGraphModule
 
         assert isinstance(captured.graph_module, IterGraphModule)
-        self._finishing.finish(captured.graph_module, once=_creates_state(call, captured))
+        once = _creates_state(call, captured) or not captured.lasting
+        self._finishing.finish(captured.graph_module, once=once)
 
     def _joint(self) -> JointCapture:
         if self._joint_capture is None:
@@ -376,9 +381,11 @@ def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
     from graphopt._compat.late import without_torch_function
 
     guards = entry.guards
+    guards = entry.guards
     with without_torch_function():  # to look at a tensor's kind is no use of it
         return (
-            guards.structure_mismatch(call, mode) is None
+            entry.captured.lasting
+            and guards.structure_mismatch(call, mode) is None
             and guards.shape_mismatch(call) is None
             and guards.local_mismatch(call) is None
         )
@@ -403,8 +410,8 @@ def compile(
         **options: ``pipeline`` ("default", "none", a textual pipeline, a list of passes or of
             `(pass, options)`, a `PassManager`), ``parallel`` (None, `DataParallel` or `Manual`),
             ``lower`` (None, "inductor", "inductor+cudagraphs" or `graphopt.lowering.Options`),
-            ``verify`` ("equivalence", "dependencies", "off"; None is the
-            strongest there is).
+            ``verify`` ("equivalence", which None means: each pass is shown to compute the same;
+            "dependencies"; "off"; a `PassManager` brings its own; docs/verification.md).
 
     Raises:
         TypeError: `fn` is not a function, or an option is unknown.

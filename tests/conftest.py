@@ -16,6 +16,8 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 import torch
 from hypothesis import settings
 
+from deep import watch_captures
+
 # Capturing takes as long as it takes, and a failure must come back on the next run.
 settings.register_profile("graphopt", deadline=None, derandomize=True)
 settings.load_profile("graphopt")
@@ -47,3 +49,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _refusals_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every test: what a refused capture leaves behind fails it."""
+    watch_captures(monkeypatch)

@@ -267,7 +267,7 @@ def test_optimize_refuses_a_wrong_pass(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("optimize nothing.pt --pipeline none", "nothing.pt: No such file"),
+        ("optimize nothing.pt --pipeline none", "nothing.pt cannot be read: No such file"),
         ("optimize my_passes_for_tests.py --pipeline none", "does not hold a graph"),
         ("optimize step.pt --pipeline remove_copies_from_optimizer", "did you mean"),
         ("optimize step.pt --pipeline (", "a pass is expected here"),
@@ -276,10 +276,10 @@ def test_optimize_refuses_a_wrong_pass(folder: Path) -> None:
         ("optimize step.pt --pipeline none --stop-after -1", "--stop-after"),
         ("optimize step.pt --pipeline none --import nowhere", "No module named 'nowhere'"),
         ("optimize step.pt", "--pipeline"),
-        ("show nothing.pt", "nothing.pt: No such file"),
+        ("show nothing.pt", "nothing.pt cannot be read: No such file"),
         ("show step.pt --phase sideways", "--phase"),
         ("show step.pt --phase forward --diff step.pt", "--phase does not go with --diff"),
-        ("show step.pt --diff nothing.pt", "nothing.pt: No such file"),
+        ("show step.pt --diff nothing.pt", "nothing.pt cannot be read: No such file"),
         ("passes --import nowhere.py", "graphopt passes: --import nowhere.py"),
     ],
 )

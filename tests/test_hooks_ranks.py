@@ -181,3 +181,47 @@ def test_ranks_share_no_code_that_has_the_rank_in_it(two_ranks: Pool) -> None:
     (free, baked), (other_free, other_baked) = two_ranks.run(uuids)
     assert free == other_free
     assert baked != other_baked
+
+
+class Regressor(nn.Module):
+    """A model of the user's: Dynamo does not compile torch's own classes under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def warnings_of_ddp(rank: int, form: str) -> list[str]:
+    """What the backend says about DDP in three ways of compiling it."""
+    torch._dynamo.reset()
+    reduced = {"optimize_ddp": "python_reducer", "compiled_autograd": True}
+    with (
+        torch._dynamo.config.patch(**(reduced if form == "in the graph" else {})),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        options = {"options": {"lower": None}, "backend": "graphopt"}
+        if form == "inside":
+            wrapped: Any = DistributedDataParallel(torch.compile(Regressor(), **options))
+        else:
+            wrapped = DistributedDataParallel(Regressor())
+
+        def step(x: Tensor) -> None:
+            wrapped(x).square().mean().backward()
+
+        if form == "around":
+            wrapped = torch.compile(wrapped, **options)
+        run = torch.compile(step, **options) if form == "in the graph" else step
+        run(torch.randn(4, 8) + rank)
+    return [str(w.message) for w in caught if "DistributedDataParallel averages" in str(w.message)]
+
+
+@pytest.mark.slow
+def test_averages_outside_the_graph_are_warned_of(two_ranks: Pool) -> None:
+    for form in ("around", "inside"):
+        for (message,) in two_ranks.run(warnings_of_ddp, form):
+            assert "python_reducer" in message and "graphopt.compile" in message
+    assert two_ranks.run(warnings_of_ddp, "in the graph") == [[], []]

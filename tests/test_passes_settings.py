@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import fx
 
+import graphopt
 from graphopt.errors import PassOrderError, PipelineSyntaxError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import (
@@ -135,6 +136,13 @@ def test_one_line_in_the_log_for_each_pass(
     assert caplog.messages == [str(record) for record in records]
     assert "one(size=1): no change in" in caplog.messages[0]
     assert "negate_twice(target='aten::gelu'): 1 change in" in caplog.messages[1]
+
+
+@pytest.mark.parametrize("level", [None, "equivalence", "dependencies", "off"])
+def test_no_level_warns(registry: PassRegistry, level: str | None) -> None:
+    """A warning is an error in these tests."""
+    PassManager([], registry=registry, verify=level)
+    graphopt.compile(print, verify=level)
 
 
 class Noting(PassCallback):

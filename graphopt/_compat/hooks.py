@@ -40,6 +40,16 @@ def _aot_kind() -> str | None:
     return names[0].partition("_")[2] if names else None
 
 
+def averages_outside_graphs() -> bool:
+    """Whether what is compiled now is the forward of a `DistributedDataParallel` whose reducer in
+    C++ averages the gradients; not so with ``optimize_ddp="python_reducer"``."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module() is not None
+
+
 def complete_metadata(graph: fx.Graph) -> None:
     """Give nodes the `meta["tensor_meta"]` that those of AOTAutograd have, which Inductor reads."""
     from torch.fx.passes.shape_prop import _extract_tensor_metadata

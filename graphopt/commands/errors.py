@@ -17,16 +17,10 @@ FAILED, MISUSED = 1, 2
 
 @contextmanager
 def reported(command: str, status: int = MISUSED) -> Iterator[None]:
-    """Errors of graphopt and of files become a message and exit status `status`."""
+    """Errors of graphopt become a message and exit status `status`."""
     try:
         yield
-    except (GraphOptError, OSError) as error:
-        message = Text.assemble((f"graphopt {command}: ", "bold red"), _message(error))
+    except GraphOptError as error:
+        message = Text.assemble((f"graphopt {command}: ", "bold red"), str(error))
         Console(stderr=True).print(message, soft_wrap=True)
         raise typer.Exit(status) from error
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from graphopt.errors import GraphOptError
+from graphopt.places import place
 
 
 def import_passes(modules: Iterable[str]) -> None:
@@ -20,12 +21,12 @@ def import_passes(modules: Iterable[str]) -> None:
     for name in modules:
         try:
             _import(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise GraphOptError(f"--import {name}: {type(error).__name__}: {error}") from error
 
 
 def _import(name: str) -> None:
-    path = Path(name)
+    path = place(name)
     if path.suffix != ".py":
         sys.path.insert(0, str(Path.cwd()))
         importlib.import_module(name)

@@ -21,6 +21,7 @@ from graphopt.lowering.triton_kernels import (
     parse_target,
     triton_version,
 )
+from graphopt.places import make_folder, place, write
 from graphopt.saved import load_graph
 
 _FIGURES = ("registers", "shared_bytes", "spills", "num_warps", "regions")
@@ -30,9 +31,10 @@ def run_lower(file: Path, target: str, out: Path, min_ops: int) -> None:
     """Write the kernels of the graph in `file` to the folder `out`, and print a table of them."""
     console = Console()
     with reported("lower"):
+        out = place(out)
         graph_module = load_graph(file)
         parse_target(target)
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         with Console(stderr=True).status("reading regions") as status:
             report = lower_to_triton(graph_module, target, min_ops=min_ops, progress=status.update)
         if report.regions == 0:
@@ -51,10 +53,10 @@ def run_lower(file: Path, target: str, out: Path, min_ops: int) -> None:
 
 def _write(report: TritonReport, out: Path) -> None:
     for kernel in report.kernels:
-        (out / f"{kernel.name}.py").write_text(kernel.source)
-        (out / f"{kernel.name}.ptx").write_text(kernel.ptx)
-        (out / f"{kernel.name}.cubin").write_bytes(kernel.cubin)
-    (out / "kernels.json").write_text(json.dumps(_described(report), indent=2) + "\n")
+        write(out / f"{kernel.name}.py", kernel.source)
+        write(out / f"{kernel.name}.ptx", kernel.ptx)
+        write(out / f"{kernel.name}.cubin", kernel.cubin)
+    write(out / "kernels.json", json.dumps(_described(report), indent=2) + "\n")
 
 
 def _described(report: TritonReport) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from graphopt.pipelining.timeline import (
 from graphopt.pipelining.timeline.html import page
 from graphopt.pipelining.timeline.orders import ScheduleKind, find_schedule
 from graphopt.pipelining.timeline.text import percent, seconds_text
+from graphopt.places import make_folder, place, write
 
 _USUAL_RANKS = 4
 _FORWARD, _BACKWARD = (1.0,), (2.0,)
@@ -78,12 +79,14 @@ def run_trace(request: Request) -> None:
     """Print figures of the schedules, and where their pictures are."""
     console = Console()
     with reported("trace"):
+        if request.out is not None:
+            request = replace(request, out=place(request.out))
         _check(request)
         with Console(stderr=True).status("predicting"):
             rows = _predicted(request)
     if request.out is not None:  # before what takes long
         with reported("trace"):
-            request.out.mkdir(parents=True, exist_ok=True)
+            make_folder(request.out)
     if request.measure:
         with reported("trace", FAILED), Console(stderr=True).status("running on local ranks"):
             rows = _measured(request, rows)
@@ -262,7 +265,7 @@ def _write(rows: Sequence[Row], out: Path) -> None:
         for picture in row.pictures:
             picture.save_chrome_trace(out / f"{row.name}.{picture.origin}.json")
         if row.pictures:
-            (out / f"{row.name}.html").write_text(page(row.pictures), encoding="utf-8")
+            write(out / f"{row.name}.html", page(row.pictures))
     every: list[Any] = [picture for row in rows for picture in row.pictures]
     if len(rows) > 1:
-        (out / "schedules.html").write_text(page(every), encoding="utf-8")
+        write(out / "schedules.html", page(every))

@@ -15,6 +15,7 @@ import torch
 
 from graphopt.errors import GraphOptError
 from graphopt.pipelining import Pipe
+from graphopt.places import place
 
 
 class PipeSource:
@@ -74,7 +75,7 @@ def _load(text: str) -> Callable[..., Any]:
 
 
 def _import(name: str) -> ModuleType:
-    path = Path(name)
+    path = place(name)
     if path.suffix != ".py":
         sys.path.insert(0, str(Path.cwd()))
     elif not path.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,15 @@ from graphopt.manager.names import suggestion
 
 _SETTING = "post_grad_custom_pre_pass"
 """Where passes see the graphs before Inductor's own rewrites."""
+
+_OUTSIDE = (
+    "DistributedDataParallel averages gradients outside the graphs of torch.compile, so that passes"
+    " find no collective in them\n"
+    "  hint:  graphopt.compile(train_step) takes the bare model and averages by itself; or set"
+    " torch._dynamo.config.optimize_ddp = 'python_reducer' and"
+    " torch._dynamo.config.compiled_autograd = True, wrap the model after that, and compile the"
+    " function that calls loss.backward(): torch.compile(train_step, backend='graphopt')"
+)
 
 _OPTIONS = ("pipeline", "verify", "on_error", "lower")
 _LOWER = ("inductor", None)
@@ -34,8 +44,8 @@ def backend(
 
     Args:
         mode: as of ``backend="inductor"``.
-        options: ``pipeline`` (as of `graphopt.compile`; "default"), ``verify`` ("equivalence",
-            "dependencies", "off"; None: the environment decides), ``on_error`` ("raise", or "skip":
+        options: ``pipeline`` (as of `graphopt.compile`; "default"), ``verify`` (as of
+            `graphopt.compile`; None: the environment decides), ``on_error`` ("raise", or "skip":
             warn and compile without the pass), ``lower`` ("inductor", or None: run the graphs as
             ``backend="aot_eager"`` does). All others are Inductor's.
 
@@ -53,6 +63,8 @@ def backend(
         on_error=given.pop("on_error", "raise"),
     )
     _check_options(given, mode, lower)
+    if manager.pipeline and _torch.averages_outside_graphs():
+        warnings.warn(_OUTSIDE, UserWarning, stacklevel=2)
     if lower is None:
         return _torch.compile_eagerly(
             gm, example_inputs, lambda graph: manager.optimize(graph, _torch.kind_of_graph())

@@ -72,7 +72,7 @@ def inductor_pass(
 
     Args:
         pipeline: as of `graphopt.compile`. Passes that need a whole step are left out.
-        verify: "equivalence", "dependencies" or "off"; None: as the environment says.
+        verify: as of `graphopt.compile`; None: as the environment says.
         on_error: what becomes of a pass that is refused or raises: "raise" its error, or "skip" it
             and those after it, with a warning.
 

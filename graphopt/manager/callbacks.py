@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from graphopt import _compat
+from graphopt import _compat, places
+from graphopt.errors import FileError
 from graphopt.graph_utils import follows_output_convention
 from graphopt.iter_graph import IterGraphModule, check_late
 from graphopt.manager.declaration import Pass
@@ -134,17 +136,31 @@ class Dump(PassCallback):
     `after_<pass>.txt` is the graph, `after_<pass>.diff` what changed. For an `IterGraphModule`
     there are `after_<pass>_setup.txt` and the same for main, drain and cleanup. A pass that comes
     again gets `after_<pass>_2`, and so on. With several ranks, each writes to a folder of its own.
+
+    Args:
+        required: whether the run ends where a file cannot be written (the disk is full); if not, a
+            warning says so, since training matters more.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, required: bool = True) -> None:
         rank = _compat.rank_among_several()
         self._folder = folder if rank is None else folder / f"rank{rank}"
+        self._required = required
 
     def after_pass(self, context: PassContext) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with places.named(self._folder, "written to"):
+                self._write(context)
+        except FileError as error:
+            if self._required:
+                raise
+            warnings.warn(f"GRAPHOPT_DUMP: {error}", RuntimeWarning, stacklevel=2)
+
+    def _write(self, context: PassContext) -> None:
+        places.make_folder(self._folder)
         stem = self._free_stem(f"after_{context.pass_.name}")
         for suffix, text in self._files(context):
-            (self._folder / f"{stem}{suffix}").write_text(text, encoding="utf-8")
+            places.write(self._folder / f"{stem}{suffix}", text)
 
     def _free_stem(self, stem: str) -> str:
         number, free = 1, stem

@@ -140,7 +140,9 @@ class PassManager:
 
     def _all_callbacks(self) -> list[PassCallback]:
         settings = self._settings
-        dump = [Dump(settings.dump_dir)] if settings.dump_dir is not None else []
+        dump = []
+        if settings.dump_dir is not None:
+            dump.append(Dump(settings.dump_dir, required=settings.dump_required))
         verification = [Verification(settings.verify)] if settings.verify != "off" else []
         return [*self._callbacks, *dump, *verification, Timing()]
 

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphopt.errors import PipelineSyntaxError
+from graphopt import places
+from graphopt.errors import FileError, PipelineSyntaxError
 from graphopt.manager.declaration import Pass
 from graphopt.manager.names import suggestion
 
 logger = logging.getLogger("graphopt")
+
+_DIGITS = 9
+"""Of a number of passes."""
 
 LEVELS = ("off", "dependencies", "equivalence")
 
@@ -26,12 +30,15 @@ class Settings:
     Attributes:
         verify: one of `LEVELS`.
         dump_dir: where the graph is written after each pass; None: nowhere.
+        dump_required: whether a run fails where that cannot be done: if a program asks for it, and
+            not where the environment does.
         disable: names of passes that are left out.
         stop_after: how many passes run at most; None: all.
     """
 
     verify: str
     dump_dir: Path | None
+    dump_required: bool
     disable: frozenset[str]
     stop_after: int | None
 
@@ -60,6 +67,7 @@ def read_settings(
     return Settings(
         _level(level, place),
         _folder(folder, folder_place),
+        dump_dir is not None,
         _disabled(names, names_place, known),
         _count(count, count_place),
     )
@@ -75,10 +83,15 @@ def enable_graph_optimization_dump(folder: str | os.PathLike[str] = "") -> Path:
 
     Returns:
         The folder.
+
+    Raises:
+        PipelineSyntaxError: files cannot be written there.
     """
-    chosen = Path(folder if os.fspath(folder) else tempfile.mkdtemp(prefix="graphopt-")).absolute()
-    _folder(chosen, "folder")
-    chosen.mkdir(parents=True, exist_ok=True)
+    named = folder if folder else tempfile.mkdtemp(prefix="graphopt-")
+    checked = _folder(named, "folder")
+    assert checked is not None
+    chosen = checked.absolute()
+    places.make_folder(chosen)
     os.environ["GRAPHOPT_DUMP"] = str(chosen)
     logger.info("graphs are written to %s after each pass", chosen)
     return chosen
@@ -103,11 +116,12 @@ def _folder(value: Any, place: str) -> Path | None:
     if value is None:
         return None
     try:
-        folder = Path(value)
-    except TypeError:
+        folder = places.place(value)
+    except FileError:
         raise PipelineSyntaxError(f"{place}={value!r}: a folder is expected") from None
-    if folder.exists() and not folder.is_dir():
-        raise PipelineSyntaxError(f"{place}={str(value)!r}: this is a file, not a folder")
+    reason = places.why_unwritable(folder)
+    if reason is not None:
+        raise PipelineSyntaxError(f"{place}={str(value)!r}: {reason}")
     return folder
 
 
@@ -130,6 +144,7 @@ def _count(value: Any, place: str) -> int | None:
     if value is None:
         return None
     text = str(value).strip()
-    if isinstance(value, (int, str)) and not isinstance(value, bool) and text.isdecimal():
+    whole = isinstance(value, (int, str)) and not isinstance(value, bool) and text.isdecimal()
+    if whole and len(text) <= _DIGITS:
         return int(text)
     raise PipelineSyntaxError(f"{place}={value!r}: a number of passes is expected, 0 or more")

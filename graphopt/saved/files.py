@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
@@ -14,6 +15,7 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.iter_graph import IterGraph, IterGraphModule
+from graphopt.places import place, read_bytes, write
 from graphopt.saved.arguments import decode, encode
 from graphopt.saved.errors import SavedGraphError
 from graphopt.saved.nodes import decode_graph, encode_graph
@@ -21,17 +23,6 @@ from graphopt.saved.values import ValueDecoder, ValueEncoder
 
 FORMAT = "graphopt graph"
 VERSION = 1
-
-_DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""What decoding raises for a file that holds other than `save_graph` writes."""
 
 APPLIED = "graphopt_passes"
 """Key of `GraphModule.meta` under which the records of applied passes are kept."""
@@ -47,9 +38,10 @@ def save_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
     Args:
         graph_module: a `torch.fx.GraphModule` or an `IterGraphModule`, such as
             `train_step.graph_module`.
-        path: of the file; missing folders are made.
+        path: of the file; missing folders are made, and ``~`` is the home folder.
 
     Raises:
+        FileError: the file cannot be written.
         SavedGraphError: a node calls what is not an operator, or holds what cannot be described.
     """
     if not isinstance(graph_module, fx.GraphModule):
@@ -58,14 +50,15 @@ def save_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
             " `graphopt.capture(...).graph_module`"
         )
     content, tensors = _encode(graph_module)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     saved = {
         "format": FORMAT,
         "version": VERSION,
         "content": json.dumps(content, separators=(",", ":")),
         "tensors": tensors,
     }
-    torch.save(saved, path)
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    write(place(path), buffer.getvalue())
 
 
 def load_graph(path: str | Path) -> fx.GraphModule:
@@ -76,26 +69,26 @@ def load_graph(path: str | Path) -> fx.GraphModule:
     Constants of a GPU stand on the CPU where there is none.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileError: the file cannot be read; `FileNotFoundError` as well where there is none.
         SavedGraphError: the file holds no graph, is damaged, is of a later version of graphopt, or
             needs an operator that is not known here.
     """
-    saved = _read(Path(path))
+    path = place(path)
+    saved = _read(path)
     try:
         content = json.loads(saved["content"])
         return _decode(content, saved["tensors"])
     except SavedGraphError as error:
         raise SavedGraphError(f"{path}: {error}") from None
-    except _DAMAGE as error:
+    except Exception as error:  # what other content than `save_graph` writes leads to
         raise SavedGraphError(f"{path} is damaged ({error}): save the graph again") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
-    place = None if torch.cuda.is_available() else "cpu"
+    device = None if torch.cuda.is_available() else "cpu"
+    content = io.BytesIO(read_bytes(path))
     try:
-        saved = torch.load(path, map_location=place, weights_only=True)
-    except OSError:
-        raise
+        saved = torch.load(content, map_location=device, weights_only=True)
     except Exception:  # what unpickling raises for a file of another kind is not limited
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
@@ -104,9 +97,10 @@ def _read(path: Path) -> dict[str, Any]:
             " graphopt.saved.save_graph(train_step.graph_module, path)"
         )
     if saved.get("version") != VERSION:
+        version = f"version {saved['version']}" if "version" in saved else "no version"
         raise SavedGraphError(
-            f"{path} is in version {saved['version']} of the format, and this graphopt reads"
-            f" version {VERSION}: load it with the graphopt that saved it, or save it again"
+            f"{path} is in {version} of the format, and this graphopt reads version {VERSION}:"
+            " load it with the graphopt that saved it, or save it again"
         )
     return saved
 

@@ -12,11 +12,12 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.parallel import Manual, Parallel, resolve
 from graphopt.tracing.call import Call, check_supported
-from graphopt.tracing.compare import fingerprint, first_difference
+from graphopt.tracing.compare import Difference, fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import Inputs, InputSpec, Storage, collect
-from graphopt.tracing.reduction import Group
+from graphopt.tracing.leftovers import Effects
+from graphopt.tracing.reduction import Group, UnagreedParameterError
 from graphopt.tracing.signature import Live, Signature, View
 from graphopt.tracing.trace import Communication, RawTrace, trace
 
@@ -32,6 +33,8 @@ class CapturedStep:
         signature: how results become the return value, gradients and new optimizer state.
         live: where the values of `inputs` are found.
         fingerprint: of everything outside the optimizers; see `compare.fingerprint`.
+        effects: what else an eager call would have changed; see `leftovers`. Not done yet.
+        lasting: whether the graph holds for further calls as well, after the effects.
     """
 
     graph_module: fx.GraphModule
@@ -39,6 +42,8 @@ class CapturedStep:
     signature: Signature
     live: Inputs
     fingerprint: str
+    effects: Effects
+    lasting: bool
 
 
 def finish(
@@ -58,8 +63,9 @@ def finish(
     """
     kinds = list(inputs.kinds_and_names(call))
     mark = fingerprint(raw.graph_module, kinds)
+    lasting = True
     if mark not in settled:
-        raw = _settled(raw, lambda: trace(call, inputs, communication), call)
+        raw, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
     functional = functionalize(raw)
     _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)
@@ -70,22 +76,32 @@ def finish(
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
     _note_held(functional.graph_module, inputs)
-    return CapturedStep(functional.graph_module, specs, raw.signature, inputs, mark)
+    return CapturedStep(
+        functional.graph_module, specs, raw.signature, inputs, mark, raw.effects, lasting
+    )
 
 
-def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> RawTrace:
-    """A trace that the next one repeats.
+def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> tuple[RawTrace, bool]:
+    """A trace that the next one repeats, and whether further calls do the same.
 
     The first one may differ alone: fake tensors see by then that an operator returns one tensor
-    twice, which they do not when they answer from their cache.
+    twice, which they do not when they answer from their cache. Where the step has effects on the
+    host, the next one is traced as they leave it.
     """
-    second = retrace()
-    if first_difference(raw.graph_module, second.graph_module) is None:
-        return raw
+    second = _next_call(raw, retrace)
+    if _repeats(raw, second):
+        return raw, _complete(raw)
     third = retrace()
-    difference = first_difference(second.graph_module, third.graph_module)
-    if difference is None:
-        return second
+    if _repeats(third, second):
+        return third, _complete(third)
+    if raw.effects and (second is None or not second.effects):
+        difference = _difference_once(raw, second, third, retrace)
+        if difference is None:
+            return third, False
+    else:
+        assert second is not None
+        difference = first_difference(second.graph_module, third.graph_module)
+        assert difference is not None
     raise CaptureError(
         f"two traces of it differ ({difference.what}): it reads something that changes between"
         " calls, which would be baked in",
@@ -93,6 +109,44 @@ def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> RawT
         hint="pass what changes as an argument of the step (a tensor, if it changes every step),"
         " or keep it in a buffer of the model",
     )
+
+
+def _complete(raw: RawTrace) -> bool:
+    """Whether the effects are all that the next call finds changed: not so where the step has made
+    a tensor attribute besides, which is there after it has run."""
+    return not raw.effects or not raw.signature.makes_attributes
+
+
+def _next_call(raw: RawTrace, retrace: Callable[[], RawTrace]) -> RawTrace | None:
+    """The step traced as its effects leave everything; None where that call is refused, which is
+    said when it comes."""
+    if not raw.effects:
+        return retrace()
+    with raw.effects.applied():
+        try:
+            return retrace()
+        except (CaptureError, UnagreedParameterError):
+            return None
+
+
+def _repeats(first: RawTrace, second: RawTrace | None) -> bool:
+    return second is not None and (
+        first_difference(first.graph_module, second.graph_module) is None
+    )
+
+
+def _difference_once(
+    first: RawTrace, after: RawTrace | None, again: RawTrace, retrace: Callable[[], RawTrace]
+) -> Difference | None:
+    """Of a step whose first call alone does something else (a model that finishes its construction
+    in its first forward): what differs between two first calls, or between two later ones."""
+    difference = first_difference(first.graph_module, again.graph_module)
+    if difference is not None:
+        difference = first_difference(again.graph_module, retrace().graph_module)
+    if difference is not None or after is None:
+        return difference
+    with first.effects.applied():
+        return first_difference(after.graph_module, retrace().graph_module)
 
 
 def _refuse_shared_updates(call: Call, inputs: Inputs, updated: list[int]) -> None:

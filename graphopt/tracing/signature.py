@@ -53,6 +53,12 @@ class Constant:
     value: Any
 
 
+SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
+"""What reading the value of a traced tensor gives."""
+
+_OF_OPTIMIZERS = frozenset({"state", "param_groups", "step"})
+"""Attributes of optimizers that the trace itself replaces."""
+
 _TABLES = "registered names"
 
 Recipe = Computed | Live | View | Constant
@@ -115,6 +121,21 @@ class Signature:
         yield from (state.recipe for state in self.states)
         yield from (attribute.recipe for attribute in self.attributes)
 
+    def constant_attributes(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Attributes that the step sets to something else than a tensor: where, name, value."""
+        for attribute in self.attributes:
+            if isinstance(attribute.recipe, Constant):
+                yield attribute.attributes, attribute.name, attribute.recipe.value
+
+    @property
+    def makes_attributes(self) -> bool:
+        """Whether an attribute that takes a tensor is not there yet."""
+        return any(
+            attribute.name not in attribute.attributes
+            for attribute in self.attributes
+            if not isinstance(attribute.recipe, Constant)
+        )
+
 
 class ResultCollector:
     """Collects, at the end of a traced step, everything it leaves behind.
@@ -142,7 +163,7 @@ class ResultCollector:
     def recipe(self, value: Any, what: Callable[[], str]) -> Recipe:
         if isinstance(value, torch.Tensor):
             return self._tensor_recipe(value)
-        if isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+        if isinstance(value, SYMBOLIC):
             self.results.append(value)
             return Computed(len(self.results) - 1)
         if value is None or isinstance(value, (int, float, str, bool, complex, bytes)):
@@ -165,9 +186,18 @@ class ResultCollector:
         return Computed(len(self.results) - 1)
 
     def collect(
-        self, returned: Any, stepped: list[int], before: dict[int, dict[str, Any]]
+        self,
+        returned: Any,
+        stepped: list[int],
+        before: dict[int, dict[str, Any]],
+        holders: Sequence[tuple[str, dict[str, Any], dict[str, Any]]],
     ) -> Signature:
-        """Build the signature. `before`: `vars(module)` by module id, as the step found them."""
+        """Build the signature.
+
+        Args:
+            before: `vars(module)` by module id, as the step found them.
+            holders: name, attributes and former attributes of optimizers and other objects.
+        """
         leaves, spec = _compat.tree_flatten(returned)
         outputs = [self.recipe(leaf, lambda: "what the step returns") for leaf in leaves]
         return Signature(
@@ -177,7 +207,7 @@ class ResultCollector:
             stepped=stepped,
             gradients=self._gradients(),
             states=self._states(),
-            attributes=self._attributes(before),
+            attributes=[*self._attributes(before), *self._attributes_of_others(holders)],
         )
 
     def _gradients(self) -> list[GradientResult]:
@@ -247,6 +277,17 @@ class ResultCollector:
                 found.append(AttributeResult(vars(module), key, recipe))
         return found
 
+    def _attributes_of_others(
+        self, holders: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]
+    ) -> Iterator[AttributeResult]:
+        for name, attributes, former in holders:
+            for key, value in attributes.items():
+                if key in _OF_OPTIMIZERS and "param_groups" in attributes:
+                    continue
+                if key not in former or not self._same_attribute(former[key], value):
+                    recipe = self._attribute_recipe(f"{name}.{key}", former.get(key), value)
+                    yield AttributeResult(attributes, key, recipe)
+
     def _same_attribute(self, before: Any, after: Any) -> bool:
         """Whether an attribute is as it was, or holds stand-ins of what it held (as an RNN's list
         of flat weights does)."""
@@ -261,14 +302,33 @@ class ResultCollector:
 
     def _attribute_recipe(self, name: str, before: Any, after: Any) -> Recipe:
         _refuse_counter(name, before, after)
-        if any(isinstance(leaf, torch.Tensor) for leaf in _compat.tree_leaves(after)):
-            if not isinstance(after, torch.Tensor):
-                raise CaptureError(
-                    f"it stores tensors in the attribute {name}",
-                    hint="return them from the step, or store each in an attribute of its own",
-                )
+        if isinstance(after, torch.Tensor):
             return self._tensor_recipe(after)
-        return Constant(after)
+        leaves, spec = _compat.tree_flatten(after)
+        if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+            raise CaptureError(
+                f"it stores the value of a tensor in the attribute {name}",
+                hint="return the value from the step and keep it outside, or store the tensor",
+            )
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return Constant(after)
+        real = [self._real(leaf) for leaf in leaves]
+        if any(leaf is None for leaf in real):
+            raise CaptureError(
+                f"it stores tensors in the attribute {name}",
+                hint="return them from the step, or store each in an attribute of its own",
+            )
+        return Constant(_compat.tree_unflatten(real, spec))
+
+    def _real(self, leaf: Any) -> Any:
+        """What stands in a container for a leaf: the model's own tensor for its stand-in; None for
+        a tensor that the step has computed."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        live = self._live.get(id(leaf))
+        if live is None or live.module_tensor is None:
+            return None
+        return self.inputs.module_tensors[live.module_tensor].tensor
 
 
 def _referent(value: Any) -> Any:
@@ -281,12 +341,6 @@ def plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
         attributes = getattr(call.leaves[position], "__dict__", None)
         if isinstance(attributes, dict):
             yield call.names[position], attributes
-
-
-def refuse_counters(name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Refuse a step that changed a number among the attributes of an object."""
-    for key, value in after.items():
-        _refuse_counter(f"{name}.{key}", before.get(key), value)
 
 
 def _refuse_counter(name: str, before: Any, after: Any) -> None:

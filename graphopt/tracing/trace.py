@@ -7,9 +7,9 @@ autograd is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.inputs import Inputs, Storage
+from graphopt.tracing.leftovers import Effects, HostState, check_effects, drawn_from
 from graphopt.tracing.numbers import ScheduledFloat
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.signature import (
@@ -31,7 +32,6 @@ from graphopt.tracing.signature import (
     finish_buffers,
     module_attributes,
     plain_objects,
-    refuse_counters,
 )
 from graphopt.tracing.source import user_line_of
 from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
@@ -59,12 +59,14 @@ class RawTrace:
 
     Attributes:
         used: parameters whose gradients were averaged here, in the order they were ready.
+        effects: what the step changed on the host, which has been put back.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     fakes: list[torch.Tensor]
     used: tuple[str, ...]
+    effects: Effects = field(default_factory=Effects)
 
 
 def trace(call: Call, inputs: Inputs, communication: Communication | None) -> RawTrace:
@@ -78,21 +80,48 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
         raw, drawn = _attempt(call, inputs, communication)
         if drawn is None:
             return raw
-    before = GeneratorStates.read()
-    line = impurity.line_where(
-        before.python_advanced, lambda: _attempt(call, inputs, communication)
-    )
+    assert drawn is not None
+    line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
     raise CaptureError(
-        f"it draws from the {drawn} generator, which would happen at capture only",
+        f"it draws from the {drawn.generator} generator, which would happen at capture only",
         location=str(line or definition_of(call)),
         hint="draw outside the step and pass the result, or use torch's random functions",
     )
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A random number generator outside the graph that the step has drawn from."""
+
+    generator: str
+    happened: Callable[[], bool]
+
+
 def _attempt(
     call: Call, inputs: Inputs, communication: Communication | None
-) -> tuple[RawTrace, str | None]:
-    """One trace, and the name of the random generator outside the graph that it advanced."""
+) -> tuple[RawTrace, Drawn | None]:
+    """One trace, and the random generator outside the graph that it advanced, if any.
+
+    Afterwards everything that the step can reach is as it was; see `leftovers`.
+    """
+    state = HostState(call)
+    try:
+        raw, drawn = _traced(call, inputs, communication)
+    finally:
+        effects = state.restore()
+    with explained(call):
+        check_effects(effects)
+    generator = drawn_from(effects)
+    if generator is not None:
+        drawn = drawn or Drawn(generator, state.generator_advanced)
+    raw.effects = effects
+    raw.effects.constants.extend(raw.signature.constant_attributes())
+    return raw, drawn
+
+
+def _traced(
+    call: Call, inputs: Inputs, communication: Communication | None
+) -> tuple[RawTrace, Drawn | None]:
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(strides.corrected)
     fakes = [_compat.to_fake(mode, value) for value in values]
@@ -107,7 +136,8 @@ def _attempt(
         drawn = generators.advanced()
     assert run.signature is not None
     _refuse_kept(run.made, fakes, call)
-    return RawTrace(graph_module, run.signature, fakes, run.used), drawn
+    raw = RawTrace(graph_module, run.signature, fakes, run.used)
+    return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 
 
 def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
@@ -153,11 +183,9 @@ class _StepRun:
             averager = self._averager(traced)
             returned, stepped = self._run(traced, averager)
             self._refuse_changed_settings(settings)
-            for name, holder, former in holders:
-                refuse_counters(name, former, holder)
             finish_buffers(self.inputs, traced)
             collector = ResultCollector(self.call, self.inputs, traced, flat)
-            self.signature = collector.collect(returned, stepped, before)
+            self.signature = collector.collect(returned, stepped, before, holders)
             self.used = tuple(averager.used) if averager is not None else ()
             return collector.results
 

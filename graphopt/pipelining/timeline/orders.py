@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphopt.pipelining.timeline.errors import ScheduleError
 from graphopt.pipelining.timeline.slots import Action
+from graphopt.places import place, read_text
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -182,14 +184,15 @@ class ScheduleOrder:
 
         Raises:
             ScheduleError: a cell is not an action.
-            OSError: the file cannot be read.
+            FileError: the file cannot be read.
         """
         from graphopt._compat import schedules
 
-        path = Path(path)
+        path = place(path)
+        text = read_text(path)
         try:
-            return cls(path.stem, _rows(schedules.actions_in_csv(path.read_text())))
-        except RuntimeError as error:
+            return cls(path.stem, _rows(schedules.actions_in_csv(text)))
+        except (RuntimeError, ValueError, csv.Error) as error:
             raise ScheduleError(f"{path}: {error}") from error
 
 

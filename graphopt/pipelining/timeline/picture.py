@@ -8,6 +8,7 @@ from graphopt.pipelining.timeline.chrome import chrome_trace
 from graphopt.pipelining.timeline.html import page
 from graphopt.pipelining.timeline.slots import ScheduleTimes
 from graphopt.pipelining.timeline.text import terminal_picture
+from graphopt.places import place, write
 
 
 class ScheduleTimeline(ScheduleTimes):
@@ -17,12 +18,20 @@ class ScheduleTimeline(ScheduleTimes):
     """
 
     def save_chrome_trace(self, path: str | Path) -> None:
-        """Write JSON for ui.perfetto.dev or chrome://tracing: a row for each rank."""
-        Path(path).write_text(chrome_trace(self))
+        """Write JSON for ui.perfetto.dev or chrome://tracing: a row for each rank.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        write(place(path), chrome_trace(self))
 
     def to_html(self, path: str | Path) -> None:
-        """Write one HTML file that needs nothing else: a picture and a table of figures."""
-        Path(path).write_text(page([self]), encoding="utf-8")
+        """Write one HTML file that needs nothing else: a picture and a table of figures.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        write(place(path), page([self]))
 
     def __str__(self) -> str:
         return terminal_picture(self)

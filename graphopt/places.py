@@ -1,0 +1,86 @@
+"""Files and folders that the user names: `~` is the home folder, and errors say which file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from graphopt.errors import FileError, MissingFileError
+
+
+def place(path: str | os.PathLike[str]) -> Path:
+    """The path that a user means; a leading ``~`` or ``~name`` is a home folder.
+
+    Raises:
+        FileError: this is no path.
+    """
+    try:
+        return Path(path).expanduser()
+    except (TypeError, RuntimeError) as error:  # the latter: there is no such user
+        raise FileError(f"{path!r} is not the path of a file or folder: {error}") from None
+
+
+@contextmanager
+def named(path: Path, doing: str) -> Iterator[None]:
+    """While active, what goes wrong with a file becomes a `FileError` that names it.
+
+    Args:
+        doing: what is done with the file: "read", "written".
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path} cannot be {doing}: {_reason(error)}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name, text of no code
+        raise FileError(f"{path} cannot be {doing}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a file contains."""
+    with named(path, "read"):
+        return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    """What a file contains, as UTF-8 text."""
+    with named(path, "read"):
+        return path.read_text(encoding="utf-8")
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8; missing folders are made."""
+    with named(path, "written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.write_text(content, encoding="utf-8")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, unless it is there."""
+    with named(path, "made"):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Why no file can be written to a folder, which need not be there yet; None if one can."""
+    try:
+        existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    except (OSError, ValueError) as error:
+        return _reason(error)
+    if not existing.is_dir():
+        return f"{'this' if existing == folder else existing} is a file, not a folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{'it' if existing == folder else existing} cannot be written to"
+    return None

@@ -1,0 +1,131 @@
+"""What a traced step leaves behind on the host: put back after every trace, kept once.
+
+A trace runs the step's Python code, and a step is traced more than once. So that every trace sees
+what an eager call would see, everything that the step can reach is put back after each (see
+`reachable`). What one trace changed, the hooks that a model installs on its first forward, a cache
+or a flag of an object, is made to be once the step is captured, as an eager call leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphopt.errors import CaptureError
+from graphopt.tracing import contents
+from graphopt.tracing.call import Call
+from graphopt.tracing.contents import Kind
+from graphopt.tracing.reachable import reachable
+from graphopt.tracing.signature import SYMBOLIC
+
+
+@dataclass(frozen=True)
+class Change:
+    """One object that held something else after a trace than before."""
+
+    kind: Kind
+    changed: Any
+    before: Any
+    after: Any
+
+
+@dataclass
+class Effects:
+    """What one trace changed outside the graph; truthy where there is anything.
+
+    Attributes:
+        changes: of objects that the step can reach.
+        constants: `(attributes, name, value)` of objects among the arguments, which every call of
+            the captured step sets.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    constants: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def apply(self) -> None:
+        """Leave everything as the traced step did."""
+        for change in self.changes:
+            change.kind.write(change.changed, change.after)
+        if self.changes:
+            for attributes, name, value in self.constants:
+                attributes[name] = value
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """While active, everything is as the traced step left it."""
+        former = [(attributes, dict(attributes)) for attributes, _, _ in self.constants]
+        self.apply()
+        try:
+            yield
+        finally:
+            for attributes, before in former:
+                attributes.clear()
+                attributes.update(before)
+            for change in self.changes:
+                change.kind.write(change.changed, change.before)
+
+
+class HostState:
+    """What everything that the step of a call can reach holds when this is made."""
+
+    def __init__(self, call: Call) -> None:
+        found = reachable(call.fn, call.leaves)
+        self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
+        self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
+
+    def restore(self) -> Effects:
+        """Put everything back, and say what had changed."""
+        changes = [
+            Change(kind, holder, before, kind.read(holder))
+            for kind, holder, before in self._held
+            if not kind.same(holder, before)
+        ]
+        for change in changes:
+            change.kind.write(change.changed, change.before)
+        return Effects(changes)
+
+    def generator_advanced(self) -> bool:
+        """Whether a random number generator is no longer as it was."""
+        return any(not kind.same(holder, before) for kind, holder, before in self._generators)
+
+
+def check_effects(effects: Effects) -> None:
+    """Refuse what cannot be left behind once.
+
+    Raises:
+        CaptureError: it is the value of a tensor, or a mode of torch.
+    """
+    for change in effects.changes:
+        if change.kind is contents.MODES:
+            raise CaptureError(
+                "it leaves a mode of torch changed (grad mode, autocast, the default dtype or"
+                " deterministic algorithms)",
+                hint="set it outside the step, or for a part of the step by a context manager",
+            )
+        if any(isinstance(value, SYMBOLIC) for value in _flat(change.after)):
+            raise CaptureError(
+                "it keeps the value of a tensor outside its return value, which would happen at"
+                " capture only",
+                hint="return the value from the step and keep it outside",
+            )
+
+
+def drawn_from(effects: Effects) -> str | None:
+    """The class of a random number generator that was drawn from or seeded."""
+    for change in effects.changes:
+        if change.kind is contents.GENERATOR:
+            return f"{type(change.changed).__module__}.{type(change.changed).__qualname__}"
+    return None
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple, frozenset)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value

@@ -1,0 +1,315 @@
+"""Every mutable object that a step can reach: through its arguments, closure, `self` and globals.
+
+    step ──▶ closure cells, defaults, the globals that it names ──▶ functions, objects, containers
+    objects ──▶ attributes, slots; of the user's classes also attributes and what methods name
+    arguments ──▶ modules, optimizers, objects, lists, dictionaries ──▶ …
+
+Nearest first, and no more than `_LIMIT` objects. Containers of more than `_LARGE` items (data sets)
+are looked at, but not what is in them. Objects that other threads may be changing (queues, whatever
+holds a lock or a thread) are left alone, as are loggers, files and modules of Python.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphopt.tracing import contents
+from graphopt.tracing.contents import Kind, Names
+from graphopt.tracing.source import is_library_file
+
+_LIMIT = 200_000
+_LARGE = 10_000
+_LARGE_ARRAY = 1 << 20
+"""Bytes of a numpy array up to which its values are looked at."""
+
+_ATOMIC = frozenset(
+    {int, float, bool, complex, str, bytes, type(None), type(...), range, slice, property}
+    | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+    | {ModuleType, CodeType, GetSetDescriptorType, MemberDescriptorType}
+)
+_LEFT_ALONE = frozenset(
+    {"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"}
+)
+"""Packages of objects that other threads work with."""
+_OF_COMPILERS = ("torch.fx.", "torch._subclasses.", "torch._dynamo.", "torch._functorch.")
+"""Modules of objects that hold what torch knows of graphs and fake tensors."""
+_NOT_ENTERED = _LEFT_ALONE | {
+    "logging",
+    "io",
+    "_io",
+    "socket",
+    "weakref",
+    "_weakref",
+    "graphopt",
+    "sympy",
+}
+
+Found = tuple[Kind, Any]
+
+
+class _Search:
+    """One search. `keep` keeps alive what has been seen, so that no `id` is used twice."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.namespace = namespace
+        self.seen: set[int] = set()
+        self.keep: list[object] = []
+        self.pending: deque[object] = deque()
+        self.slots: dict[type, tuple[str, ...]] = {}
+
+    def add(self, values: Iterable[object]) -> None:
+        self.pending.extend(value for value in values if type(value) not in _ATOMIC)
+
+    def run(self) -> Iterator[Found]:
+        while self.pending and len(self.keep) < _LIMIT:
+            value = self.pending.popleft()
+            if id(value) not in self.seen:
+                self.seen.add(id(value))
+                self.keep.append(value)
+                yield from self._visit(value)
+
+    def _visit(self, value: Any) -> Iterator[Found]:
+        kind = _kind_of(value)
+        if kind is not None:
+            yield kind, value
+        if kind is contents.GENERATOR or kind is contents.ARRAY:
+            return
+        if isinstance(value, _HOLDERS):
+            self._add_items(value)
+        if type(value) in _WITHOUT_ATTRIBUTES:
+            return
+        if isinstance(value, (CellType, MethodType, partial, BuiltinFunctionType)):
+            self.add(_held_by(value))
+        elif isinstance(value, FunctionType):
+            yield from self._visit_function(value)
+        elif isinstance(value, type):
+            yield from self._visit_class(value)
+        else:
+            yield from self._visit_object(value)
+
+    def _add_items(self, value: Any) -> None:
+        if isinstance(value, dict):
+            if dict.__len__(value) <= _LARGE:
+                self.add(dict.keys(value))
+                self.add(dict.values(value))
+        elif len(value) <= _LARGE:
+            self.add(value)
+
+    def _visit_function(self, function: FunctionType) -> Iterator[Found]:
+        self.add(function.__closure__ or ())
+        self.add(function.__defaults__ or ())
+        self.add((function.__kwdefaults__ or {}).values())
+        if function.__dict__:
+            yield contents.TABLE, function.__dict__
+            self.add(function.__dict__.values())
+        if function.__globals__ is self.namespace or _is_users(function.__code__.co_filename):
+            yield from self._visit_globals(function)
+
+    def _visit_globals(self, function: FunctionType) -> Iterator[Found]:
+        """What a function names in its module, and in modules of the user's that it names."""
+        names = tuple(dict.fromkeys(_names(function.__code__)))
+        spaces = [function.__globals__]
+        for value in map(function.__globals__.get, names):
+            if isinstance(value, ModuleType) and _is_users(getattr(value, "__file__", None)):
+                spaces.append(vars(value))
+        for space in spaces:
+            named = tuple(name for name in names if name in space)
+            yield contents.NAMES, Names(named, space.get, space.__setitem__, space.__delitem__)
+            self.add(space[name] for name in named)
+
+    def _visit_class(self, kind: type) -> Iterator[Found]:
+        """Attributes of a class of the user's, and what its methods name."""
+        for base in kind.__mro__:
+            if _is_library(base) or (id(base) in self.seen and base is not kind):
+                continue
+            self.seen.add(id(base))
+            yield contents.NAMES, _attributes_of(base)
+            values = list(vars(base).values())
+            self.add(value for value in values if type(value) in _CONTAINERS)
+            if _is_users(_file_of(base)):
+                self.add(map(_function_in, values))
+
+    def _visit_object(self, value: Any) -> Iterator[Found]:
+        kind = type(value)
+        if not _is_entered(kind) and not isinstance(value, nn.Module):
+            return
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is not dict:
+            attributes = {}
+        elif not isinstance(value, (nn.Module, Optimizer)) and _is_shared(attributes):
+            return
+        elif not isinstance(value, torch.Tensor) or kind in (torch.Tensor, nn.Parameter):
+            yield contents.TABLE, attributes
+            self.add(attributes.values())
+        if kind not in self.slots:
+            self.slots[kind] = _slots_of(kind)
+            if not _is_library(kind):
+                self.pending.append(kind)
+        if self.slots[kind]:
+            slots = _slots_in(value, self.slots[kind])
+            yield contents.NAMES, slots
+            self.add(contents.NAMES.read(slots))
+
+
+def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
+    """Every mutable object that `step` can reach, with its kind; each once.
+
+    The modes of torch come first, as one object.
+    """
+    yield contents.MODES, None
+    search = _Search(getattr(_function_of(step), "__globals__", {}))
+    search.add([step, *arguments])
+    yield from search.run()
+
+
+def _function_of(step: Any) -> Any:
+    while isinstance(step, (partial, MethodType)):
+        step = step.func if isinstance(step, partial) else step.__func__
+    return step if isinstance(step, FunctionType) else type(step).__call__
+
+
+_CONTAINERS: dict[type, Kind] = {
+    dict: contents.TABLE,
+    OrderedDict: contents.TABLE,
+    defaultdict: contents.TABLE,
+    list: contents.LIST,
+    set: contents.SET,
+    deque: contents.QUEUE,
+    bytearray: contents.BYTES,
+}
+
+
+_HOLDERS = (dict, list, set, deque, tuple, frozenset)
+_WITHOUT_ATTRIBUTES = frozenset({*_CONTAINERS, tuple, frozenset}) - {OrderedDict}
+
+
+def _kind_of(value: object) -> Kind | None:
+    """How a value is looked after itself; None where only what it refers to matters."""
+    exact = _CONTAINERS.get(type(value))
+    if exact is not None:
+        return exact
+    if isinstance(value, CellType):
+        return contents.CELL
+    if isinstance(value, (dict, list, set, deque, bytearray)):
+        return next(kind for base, kind in _CONTAINERS.items() if isinstance(value, base))
+    if contents.is_generator(value):
+        return contents.GENERATOR
+    return contents.ARRAY if _is_array(value) else None
+
+
+def _held_by(value: Any) -> list[object]:
+    """What a cell or a callable object refers to."""
+    if isinstance(value, CellType):
+        return [contents.CELL.read(value)]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    return [value.__self__] if isinstance(value.__self__, random.Random) else []
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that a function may read from its module, those of functions inside it as well."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_entered(kind: type) -> bool:
+    name = kind.__module__
+    return name.partition(".")[0] not in _NOT_ENTERED and not name.startswith(_OF_COMPILERS)
+
+
+def _file_of(kind: type) -> str | None:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None)
+
+
+def _is_library(kind: type) -> bool:
+    file = _file_of(kind)
+    return kind.__module__ == "builtins" if file is None else is_library_file(file)
+
+
+def _is_users(file: str | None) -> bool:
+    """Whether a file is the user's own, not one of an installed package."""
+    if file is None or "site-packages" in file or "dist-packages" in file:
+        return False
+    return not is_library_file(file)
+
+
+def _function_in(attribute: Any) -> Any:
+    """The function of a method, of whatever kind."""
+    if isinstance(attribute, property):
+        return attribute.fget
+    return getattr(attribute, "__func__", attribute if callable(attribute) else None)
+
+
+def _attributes_of(kind: type) -> Names:
+    def get(name: str, missing: Any) -> Any:
+        return vars(kind).get(name, missing)
+
+    return Names(
+        tuple(n for n, v in vars(kind).items() if _is_value(n, v)),
+        get,
+        partial(type.__setattr__, kind),
+        partial(type.__delattr__, kind),
+    )
+
+
+def _is_value(name: str, value: object) -> bool:
+    """Whether an attribute of a class is one of its values, not a method or a slot."""
+    if name == "_abc_impl" or (name.startswith("__") and name.endswith("__")):
+        return False
+    return not callable(value) and not hasattr(type(value), "__get__")
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the slots that objects of a class have."""
+    return tuple(
+        name
+        for base in kind.__mro__[:-1]
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if type(member) is MemberDescriptorType
+    )
+
+
+def _slots_in(value: Any, names: tuple[str, ...]) -> Names:
+    def get(name: str, missing: Any) -> Any:
+        return getattr(value, name, missing)
+
+    return Names(names, get, partial(object.__setattr__, value), partial(object.__delattr__, value))
+
+
+def _is_shared(attributes: dict[str, Any]) -> bool:
+    """Whether an object with these attributes works with other threads."""
+    return any(
+        type(value).__module__.partition(".")[0] in _LEFT_ALONE for value in attributes.values()
+    )
+
+
+def _is_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or type(value) is not numpy.ndarray:
+        return False
+    array: Any = value
+    return array.flags.writeable and array.nbytes <= _LARGE_ARRAY and not array.dtype.hasobject
