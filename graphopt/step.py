@@ -21,6 +21,7 @@ from graphopt.parallel import DataParallel, Manual, Parallel, resolve
 if TYPE_CHECKING:
     from graphopt._joint import JointCapture
     from graphopt._run import BoundStep
+    from graphopt.host import Counts
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
@@ -64,6 +65,7 @@ class TrainStep:
         self._sync = True
         self._entries: list[BoundStep] = []
         self._manager = manager_for(pipeline, verify)
+        self._counts: Counts | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -194,6 +196,7 @@ class TrainStep:
 
     def _capture(self, call: Call, mode: tuple[Any, ...]) -> BoundStep:
         from graphopt._run import BoundStep
+        from graphopt.host import Counts
         from graphopt.iter_graph import IterGraphModule
         from graphopt.tracing.capture import capture_call
         from graphopt.tracing.guards import Guards
@@ -209,6 +212,8 @@ class TrainStep:
             self._optimize(captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
+        self._counts = self._counts or Counts()
+        self._counts.share(module.graph)
         self._finishing.finish(module, once=_creates_state(call, captured))
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1

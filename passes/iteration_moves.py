@@ -43,6 +43,7 @@ from graphopt.graph_utils import (
     readers_through_views,
     written,
 )
+from graphopt.host import is_host_call
 from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.iter_graph.rules import LIVE_STATE
 from graphopt.manager import graph_optimization_pass
@@ -143,7 +144,7 @@ def _blocked(graph: IterGraph) -> set[fx.Node]:
 def _stays(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
-    if is_random(node) or is_collective(node):
+    if is_random(node) or is_collective(node) or is_host_call(node):
         return True
     return any(
         state.meta.get("kind") not in LIVE_STATE or state.meta.get("returned")

@@ -62,6 +62,7 @@ PUBLIC = {
         "TrainStep",
         "VerificationError",
         "applied_passes",
+        "callback",
         "capture",
         "compile",
         "enable_graph_optimization_dump",

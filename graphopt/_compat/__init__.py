@@ -258,6 +258,35 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
     return result
 
 
+def is_recording() -> bool:
+    """Whether a tracer of this thread records what is called."""
+    key = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._get_dispatch_mode(key) is not None
+
+
+def is_fake_mode_on() -> bool:
+    """Whether what this thread computes is fake tensors."""
+    key = torch._C._TorchDispatchModeKey.FAKE
+    return torch._C._get_dispatch_mode(key) is not None
+
+
+def record_call(function: Callable[..., Any], values: Sequence[Any]) -> None:
+    """Record a call of `function` with traced tensors and numbers, which returns nothing."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    proxies = []
+    for value in map(from_functional, values):
+        if isinstance(value, torch.Tensor):
+            proxies.append(get_proxy_slot(value, mode.tracer).proxy)
+        elif isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+            proxies.append(get_proxy_slot(value, mode.tracer).force())
+        else:
+            proxies.append(value)
+    mode.tracer.create_proxy("call_function", function, tuple(proxies), {})
+
+
 def forward_sequence_number() -> int:
     """Number of the autograd node whose forward op is being dispatched."""
     return int(torch.autograd._get_sequence_nr()) - 1

@@ -34,6 +34,7 @@ from graphopt.graph_utils import (
     set_outputs,
     without_autocast,
 )
+from graphopt.host import HostCall
 from graphopt.tracing import fused, numbers
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
@@ -162,6 +163,8 @@ class _Interpreter(fx.Interpreter):
                 node.meta[key] = source.meta[key]
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, HostCall):
+            return target(*args)
         if target in numbers.ARITHMETIC and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
         name = fused.functional_name(target)

@@ -79,12 +79,17 @@ def current_modules() -> list[torch.nn.Module]:
 def inside_step(frame: types.FrameType | None) -> SourceLine | None:
     """The innermost user frame from `frame` outwards that the traced step is running."""
     for current in _frames(frame):
-        code = current.f_code
-        if code.co_filename == _TRACE and code.co_name != _AROUND_OPTIMIZERS:
+        if is_around_step(current):
             return None
         if not is_library_file(current.f_code.co_filename):
             return SourceLine(current.f_code.co_filename, current.f_lineno, current.f_code.co_name)
     return None
+
+
+def is_around_step(frame: types.FrameType) -> bool:
+    """Whether a frame belongs to the code that traces a step."""
+    code = frame.f_code
+    return code.co_filename == _TRACE and code.co_name != _AROUND_OPTIMIZERS
 
 
 def user_line_of(error: BaseException) -> SourceLine | None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.graph_utils import get_outputs
+from graphopt.host import is_host_call
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.labels import Signature, sent_tensors, signature_of, signature_text
 from graphopt.verify.memory import Memory, Write
@@ -78,6 +79,54 @@ def randomness(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Proble
         else:
             continue
         return
+
+
+def host_calls(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
+    """Every function of the program is called once, in the same order, with the same values. A pass
+    may call others in between."""
+    old = [node for node in before.nodes if is_host_call(node)]
+    targets = {node.target for node in old}
+    new = [node for node in after.nodes if is_host_call(node)]
+    yield from _repeated(new)
+    kept = [node for node in new if node in same or node.target in targets]
+    for was, now in zip_longest(old, kept):
+        if now is None:
+            yield Problem(f"the function of %{was.name} is not called any more", (was,))
+        elif was is None or same.get(now) is not was:
+            known = (now,) if was is None else (now, was)
+            yield Problem(
+                f"%{now.name} calls a function where "
+                + ("none was called" if was is None else f"%{was.name} called one")
+                + " before",
+                known,
+                "keep the order of callbacks, and remove none",
+            )
+        else:
+            yield from _other_values(now, was, same)
+            continue
+        return
+
+
+def _repeated(calls: list[fx.Node]) -> Iterator[Problem]:
+    seen: dict[object, fx.Node] = {}
+    for node in calls:
+        first = seen.setdefault(node.target, node)
+        if first is not node:
+            yield Problem(f"%{node.name} calls the function of %{first.name} again", (node, first))
+
+
+def _other_values(now: fx.Node, was: fx.Node, same: Same) -> Iterator[Problem]:
+    """A value may be computed anew, but not be that of another argument."""
+    kept = set(same.values())
+    if len(now.args) != len(was.args) or now.kwargs != was.kwargs:
+        yield Problem(f"%{now.name} gives its function other arguments than before", (now, was))
+        return
+    for new, old in zip(now.args, was.args, strict=True):
+        if isinstance(new, fx.Node) and isinstance(old, fx.Node):
+            if same.get(new, old) is not old and old in kept:
+                yield Problem(f"%{now.name} gives its function %{new.name} for %{old.name}", (now,))
+        elif new != old:
+            yield Problem(f"%{now.name} gives its function {new} for {old}", (now,))
 
 
 def waits(graph: fx.Graph, memory: Memory) -> Iterator[Problem]:
