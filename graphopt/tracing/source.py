@@ -49,6 +49,12 @@ def is_library_file(filename: str) -> bool:
     return path.startswith(_TORCH) or _is_standard_library(path)
 
 
+@lru_cache(maxsize=4096)
+def is_torch_file(filename: str) -> bool:
+    """Whether a file belongs to torch."""
+    return str(Path(filename).resolve()).startswith(_TORCH)
+
+
 def _is_standard_library(path: str) -> bool:
     if "site-packages" in path or "dist-packages" in path:
         return False

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing import impurity, reduction, rng
+from graphopt.tracing import impurity, numbers, reduction, rng
 from graphopt.tracing.call import Call
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.failures import definition_of, explained
@@ -105,6 +105,7 @@ def _attempt(
         generators = GeneratorStates.read()
         graph_module = _compat.make_fx(run)(*fakes)
         drawn = generators.advanced()
+        _refuse_kept_numbers(run.made, call)
     assert run.signature is not None
     _refuse_kept(run.made, fakes, call)
     return RawTrace(graph_module, run.signature, fakes, run.used), drawn
@@ -120,8 +121,30 @@ def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
         f"it keeps a tensor of shape {shape} outside the model and its return value, which would"
         " happen at capture only",
         location=str(line or definition_of(call)),
-        hint="return the tensor from the step and keep it outside",
+        hint=_KEEP_HINT,
     )
+
+
+def _refuse_kept_numbers(made: Made, call: Call) -> None:
+    """Refuse a step that keeps a number it read from a tensor, anywhere."""
+    known: set[int] = set()
+    for optimizer in call.optimizer_objects():
+        for table in (*optimizer.param_groups, *optimizer.state.values()):
+            known.update(map(id, _compat.tree_leaves(list(table.values()))))
+    kept = made.kept_number(known)
+    if kept is not None:
+        raise CaptureError(
+            "it keeps a number that it read from a tensor (`.item()`) outside its return value, which"
+            " would happen at capture only",
+            location=str(kept[0] or definition_of(call)),
+            hint=_KEEP_HINT,
+        )
+
+
+_KEEP_HINT = (
+    "let a function do it that is called in every step: graphopt.callback(history.append, loss);"
+    " or return it from the step and keep it outside"
+)
 
 
 class _StepRun:
@@ -155,6 +178,7 @@ class _StepRun:
             self._refuse_changed_settings(settings)
             for name, holder, former in holders:
                 refuse_counters(name, former, holder)
+                self._refuse_kept(name, former, holder)
             finish_buffers(self.inputs, traced)
             collector = ResultCollector(self.call, self.inputs, traced, flat)
             self.signature = collector.collect(returned, stepped, before)
@@ -172,6 +196,20 @@ class _StepRun:
                     raise CaptureError(
                         f"it changes {key!r} of an optimizer's parameter group",
                         hint="change it outside the step, between two calls",
+                    )
+
+    def _refuse_kept(self, name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Refuse traced tensors in new attributes of objects, which `preserved` takes away."""
+        for key, value in after.items():
+            if value is before.get(key):
+                continue
+            for leaf in _compat.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    line = self.made.line_of(leaf)
+                    raise CaptureError(
+                        f"it keeps a tensor in {name}.{key}, which would happen at capture only",
+                        location=None if line is None else str(line),
+                        hint=_KEEP_HINT,
                     )
 
     def _run(
@@ -195,6 +233,7 @@ class _StepRun:
             stack.enter_context(impurity.no_gradient_scaling())
             stack.enter_context(impurity.no_other_optimizers(known))
             stack.enter_context(rng.traced_generators())
+            stack.enter_context(numbers.noting(self.made.add_number))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
             self._notice_steps(stepped)
@@ -226,19 +265,20 @@ class _StepRun:
             gradients[id(gradient.owner)] = stand_in
             by_id[id(gradient.owner.tensor)].grad = stand_in
             by_id[id(gradient.owner.tensor.grad)] = stand_in
-        numbers: list[Any] = []
+        scheduled: list[Any] = []
         for number in self.inputs.hyperparameters:
             tensor = next(supply)
             value = number.read(optimizers[number.optimizer].param_groups)
             if isinstance(value, torch.Tensor):
                 by_id[id(value)] = tensor
-                numbers.append(tensor)
+                scheduled.append(tensor)
             else:
                 symbolic: Any = tensor.item()
-                numbers.append(ScheduledFloat(symbolic, tensor, float(value), number.asked))
+                scheduled.append(ScheduledFloat(symbolic, tensor, float(value), number.asked))
+                self.made.add_number(scheduled[-1])
         for position in self.inputs.user:
             by_id[id(self.call.leaves[position])] = next(supply)
-        return Traced(by_id, numbers, gradients)
+        return Traced(by_id, scheduled, gradients)
 
     def _averager(self, traced: Traced) -> reduction.GradientAverager | None:
         if self.communication is None:

@@ -89,22 +89,19 @@ def host_calls(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Proble
     new = [node for node in after.nodes if is_host_call(node)]
     yield from _repeated(new)
     kept = [node for node in new if node in same or node.target in targets]
-    for was, now in zip_longest(old, kept):
-        if now is None:
-            yield Problem(f"the function of %{was.name} is not called any more", (was,))
-        elif was is None or same.get(now) is not was:
-            known = (now,) if was is None else (now, was)
-            yield Problem(
-                f"%{now.name} calls a function where "
-                + ("none was called" if was is None else f"%{was.name} called one")
-                + " before",
-                known,
-                "keep the order of callbacks, and remove none",
-            )
-        else:
-            yield from _other_values(now, was, same)
+    for number, call in enumerate(kept[: len(old)]):
+        was = old[number]
+        if same.get(call) is was:
+            yield from _other_values(call, was, same)
             continue
+        yield Problem(
+            f"%{call.name} calls a function where %{was.name} called one before",
+            (call, was),
+            "keep the order of callbacks, and remove none",
+        )
         return
+    for was in old[len(kept) :]:
+        yield Problem(f"the function of %{was.name} is not called any more", (was,))
 
 
 def _repeated(calls: list[fx.Node]) -> Iterator[Problem]:
