@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import _compat
+from graphopt.host import calls_host
+from graphopt.host_votes import Votes
 from graphopt.parallel import DataParallel
 from graphopt.spmd import Channel, check_same, collective_plan, merged_order
 from graphopt.tracing.call import Call
@@ -41,12 +43,15 @@ class Agreed:
         guards: recognise the structure again.
         order: parameters whose gradients are averaged, in launch order.
         plan: every collective, one line each.
+        votes: how the ranks agree in each call that no function called by `graphopt.callback` has
+            raised; None where no rank calls any.
         current: False once the ranks have agreed on more; graphs made for it must not run then.
     """
 
     guards: Guards
     order: tuple[str, ...]
     plan: list[str]
+    votes: Votes | None = None
     current: bool = True
 
 
@@ -117,6 +122,7 @@ class JointCapture:
         captured = finish(call, inputs, communication, raw, settled)
         self._optimize(captured)
         same = collective_plan(captured.graph_module.graph) == agreed.plan
+        same &= agreed.votes is not None or not calls_host(captured.graph_module.graph)
         return captured if same else None
 
     def _agree(
@@ -151,9 +157,13 @@ class JointCapture:
 
         captured = _or_tell(channel, second)
         plan = collective_plan(captured.graph_module.graph)
-        check_same("collectives", [theirs["plan"] for theirs in channel.exchange({"plan": plan})])
+        calls = calls_host(captured.graph_module.graph)
+        everyone = channel.exchange({"plan": plan, "callbacks": calls})
+        check_same("collectives", [theirs["plan"] for theirs in everyone])
         guards = Guards(call, inputs, mode, captured.signature.attributes)
-        agreed = Agreed(guards, order, plan)
+        calling = any(theirs["callbacks"] for theirs in everyone)
+        votes = Votes(channel.group, self._topic, parallel.timeout) if calling else None
+        agreed = Agreed(guards, order, plan, votes)
         if earlier is not None:
             earlier.current = False
             self._agreed.remove(earlier)

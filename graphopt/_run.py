@@ -13,6 +13,7 @@ from graphopt import _compat
 from graphopt._joint import Agreed
 from graphopt.errors import GraphOptError
 from graphopt.graph_utils import without_autocast
+from graphopt.host_run import HostRun, running
 from graphopt.iter_graph import IterGraphModule
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
@@ -65,15 +66,27 @@ class BoundStep:
         with self._lock:  # other threads that read state wait until the step is over
             if not self.module.in_flight:
                 self._watch.settle_others()
+            votes = None if self.agreed is None else self.agreed.votes
+            if votes is not None:
+                votes.cast()  # a function may have raised when the last call was over
             flat = self._values(call)
+            host = HostRun(lambda: self._storages(flat), votes, _compat.rank_among_several())
             self._running = True
             try:
-                with torch.no_grad(), without_autocast():
+                with torch.no_grad(), without_autocast(), running(host):
                     user, _, carried = self.module(*flat)
             finally:
                 self._running = False
                 self._watch_flight()
-            return self._apply(call, flat, [*user, *carried])
+            returned = self._apply(call, flat, [*user, *carried])
+            host.end()
+            return returned
+
+    def _storages(self, flat: list[Any]) -> frozenset[int]:
+        """The storages among `flat` that the step may be updating."""
+        inputs = self.captured.live
+        state = flat[: len(flat) - len(inputs.hyperparameters) - len(inputs.user)]
+        return frozenset(map(_compat.storage_key, filter(_is_tensor, state)))
 
     def _watch_flight(self) -> None:
         if not self.module.in_flight:
@@ -195,6 +208,10 @@ class BoundStep:
             return self.captured.live.module_tensors[recipe.module_tensor].live()
         assert recipe.placeholder is not None
         return flat[recipe.placeholder]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _finish_unasked(reference: weakref.ref[BoundStep]) -> bool:

@@ -23,6 +23,7 @@ from torch.fx.node import has_side_effect
 from graphopt import _compat
 from graphopt.host_functions import is_same, name_of
 from graphopt.host_modes import Modes
+from graphopt.host_run import current_run
 
 NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 """What Python numbers are that a graph computes, while it is traced."""
@@ -58,6 +59,7 @@ class HostCall:
 
     Attributes:
         count: how often it was reached; all graphs of one step share it.
+        last: no update of state follows it in the program.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class HostCall:
         self.__module__ = "graphopt"
         self.fn, self.every, self.place = fn, every, place
         self.count = Count()
+        self.last = False
         self.values: list[Any] = []
         self._arguments = [self._taken_apart(argument) for argument in arguments]
         self._number_of_values = len(self.values)
@@ -106,8 +109,12 @@ class HostCall:
         if not self.count.is_due(self.every):
             return
         arguments = self._with(map(_owned, values))
+        run = current_run()
         with self._modes.restored():
-            self.fn(*arguments)
+            if run is None:
+                self.fn(*arguments)
+            else:
+                run.call(self.fn, arguments, self.last)
 
     def _with(self, values: Iterator[Any]) -> list[Any]:
         arguments = []
@@ -169,6 +176,16 @@ def is_host_call(node: fx.Node) -> bool:
     return isinstance(node.target, HostCall)
 
 
+def note_last(graph: fx.Graph, updates: Sequence[fx.Node]) -> None:
+    """Note which calls no update of state follows, while nodes stand in the program's order."""
+    for node in reversed(graph.nodes):
+        call = host_call_of(node)
+        if node in updates:
+            return
+        if call is not None:
+            call.last = True
+
+
 class Counts:
     """The counts of one step, which its graphs share: those of the same place go on."""
 
@@ -184,6 +201,11 @@ class Counts:
                 key = (call.place, seen[call.place])
                 seen[call.place] += 1
                 call.count = self._known.setdefault(key, call.count)
+
+
+def calls_host(graph: fx.Graph) -> bool:
+    """Whether a graph calls functions of the program's."""
+    return any(map(is_host_call, graph.nodes))
 
 
 def _owned(value: Any) -> Any:

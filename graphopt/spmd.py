@@ -24,6 +24,13 @@ from graphopt.graph_utils import is_collective
 _rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
+def next_round(group: dist.ProcessGroup, topic: str) -> int:
+    """How often this rank has met the others of a group for a topic, this time included."""
+    rounds = _rounds.setdefault(group, Counter())
+    rounds[topic] += 1
+    return rounds[topic]
+
+
 @dataclass(frozen=True)
 class Channel:
     """Where the ranks of one group meet for one step function.
@@ -65,9 +72,8 @@ class Channel:
         self._post({"error": error})
 
     def _post(self, mine: dict[str, Any]) -> tuple[dist.Store, list[str], int]:
-        rounds = _rounds.setdefault(self.group, Counter())
-        rounds[self.topic] += 1
-        prefix = f"graphopt/{self.group.group_name}/{self.topic}/{rounds[self.topic]}"
+        number = next_round(self.group, self.topic)
+        prefix = f"graphopt/{self.group.group_name}/{self.topic}/{number}"
         keys = [f"{prefix}/{rank}" for rank in range(self.group.size())]
         store, rank = _compat.default_store(), self.group.rank()
         store.set(keys[rank], json.dumps(mine))

@@ -214,7 +214,8 @@ class TrainStep:
         assert isinstance(module, IterGraphModule)
         self._counts = self._counts or Counts()
         self._counts.share(module.graph)
-        self._finishing.finish(module, once=_creates_state(call, captured))
+        agreeing = agreed is not None and agreed.votes is not None
+        self._finishing.finish(module, once=_creates_state(call, captured), agreeing=agreeing)
         guards = Guards(call, captured.live, mode, captured.signature.attributes)
         self._captured += 1
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)

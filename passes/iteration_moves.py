@@ -28,7 +28,7 @@ Flushing then communicates, so that all ranks have to do it together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
@@ -43,7 +43,7 @@ from graphopt.graph_utils import (
     readers_through_views,
     written,
 )
-from graphopt.host import is_host_call
+from graphopt.host import host_call_of, is_host_call
 from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.iter_graph.rules import LIVE_STATE
 from graphopt.manager import graph_optimization_pass
@@ -132,6 +132,7 @@ def _blocked(graph: IterGraph) -> set[fx.Node]:
     outputs = get_outputs(graph)
     pending = [n for n in (*outputs.results, *outputs.carried) if isinstance(n, fx.Node)]
     pending += [node for node in graph.nodes if _stays(node)]
+    pending += _before_calls(graph)
     blocked = set(pending)
     while pending:
         for source in pending.pop().all_input_nodes:
@@ -150,6 +151,17 @@ def _stays(node: fx.Node) -> bool:
         state.meta.get("kind") not in LIVE_STATE or state.meta.get("returned")
         for state in written(node)
     )
+
+
+def _before_calls(graph: IterGraph) -> Iterator[fx.Node]:
+    """Updates with a call of a function of the program's behind them, and updates behind that: if
+    it raises, these have been done and those have not."""
+    followed = False
+    for node in reversed(graph.nodes):
+        call = host_call_of(node)
+        followed = followed or (call is not None and not call.last)
+        if followed and written(node):
+            yield node
 
 
 def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:

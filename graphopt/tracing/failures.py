@@ -10,7 +10,15 @@ from graphopt.errors import CaptureError, GraphOptError
 from graphopt.tracing.call import Call
 from graphopt.tracing.source import SourceLine, in_step, user_line_of
 
+_LOG = (
+    "do it in a function that every step calls: graphopt.callback(function, loss.item()), or return"
+    " the value from the step"
+)
+
 _ADVICE: tuple[tuple[str, str, str | None], ...] = (
+    ("ReadFloat", "it takes the value of a tensor for a plain number", _LOG),
+    ("ReadInt", "it takes the value of a tensor for a plain number", _LOG),
+    ("ReadBool", "it takes the value of a tensor for a plain number", _LOG),
     (
         "does not require grad and does not have a grad_fn",
         "backward was called on a value that needs no gradient",

@@ -34,7 +34,7 @@ from graphopt.graph_utils import (
     set_outputs,
     without_autocast,
 )
-from graphopt.host import HostCall
+from graphopt.host import HostCall, note_last
 from graphopt.tracing import fused, numbers
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
@@ -88,6 +88,7 @@ def functionalize(raw: RawTrace) -> Functional:
             node.meta.setdefault("val", None)
     _place_updates(graph)
     _place_launches(graph)
+    note_last(graph, get_outputs(graph).updates)
     graph.lint()
     graph_module.recompile()
     return Functional(graph_module, updated)

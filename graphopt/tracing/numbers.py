@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -129,12 +129,22 @@ class ScheduledFloat(TracedFloat):
         return id(self)
 
 
-_made: ContextVar[Callable[[Any], None] | None] = ContextVar("made", default=None)
+class Notes(Protocol):
+    """Who is told what a step does with numbers."""
+
+    def add_number(self, number: Any) -> None:
+        """The step gets to see a number."""
+
+    def refuse(self, error: CaptureError) -> CaptureError:
+        """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
+
+
+_made: ContextVar[Notes | None] = ContextVar("made", default=None)
 
 
 @contextmanager
-def noting(made: Callable[[Any], None]) -> Iterator[None]:
-    """While active, `made` is told of each number that the step gets to see."""
+def noting(made: Notes) -> Iterator[None]:
+    """While active, `made` is told what the step does with numbers."""
     token = _made.set(made)
     try:
         yield
@@ -145,12 +155,14 @@ def noting(made: Callable[[Any], None]) -> Iterator[None]:
 def _refuse_text(self: Any, *spec: str) -> str:
     if is_torch_file(sys._getframe(1).f_code.co_filename):
         return f"{type(self).__name__}({self.node})"  # messages and logs of torch's own
-    raise CaptureError(
+    error = CaptureError(
         "the value of a tensor is turned into text",
         location=str(current_user_line()),
         hint="let a function do it that is called in every step: graphopt.callback(print, loss), or"
         " return the value from the step and print it outside",
     )
+    made = _made.get()
+    raise error if made is None else made.refuse(error)
 
 
 class ReadFloat(TracedFloat):
@@ -180,7 +192,7 @@ def as_read(value: Any) -> Any:
     read = kind(value.node)
     made = _made.get()
     if made is not None:
-        made(read)
+        made.add_number(read)
     return read
 
 
@@ -202,13 +214,13 @@ def _operators_of(kind: type, base: type) -> Iterator[str]:
     """Arithmetic and comparisons that a symbolic number has and `kind` does not define itself."""
     for name in dir(base):
         own = any(name in vars(c) for c in kind.__mro__[: kind.__mro__.index(base)])
-        if name in _OPERATORS and not own:
+        if (name in _OPERATORS or name.startswith("__sym_")) and not own:
             yield name
 
 
-_UNARY = ("neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil", "sym_float", "sym_int")
+_UNARY = ("neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil")
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "rshift", "int_truediv")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "rshift", "int_truediv")
 _OPERATORS = frozenset(
     f"__{name}__" for name in (*_UNARY, *_BINARY, *_COMPARISONS, *(f"r{n}" for n in _BINARY))
 )
@@ -216,8 +228,8 @@ _OPERATORS = frozenset(
 for _base, _kind in _READ.items():
     for _name in _operators_of(_kind, _base):
         setattr(_kind, _name, _reading(_name, _base))
-for _kind in (*_READ.values(), ScheduledFloat):
+for _number in (*_READ.values(), ScheduledFloat):
     for _name in _TEXT:
-        setattr(_kind, _name, _refuse_text)
+        setattr(_number, _name, _refuse_text)
     for _name in ("__copy__", "__deepcopy__"):
-        setattr(_kind, _name, _itself)
+        setattr(_number, _name, _itself)

@@ -61,6 +61,12 @@ class Made:
     def __init__(self) -> None:
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
+        self.refused: CaptureError | None = None
+
+    def refuse(self, error: CaptureError) -> CaptureError:
+        """Note an error that refuses the step, also where the step swallows it; returns it."""
+        self.refused = self.refused or error
+        return error
 
     def add_number(self, number: Any) -> None:
         self._numbers.append((weakref.ref(number), current_user_line()))
@@ -72,7 +78,9 @@ class Made:
             if collect:
                 gc.collect()
             alive = ((reference(), line) for reference, line in self._numbers)
-            lines = [line for number, line in alive if number is not None and id(number) not in known]
+            lines = [
+                line for number, line in alive if number is not None and id(number) not in known
+            ]
             if not lines:
                 return None
         return (lines[0],)
@@ -183,12 +191,13 @@ class Redirect(TorchFunctionMode):
                 hint="write the new values in place: with torch.no_grad(): parameter.copy_(new)",
             )
         elif func in _TEXT:
-            raise CaptureError(
+            refusal = CaptureError(
                 "the value of a tensor is turned into text",
                 location=str(current_user_line()),
                 hint="let a function do it that is called in every step: graphopt.callback(print,"
                 " loss), or return the tensor from the step and print it outside",
             )
+            raise self._made.refuse(refusal)
         return func(*args, **kwargs)
 
     def _stand_ins(self, value: Any) -> Any:

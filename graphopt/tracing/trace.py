@@ -105,8 +105,9 @@ def _attempt(
         generators = GeneratorStates.read()
         graph_module = _compat.make_fx(run)(*fakes)
         drawn = generators.advanced()
-        _refuse_kept_numbers(run.made, call)
+        _refuse_kept_numbers(run.made, call, _numbers_of(call))
     assert run.signature is not None
+    _refuse_kept_numbers(run.made, call, set())
     _refuse_kept(run.made, fakes, call)
     return RawTrace(graph_module, run.signature, fakes, run.used), drawn
 
@@ -125,17 +126,22 @@ def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
     )
 
 
-def _refuse_kept_numbers(made: Made, call: Call) -> None:
-    """Refuse a step that keeps a number it read from a tensor, anywhere."""
+def _numbers_of(call: Call) -> set[int]:
+    """What optimizers hold while they are traced (by id)."""
     known: set[int] = set()
     for optimizer in call.optimizer_objects():
         for table in (*optimizer.param_groups, *optimizer.state.values()):
             known.update(map(id, _compat.tree_leaves(list(table.values()))))
+    return known
+
+
+def _refuse_kept_numbers(made: Made, call: Call, known: set[int]) -> None:
+    """Refuse a step that keeps a number it read from a tensor, anywhere but in `known`."""
     kept = made.kept_number(known)
     if kept is not None:
         raise CaptureError(
-            "it keeps a number that it read from a tensor (`.item()`) outside its return value, which"
-            " would happen at capture only",
+            "it keeps a number that it read from a tensor (`.item()`) outside its return value,"
+            " which would happen at capture only",
             location=str(kept[0] or definition_of(call)),
             hint=_KEEP_HINT,
         )
@@ -233,7 +239,7 @@ class _StepRun:
             stack.enter_context(impurity.no_gradient_scaling())
             stack.enter_context(impurity.no_other_optimizers(known))
             stack.enter_context(rng.traced_generators())
-            stack.enter_context(numbers.noting(self.made.add_number))
+            stack.enter_context(numbers.noting(self.made))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
             self._notice_steps(stepped)
@@ -242,6 +248,8 @@ class _StepRun:
                 stack.enter_context(self._buffers_broadcast())
             stack.enter_context(Redirect(traced, self.tagger, reduce, self.made))
             returned = self.call.fn(*args, **kwargs)
+        if self.made.refused is not None:
+            raise self.made.refused
         reduce()
         return returned, stepped
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -91,15 +91,14 @@ def host_calls(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Proble
     kept = [node for node in new if node in same or node.target in targets]
     for number, call in enumerate(kept[: len(old)]):
         was = old[number]
-        if same.get(call) is was:
-            yield from _other_values(call, was, same)
-            continue
-        yield Problem(
-            f"%{call.name} calls a function where %{was.name} called one before",
-            (call, was),
-            "keep the order of callbacks, and remove none",
-        )
-        return
+        if same.get(call) is not was:
+            yield Problem(
+                f"%{call.name} calls a function where %{was.name} called one before",
+                (call, was),
+                "keep the order of callbacks, and remove none",
+            )
+            return
+        yield from _other_values(call, old[number], same)
     for was in old[len(kept) :]:
         yield Problem(f"the function of %{was.name} is not called any more", (was,))
 
@@ -110,6 +109,44 @@ def _repeated(calls: list[fx.Node]) -> Iterator[Problem]:
         first = seen.setdefault(node.target, node)
         if first is not node:
             yield Problem(f"%{node.name} calls the function of %{first.name} again", (node, first))
+
+
+def updates_around_calls(
+    before: tuple[fx.Graph, Memory], after: tuple[fx.Graph, Memory], same: Same
+) -> Iterator[Problem]:
+    """An update of state does not pass a call, which ends the step where it raises, unless no update
+    follows that call: what it raises is raised when the step is over."""
+    kept = set(same.values())
+    was = _calls_before_updates(*before, lambda call: call in kept)
+    now = _calls_before_updates(*after, lambda call: call in same)
+    late = set(after[0].late) if isinstance(after[0], IterGraph) else set()
+    for target, (update, calls) in now.items():
+        if target not in was or update in late:
+            continue
+        passed = {same[call] for call in calls} ^ set(was[target][1])
+        wrong = [call for call in passed if not getattr(call.target, "last", False)]
+        if wrong:
+            yield Problem(
+                f"the update %{update.name} passes %{wrong[0].name}, which ends the step if it"
+                " raises",
+                (update, wrong[0]),
+                "keep updates of state on their side of callbacks",
+            )
+
+
+def _calls_before_updates(
+    graph: fx.Graph, memory: Memory, counts: Callable[[fx.Node], bool]
+) -> dict[Any, tuple[fx.Node, list[fx.Node]]]:
+    """By placeholder that is updated: its last update, and the calls that stand before that."""
+    updates = {write.node: node.target for node, write in memory.final.items()}
+    found: dict[Any, tuple[fx.Node, list[fx.Node]]] = {}
+    calls: list[fx.Node] = []
+    for node in graph.nodes:
+        if is_host_call(node) and counts(node):
+            calls = [*calls, node]
+        elif node in updates:
+            found[updates[node]] = node, calls
+    return found
 
 
 def _other_values(now: fx.Node, was: fx.Node, same: Same) -> Iterator[Problem]:
