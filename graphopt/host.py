@@ -21,6 +21,7 @@ from torch import fx
 from torch.fx.node import has_side_effect
 
 from graphopt import _compat
+from graphopt.graph_utils import call_function_with_meta
 from graphopt.host_functions import is_same, name_of
 from graphopt.host_modes import Modes
 from graphopt.host_run import current_run
@@ -52,8 +53,8 @@ class HostCall:
 
     Args:
         fn: the function.
-        arguments: what it is called with: pytrees with values of the graph at some leaves, and any
-            other objects, which are handed on as they are.
+        arguments: what it is called with: pytrees with values of the graph at some leaves (tensors,
+            symbolic numbers or nodes), and any other objects, which are handed on as they are.
         every: call it every so many times only.
         place: where in the program it was called, the same in each capture; None: nowhere.
 
@@ -83,14 +84,14 @@ class HostCall:
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
         """A pytree in which values are marked; what holds no value stays whole, without a spec."""
         leaves, spec = _compat.tree_flatten(argument)
-        found = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, *NUMBERS))]
+        found = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, fx.Node, *NUMBERS))]
         if not found:
             return None, [argument]
         self.values += found
         return spec, [_GIVEN if any(leaf is v for v in found) else leaf for leaf in leaves]
 
     def take_values(self) -> list[Any]:
-        """The tensors and symbolic numbers among the arguments, which this then forgets."""
+        """The values among the arguments, which this then forgets."""
         values, self.values = self.values, []
         return values
 
@@ -174,6 +175,24 @@ def host_call_of(node: fx.Node) -> HostCall | None:
 def is_host_call(node: fx.Node) -> bool:
     """Whether a node calls a function of the user's."""
     return isinstance(node.target, HostCall)
+
+
+def insert_callback(
+    graph: fx.Graph, fn: Callable[..., Any], *arguments: Any, every: int = 1
+) -> fx.Node:
+    """Call `fn(*arguments)` in every step, from the graph's insertion point: `graphopt.callback` for
+    a pass.
+
+    Args:
+        arguments: nodes, pytrees of them with constants, and any other objects.
+        every: see `graphopt.callback`.
+    """
+    call = HostCall(fn, arguments, every)
+    values = call.take_values()
+    like = next((value for value in values if isinstance(value, fx.Node)), None)
+    node = call_function_with_meta(graph, call, tuple(values), like=like)
+    node.meta.setdefault("phase", "forward")
+    return node
 
 
 def note_last(graph: fx.Graph, updates: Sequence[fx.Node]) -> None:

@@ -49,8 +49,7 @@ class Votes:
         if not _compat.wait_for_keys(store, keys, self.timeout):
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             raise SpmdMismatchError(
-                f"rank {rank} waited {self.timeout:g} s for rank(s) {missing} at {self.topic}, which"
-                " calls functions by graphopt.callback\n"
+                f"rank {rank} waited {self.timeout:g} s for rank(s) {missing} at {self.topic}\n"
                 "  hint:  every rank has to call the step equally often"
             )
         for other, key in enumerate(keys):

@@ -259,9 +259,12 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
 
 
 def is_recording() -> bool:
-    """Whether a tracer of this thread records what is called."""
+    """Whether a tracer of this thread records what is called, `torch.export` included."""
+    from torch._ops import _get_dispatch_mode_pre_dispatch
+
     key = torch._C._TorchDispatchModeKey.PROXY
-    return torch._C._get_dispatch_mode(key) is not None
+    before_autograd = _get_dispatch_mode_pre_dispatch(key)
+    return before_autograd is not None or torch._C._get_dispatch_mode(key) is not None
 
 
 def is_fake_mode_on() -> bool:

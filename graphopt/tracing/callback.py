@@ -11,8 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphopt import _compat
+from graphopt.errors import CaptureError
 from graphopt.host import Count, HostCall
-from graphopt.tracing.source import is_around_step
+from graphopt.host_functions import traced_in
+from graphopt.tracing.replace import original
+from graphopt.tracing.source import current_user_line, is_around_step
 
 
 def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
@@ -55,15 +58,25 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
     >>> len(losses)
     3
     """
-    frame = sys._getframe(1)
     if _compat.is_recording():
-        call = HostCall(fn, tensors, every, _path(frame))
+        _refuse_traced(fn)
+        call = HostCall(original(fn), tensors, every, _path(sys._getframe(1)))
         call(*map(_detached, call.take_values()))
         return
     call = HostCall(fn, tensors, every)
     if every > 1:
-        call.count = _count_of(frame)
+        call.count = _count_of(sys._getframe(1))
     call(*call.take_values())
+
+
+def _refuse_traced(fn: Callable[..., Any]) -> None:
+    for value in traced_in(fn):
+        what = f"a tensor of shape {list(value.shape)}" if _compat.is_fake(value) else "a number"
+        raise CaptureError(
+            f"the function given to graphopt.callback uses {what} of the step that it is not given",
+            location=str(current_user_line()),
+            hint="pass it: graphopt.callback(lambda loss: history.append(loss), loss)",
+        )
 
 
 def _detached(value: Any) -> Any:

@@ -39,6 +39,8 @@ def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
                 return Difference("a constant", _next_source(x) or source)
             continue
         if x.op != y.op or not _same_target(x.target, y.target):
+            if isinstance(x.target, HostCall) and isinstance(y.target, HostCall):
+                return Difference("what a function given to graphopt.callback holds", source)
             return Difference(f"{x.target} in one, {y.target} in the other", source)
         if _comparable(x, number_a) != _comparable(y, number_b):
             return Difference(f"the arguments of {x.target}", source)

@@ -114,8 +114,8 @@ def _repeated(calls: list[fx.Node]) -> Iterator[Problem]:
 def updates_around_calls(
     before: tuple[fx.Graph, Memory], after: tuple[fx.Graph, Memory], same: Same
 ) -> Iterator[Problem]:
-    """An update of state does not pass a call, which ends the step where it raises, unless no update
-    follows that call: what it raises is raised when the step is over."""
+    """An update of state does not pass a call, which ends the step where it raises. It may pass one
+    that no update follows: what that raises is raised when the step is over."""
     kept = set(same.values())
     was = _calls_before_updates(*before, lambda call: call in kept)
     now = _calls_before_updates(*after, lambda call: call in same)
