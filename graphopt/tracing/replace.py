@@ -10,7 +10,11 @@ from typing import Any
 
 def original(function: Any) -> Any:
     """What `function` stands for while a step is traced; itself if it stands for nothing else."""
-    return getattr(function, "stands_for", function) if isinstance(function, FunctionType) else function
+    return (
+        getattr(function, "stands_for", function)
+        if isinstance(function, FunctionType)
+        else function
+    )
 
 
 @contextmanager
