@@ -180,7 +180,7 @@ def is_host_call(node: fx.Node) -> bool:
 def insert_callback(
     graph: fx.Graph, fn: Callable[..., Any], *arguments: Any, every: int = 1
 ) -> fx.Node:
-    """Call `fn(*arguments)` in every step, from the graph's insertion point: `graphopt.callback` for
+    """Call `fn(*arguments)` in every step, at the graph's insertion point: `graphopt.callback` of
     a pass.
 
     Args:
