@@ -14,18 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx.node import has_side_effect
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
-
-if TYPE_CHECKING:
-    from graphopt.host_votes import Votes
 
 _METADATA = frozenset(
     {"dim", "element_size", "get_device", "is_complex", "is_floating_point", "ndimension", "numel"}
@@ -33,6 +29,16 @@ _METADATA = frozenset(
 )
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf")
 _READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES)
+
+
+class Votes(Protocol):
+    """How ranks agree; see `graphopt.host_votes`."""
+
+    def cast(self) -> None:
+        """Say that all is well, and wait for the others to say so."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others why this rank does not come."""
 
 
 class _NoState(TorchFunctionMode):
@@ -61,7 +67,7 @@ class _NoState(TorchFunctionMode):
         return isinstance(value, torch.Tensor) and _compat.storage_key(value) in self._storages
 
 
-class _NoCollectives(TorchDispatchMode):
+class _NoCollectives(_compat.TorchDispatchMode):
     """Refuses to communicate."""
 
     def __torch_dispatch__(

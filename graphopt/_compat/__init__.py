@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # ---------------------------------------------------------------------------- pytrees
 
