@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from graphopt.parallel import DataParallel, Manual
     from graphopt.step import TrainStep, compile
     from graphopt.tracing import CapturedStep
+    from graphopt.tracing.callback import callback
     from graphopt.tracing.capture import capture
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ __all__ = [
     "TrainStep",
     "VerificationError",
     "applied_passes",
+    "callback",
     "capture",
     "compile",
     "enable_graph_optimization_dump",
@@ -86,6 +88,7 @@ _HOMES = {
     "PassRegistry": "graphopt.discovery",
     "TrainStep": "graphopt.step",
     "applied_passes": "graphopt.discovery",
+    "callback": "graphopt.tracing.callback",
     "capture": "graphopt.tracing",
     "compile": "graphopt.step",
     "enable_graph_optimization_dump": "graphopt.discovery",

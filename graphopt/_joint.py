@@ -13,6 +13,8 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.failed_runs import broadcast_explained
+from graphopt.host import calls_host
+from graphopt.host_votes import Votes
 from graphopt.meeting import Channel, Meeting
 from graphopt.parallel import DataParallel
 from graphopt.spmd import check_same, collective_plan, merged_order
@@ -32,7 +34,7 @@ from graphopt.tracing.trace import trace
 Optimize = Callable[[CapturedStep], None]
 """Checks a captured step and applies the passes to its graph."""
 
-Finish = Callable[[Call, CapturedStep], None]
+Finish = Callable[[Call, CapturedStep, bool], None]
 """Makes a captured step ready to run."""
 
 
@@ -44,12 +46,15 @@ class Agreed:
         guards: recognise the structure again.
         order: parameters whose gradients are averaged, in launch order.
         plan: every collective, one line each.
+        votes: how the ranks agree in each call that no function called by `graphopt.callback` has
+            raised; None where no rank calls any.
         current: False once the ranks have agreed on more; graphs made for it must not run then.
     """
 
     guards: Guards
     order: tuple[str, ...]
     plan: list[str]
+    votes: Votes | None = None
     current: bool = True
 
 
@@ -86,13 +91,13 @@ class JointCapture:
         if joined and not sync:
             captured = capture_call(call, settled=settled)
             self._optimize(captured)
-            self._finish(call, captured)
+            self._finish(call, captured, False)
             return captured, None
         earlier = self._earlier(call, mode)
         if earlier is not None:
             agreeing = self._as_agreed(call, parallel, earlier, settled)
             if agreeing is not None:
-                self._finish(call, agreeing)
+                self._finish(call, agreeing, earlier.votes is not None)
                 return agreeing, earlier
         group = _compat.group_or_default(parallel.group)
         with Channel(group, self._topic, parallel.timeout).meeting() as meeting:
@@ -124,6 +129,7 @@ class JointCapture:
         captured = finish(call, inputs, communication, raw, settled)
         self._optimize(captured)
         same = collective_plan(captured.graph_module.graph) == agreed.plan
+        same &= agreed.votes is not None or not calls_host(captured.graph_module.graph)
         return captured if same else None
 
     def _agree(
@@ -148,11 +154,18 @@ class JointCapture:
         captured = finish(call, inputs, communication, again)
         self._optimize(captured)
         plan = collective_plan(captured.graph_module.graph)
-        check_same("collectives", [theirs["plan"] for theirs in meeting.exchange({"plan": plan})])
-        self._finish(call, captured)
+        calls = calls_host(captured.graph_module.graph)
+        everyone = meeting.exchange({"plan": plan, "callbacks": calls})
+        check_same("collectives", [theirs["plan"] for theirs in everyone])
+        calling = any(theirs["callbacks"] for theirs in everyone)
+        self._finish(call, captured, calling)
         meeting.exchange({"ready": True})
         guards = Guards(call, inputs, mode, captured.signature.attributes)
-        agreed = Agreed(guards, order, plan)
+        votes: Votes | None = None
+        if calling:
+            group = _compat.group_or_default(parallel.group)
+            votes = Votes(group, self._topic, parallel.timeout)
+        agreed = Agreed(guards, order, plan, votes)
         if earlier is not None:
             earlier.current = False
             self._agreed.remove(earlier)
@@ -169,7 +182,7 @@ class JointCapture:
             self._joined.add(root)
 
 
-def _nothing(call: Call, captured: CapturedStep) -> None:
+def _nothing(call: Call, captured: CapturedStep, agreeing: bool) -> None:
     """For graphs that do not run as they are."""
 
 

@@ -19,6 +19,7 @@ from graphopt._joint import Agreed
 from graphopt.errors import GraphOptError
 from graphopt.failed_runs import explained, group_names
 from graphopt.graph_utils import without_autocast, written
+from graphopt.host_run import HostRun, running
 from graphopt.iter_graph import IterGraphModule
 from graphopt.late import LateTensors, settle, warn_of_held
 from graphopt.rank_failures import check_usable
@@ -83,13 +84,17 @@ class BoundStep:
         """
         with self._lock:  # other threads that use late tensors wait until the step is over
             check_usable(self._groups)
+            votes = None if self.agreed is None else self.agreed.votes
+            if votes is not None:
+                votes.cast()  # a function may have raised when the last call was over
             leave = self._may_leave_in_flight()
             with without_torch_function():
                 flat = self._values(call)
             settle(flat, besides=self._unsettled)
+            host = HostRun(lambda: self._storages(flat), votes, _compat.rank_among_several())
             self._running = True
             try:
-                with torch.no_grad(), without_autocast():
+                with torch.no_grad(), without_autocast(), running(host):
                     user, _, carried = self.module(*flat, last_iter=not leave)
             except BaseException as error:
                 self._raise_explained(error, step)
@@ -99,7 +104,15 @@ class BoundStep:
                 self._watch_flight()
             self._step = step
             with without_torch_function():
-                return self._apply(call, flat, [*user, *carried])
+                returned = self._apply(call, flat, [*user, *carried])
+            host.end()
+            return returned
+
+    def _storages(self, flat: list[Any]) -> frozenset[int]:
+        """The storages among `flat` that the step may be updating."""
+        inputs = self.captured.live
+        state = flat[: len(flat) - len(inputs.hyperparameters) - len(inputs.user)]
+        return frozenset(map(_compat.storage_key, filter(_is_tensor, state)))
 
     def _may_leave_in_flight(self) -> bool:
         """Whether all uses of what this call would update late can be seen; they are from now on,
@@ -275,6 +288,10 @@ class BoundStep:
             return self.captured.live.module_tensors[recipe.module_tensor].live()
         assert recipe.placeholder is not None
         return flat[recipe.placeholder]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _finish_unasked(reference: weakref.ref[BoundStep]) -> bool:

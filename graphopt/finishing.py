@@ -34,18 +34,19 @@ class Finishing:
         """The compiled regions; one that several graphs have is listed once."""
         return [] if self._lowering is None else list(self._lowering.subgraphs.values())
 
-    def finish(self, module: IterGraphModule, once: bool = False) -> None:
+    def finish(self, module: IterGraphModule, once: bool = False, agreeing: bool = False) -> None:
         """Make the graph of `module` final, and say how the graphs derived from it run.
 
         Args:
             once: it runs a single time, so that compiling it would take longer than it saves.
+            agreeing: all ranks agree, before state is updated, that nothing has raised.
         """
-        from graphopt.executable import finalize
         from graphopt.iter_graph.module import DERIVED
 
         options = self._options
+        finalize = _finalize_agreeing if agreeing else _finalize
         if options is None or once:
-            module.finalize_setup(finalize)
+            module.finalize_setup(lambda derived: finalize(derived, derived.meta[DERIVED]))
             return
         from graphopt.lowering.boxed import box_calls
         from graphopt.lowering.partial import Lowering
@@ -57,7 +58,9 @@ class Finishing:
         record = self._recording(options, "main" if module.graph.late else "setup")
         mark_regions(module.graph, min_ops=options.min_ops, random=options.random).log()
         module.finalize_setup(
-            lambda derived: box_calls(record(finalize(lower(derived)), derived.meta[DERIVED]))
+            lambda derived: box_calls(
+                record(finalize(lower(derived), derived.meta[DERIVED]), derived.meta[DERIVED])
+            )
         )
         if options.ahead:
             module.prepare()
@@ -76,6 +79,19 @@ class Finishing:
         return lambda graph_module, name: (
             graphs.apply(graph_module) if name == steady else graph_module
         )
+
+
+def _finalize(graph_module: fx.GraphModule, name: str) -> fx.GraphModule:
+    from graphopt.executable import finalize
+
+    return finalize(graph_module)
+
+
+def _finalize_agreeing(graph_module: fx.GraphModule, name: str) -> fx.GraphModule:
+    from graphopt.host_votes import with_agreement
+
+    final = _finalize(graph_module, name)
+    return final if name == "drain" else with_agreement(final)
 
 
 def options_for(lower: str | Options | None) -> Options | None:

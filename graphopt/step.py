@@ -22,6 +22,7 @@ from graphopt.processes import announce
 if TYPE_CHECKING:
     from graphopt._joint import JointCapture
     from graphopt._run import BoundStep
+    from graphopt.host import Counts
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
@@ -69,6 +70,7 @@ class TrainStep:
         self._manager = manager_for(pipeline, verify)
         if not isinstance(parallel, Manual):
             announce(parallel.group if isinstance(parallel, DataParallel) else None)
+        self._counts: Counts | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -258,13 +260,19 @@ class TrainStep:
         captured.graph_module = IterGraphModule(captured.graph_module)
         self._manager.run(captured.graph_module)
 
-    def _finish(self, call: Call, captured: CapturedStep) -> None:
-        """Make the graph final, and say how it runs."""
+    def _finish(self, call: Call, captured: CapturedStep, agreeing: bool = False) -> None:
+        """Make the graph final, and say how it runs.
+
+        Args:
+            agreeing: all ranks agree, before state is updated, that nothing has raised.
+        """
         from graphopt.iter_graph import IterGraphModule
 
         assert isinstance(captured.graph_module, IterGraphModule)
         once = _creates_state(call, captured) or not captured.lasting
-        self._finishing.finish(captured.graph_module, once=once)
+        self._counts = self._counts or Counts()
+        self._counts.share(captured.graph_module.graph)
+        self._finishing.finish(captured.graph_module, once=once, agreeing=agreeing)
 
     def _joint(self) -> JointCapture:
         if self._joint_capture is None:

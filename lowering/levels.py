@@ -9,6 +9,8 @@ keeps all dependencies, because
 - a node that stays is one level above the lowerable nodes it needs, and a lowerable node is not
   below the nodes that stay which it needs: so there is no way out of a region and back into it;
 - what stands after the launch of a collective is not below it, so that no region delays a launch;
+- a node that calls a function of the program's (`graphopt.callback`) is above the updates before
+  it, and not above those behind it;
 - a wait is above all that stands before it, so that what ran between launch and wait still does.
 
 A node that stays and of which a region needs nothing breaks no region. One pass over the graph.
@@ -23,6 +25,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.graph_utils import is_collective, is_wait, written
+from graphopt.host import is_host_call
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.derive import Plan, plan
 from graphopt.lowering.lowerable import draws, is_item, reads_metadata_only
@@ -85,6 +88,8 @@ class _Dependencies:
         self._last_write: dict[Any, fx.Node] = {}
         self._readers: dict[Any, list[fx.Node]] = defaultdict(list)
         self._last_draw: fx.Node | None = None
+        self._last_call: fx.Node | None = None
+        self._writers: list[fx.Node] = []
 
     def of(self, node: fx.Node) -> list[fx.Node]:
         """Nodes that must run before `node`, among those asked for before."""
@@ -93,6 +98,7 @@ class _Dependencies:
             if self._last_draw is not None:
                 found.append(self._last_draw)
             self._last_draw = node
+        found += self._around_host_calls(node)
         if not self._written:
             return found
         for key in {self._storages.key(source) for source in list(found)} & self._written:
@@ -103,3 +109,16 @@ class _Dependencies:
             found += [reader for reader in self._readers[key] if reader is not node]
             self._last_write[key], self._readers[key] = node, []
         return found
+
+    def _around_host_calls(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Functions of the program are called in order. What they raise ends a step, so updates of
+        state stay on their side of each."""
+        if not is_host_call(node) and not written(node):
+            return
+        if self._last_call is not None:
+            yield self._last_call
+        if is_host_call(node):
+            yield from self._writers
+            self._last_call, self._writers = node, []
+        else:
+            self._writers.append(node)

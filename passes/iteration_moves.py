@@ -34,7 +34,7 @@ Flushing then communicates, so that all ranks have to do it together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
@@ -49,6 +49,7 @@ from graphopt.graph_utils import (
     readers_through_views,
     written,
 )
+from graphopt.host import host_call_of, is_host_call
 from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.iter_graph.rules import is_held, why_now_everywhere
 from graphopt.manager import PassArgumentError, graph_optimization_pass
@@ -183,6 +184,7 @@ def _blocked(graph: IterGraph) -> set[fx.Node]:
     outputs = get_outputs(graph)
     pending = [n for n in (*outputs.results, *outputs.carried) if isinstance(n, fx.Node)]
     pending += [node for node in graph.nodes if _stays(node)]
+    pending += _before_calls(graph)
     blocked = set(pending)
     while pending:
         for source in pending.pop().all_input_nodes:
@@ -195,9 +197,20 @@ def _blocked(graph: IterGraph) -> set[fx.Node]:
 def _stays(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
-    if is_random(node) or is_collective(node):
+    if is_random(node) or is_collective(node) or is_host_call(node):
         return True
     return any(why_now_everywhere(state) is not None for state in written(node))
+
+
+def _before_calls(graph: IterGraph) -> Iterator[fx.Node]:
+    """Updates with a call of a function of the program's behind them, and updates behind that: if
+    it raises, these have been done and those have not."""
+    followed = False
+    for node in reversed(graph.nodes):
+        call = host_call_of(node)
+        followed = followed or (call is not None and not call.last)
+        if followed and written(node):
+            yield node
 
 
 def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:

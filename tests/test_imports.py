@@ -63,6 +63,7 @@ PUBLIC = {
         "TrainStep",
         "VerificationError",
         "applied_passes",
+        "callback",
         "capture",
         "compile",
         "enable_graph_optimization_dump",

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # ---------------------------------------------------------------------------- pytrees
 
@@ -292,6 +293,38 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
     proxy = mode.tracer.create_proxy("call_function", function, proxies, {})
     track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
     return result
+
+
+def is_recording() -> bool:
+    """Whether a tracer of this thread records what is called, `torch.export` included."""
+    from torch._ops import _get_dispatch_mode_pre_dispatch
+
+    key = torch._C._TorchDispatchModeKey.PROXY
+    before_autograd = _get_dispatch_mode_pre_dispatch(key)
+    return before_autograd is not None or torch._C._get_dispatch_mode(key) is not None
+
+
+def is_fake_mode_on() -> bool:
+    """Whether what this thread computes is fake tensors."""
+    key = torch._C._TorchDispatchModeKey.FAKE
+    return torch._C._get_dispatch_mode(key) is not None
+
+
+def record_call(function: Callable[..., Any], values: Sequence[Any]) -> None:
+    """Record a call of `function` with traced tensors and numbers, which returns nothing."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    proxies = []
+    for value in map(from_functional, values):
+        if isinstance(value, torch.Tensor):
+            proxies.append(get_proxy_slot(value, mode.tracer).proxy)
+        elif isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+            proxies.append(get_proxy_slot(value, mode.tracer).force())
+        else:
+            proxies.append(value)
+    mode.tracer.create_proxy("call_function", function, tuple(proxies), {})
 
 
 def forward_sequence_number() -> int:

@@ -15,6 +15,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import IterationError
 from graphopt.graph_utils import get_outputs, is_random, readers_through_views, written
+from graphopt.host import is_host_call
 
 LIVE_STATE = frozenset({"parameter", "buffer", "optimizer_state", None})
 """Kinds of placeholders that may be updated late, because whoever reads them between steps is seen.
@@ -92,6 +93,8 @@ def _problems(
             )
         if is_random(node):
             yield f"{_named(node)} draws random numbers, whose order is fixed: it cannot be late"
+        if is_host_call(node):
+            yield f"{_named(node)} calls a function of the program's: it cannot be late"
         for user in node.users:
             if user not in late and user.op != "output":
                 yield (

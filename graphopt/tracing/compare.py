@@ -12,6 +12,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
+from graphopt.host import HostCall
 from graphopt.tracing.source import SourceLine
 
 
@@ -37,13 +38,21 @@ def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
             if not _same_constant(getattr(a, str(x.target)), getattr(b, str(y.target))):
                 return Difference("a constant", _next_source(x) or source)
             continue
-        if (x.op, x.target) != (y.op, y.target):
+        if x.op != y.op or not _same_target(x.target, y.target):
+            if isinstance(x.target, HostCall) and isinstance(y.target, HostCall):
+                return Difference("what a function given to graphopt.callback holds", source)
             return Difference(f"{x.target} in one, {y.target} in the other", source)
         if _comparable(x, number_a) != _comparable(y, number_b):
             return Difference(f"the arguments of {x.target}", source)
     if len(nodes_a) != len(nodes_b):
         return Difference(f"{len(nodes_a)} operations in one, {len(nodes_b)} in the other", None)
     return None
+
+
+def _same_target(x: Any, y: Any) -> bool:
+    if isinstance(x, HostCall) and isinstance(y, HostCall):
+        return x.repeats(y)
+    return bool(x == y)
 
 
 def fingerprint(graph_module: fx.GraphModule, labels: Sequence[tuple[str, str]]) -> str:

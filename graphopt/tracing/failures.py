@@ -10,7 +10,15 @@ from graphopt.errors import CaptureError, GraphOptError
 from graphopt.tracing.call import Call
 from graphopt.tracing.source import SourceLine, in_step, user_line_of
 
+_LOG = (
+    "do it in a function that every step calls: graphopt.callback(function, loss.item()), or return"
+    " the value from the step"
+)
+
 _ADVICE: tuple[tuple[str, str, str | None], ...] = (
+    ("ReadFloat", "it takes the value of a tensor for a plain number", _LOG),
+    ("ReadInt", "it takes the value of a tensor for a plain number", _LOG),
+    ("ReadBool", "it takes the value of a tensor for a plain number", _LOG),
     (
         "does not require grad and does not have a grad_fn",
         "backward was called on a value that needs no gradient",
@@ -34,12 +42,14 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     (
         ".numpy() is not supported",
         "it converts a tensor to numpy",
-        "return the tensor from the step and convert it outside",
+        "convert it in a function that every step calls: graphopt.callback(function, tensor), or"
+        " return the tensor from the step",
     ),
     (
         ".tolist() is not supported",
         "it converts a tensor to a list",
-        "return the tensor from the step and convert it outside",
+        "convert it in a function that every step calls: graphopt.callback(function, tensor), or"
+        " return the tensor from the step",
     ),
 )
 
@@ -85,7 +95,8 @@ def _explain(error: Exception, call: Call) -> CaptureError:
             "Python code depends on the value of a tensor",
             location=location,
             hint="use tensor operations (torch.where, torch.clamp, …) in place of Python's if,"
-            " while, float() and int(), or return the value and decide outside the step",
+            " while, float() and int(); log values with graphopt.callback(function, tensor), or"
+            " return them and decide outside the step",
         )
     if isinstance(error, _compat.unsupported_operator_errors()):
         return CaptureError(

@@ -32,6 +32,7 @@ from graphopt.graph_utils import (
     set_outputs,
     without_autocast,
 )
+from graphopt.host import HostCall, note_last
 from graphopt.tracing import fused, inplace, numbers
 from graphopt.tracing.rewriting import (
     expanded_write,
@@ -94,6 +95,7 @@ def functionalize(raw: RawTrace) -> Functional:
             node.meta.setdefault("val", None)
     _place_updates(graph)
     _place_launches(graph)
+    note_last(graph, get_outputs(graph).updates)
     graph.lint()
     graph_module.recompile()
     return Functional(graph_module, updated)
@@ -173,6 +175,8 @@ class _Interpreter(fx.Interpreter):
                 node.meta[key] = source.meta[key]
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, HostCall):
+            return target(*args)
         if target in numbers.ARITHMETIC and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
         if fused.functional_name(target) is not None:

@@ -8,16 +8,20 @@ records the answer, so that the graph holds for every value that gives the same 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_user_line, is_torch_file
 
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Settings of a parameter group that schedulers change; all others are guarded by value."""
@@ -125,32 +129,107 @@ class ScheduledFloat(TracedFloat):
         return id(self)
 
 
+class Notes(Protocol):
+    """Who is told what a step does with numbers."""
+
+    def add_number(self, number: Any) -> None:
+        """The step gets to see a number."""
+
+    def refuse(self, error: CaptureError) -> CaptureError:
+        """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
+
+
+_made: ContextVar[Notes | None] = ContextVar("made", default=None)
+
+
+@contextmanager
+def noting(made: Notes) -> Iterator[None]:
+    """While active, `made` is told what the step does with numbers."""
+    token = _made.set(made)
+    try:
+        yield
+    finally:
+        _made.reset(token)
+
+
 def _refuse_text(self: Any, *spec: str) -> str:
-    raise CaptureError(
+    if is_torch_file(sys._getframe(1).f_code.co_filename):
+        return f"{type(self).__name__}({self.node})"  # messages and logs of torch's own
+    error = CaptureError(
         "the value of a tensor is turned into text",
         location=str(current_user_line()),
-        hint="return the value from the step and print it outside",
+        hint="let a function do it that is called in every step: graphopt.callback(print, loss), or"
+        " return the value from the step and print it outside",
     )
+    made = _made.get()
+    raise error if made is None else made.refuse(error)
 
 
 class ReadFloat(TracedFloat):
     """What `.item()` of a traced floating-point tensor gives: usable in arithmetic, not as text."""
 
-    __str__ = _refuse_text
-    __format__ = _refuse_text
-
 
 class ReadInt(torch.SymInt):
     """What `.item()` of a traced integer tensor gives: usable in arithmetic, not as text."""
 
-    __str__ = _refuse_text
-    __format__ = _refuse_text
+
+class ReadBool(torch.SymBool):
+    """What `.item()` of a traced boolean tensor gives, and what comparing such numbers does."""
+
+
+_READ = {torch.SymFloat: ReadFloat, torch.SymInt: ReadInt, torch.SymBool: ReadBool}
+_TEXT = ("__str__", "__repr__", "__format__")
 
 
 def as_read(value: Any) -> Any:
-    """The result of `Tensor.item()` with misuse as text refused."""
-    if type(value) is torch.SymFloat:
-        return ReadFloat(value.node)
-    if type(value) is torch.SymInt:
-        return ReadInt(value.node)
-    return value
+    """The result of `Tensor.item()`, of which it is known when it is kept, and which cannot be
+    turned into text."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(as_read, value))
+    kind = _READ.get(type(value))
+    if kind is None:
+        return value
+    read = kind(value.node)
+    made = _made.get()
+    if made is not None:
+        made.add_number(read)
+    return read
+
+
+def _itself(self: Any, memo: Any = None) -> Any:
+    return self
+
+
+def _reading(name: str, base: type) -> Callable[..., Any]:
+    original = getattr(base, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any) -> Any:
+        return as_read(original(self, *args))
+
+    return method
+
+
+def _operators_of(kind: type, base: type) -> Iterator[str]:
+    """Arithmetic and comparisons that a symbolic number has and `kind` does not define itself."""
+    for name in dir(base):
+        own = any(name in vars(c) for c in kind.__mro__[: kind.__mro__.index(base)])
+        if (name in _OPERATORS or name.startswith("__sym_")) and not own:
+            yield name
+
+
+_UNARY = ("neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil")
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "rshift", "int_truediv")
+_OPERATORS = frozenset(
+    f"__{name}__" for name in (*_UNARY, *_BINARY, *_COMPARISONS, *(f"r{n}" for n in _BINARY))
+)
+
+for _base, _kind in _READ.items():
+    for _name in _operators_of(_kind, _base):
+        setattr(_kind, _name, _reading(_name, _base))
+for _number in (*_READ.values(), ScheduledFloat):
+    for _name in _TEXT:
+        setattr(_number, _name, _refuse_text)
+    for _name in ("__copy__", "__deepcopy__"):
+        setattr(_number, _name, _itself)

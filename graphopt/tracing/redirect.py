@@ -55,10 +55,39 @@ _READABLE = frozenset(
 
 
 class Made:
-    """Weak references to the tensors a traced step got from torch functions, and where."""
+    """Weak references to the tensors a traced step got from torch functions, and where; and to the
+    numbers that it read from them."""
 
     def __init__(self) -> None:
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
+        self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
+        self.refused: CaptureError | None = None
+
+    def refuse(self, error: CaptureError) -> CaptureError:
+        """Note an error that refuses the step, also where the step swallows it; returns it."""
+        self.refused = self.refused or error
+        return error
+
+    def add_number(self, number: Any) -> None:
+        self._numbers.append((weakref.ref(number), current_user_line()))
+
+    def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
+        """The line of the first such number that something still holds, other than `known` (by id);
+        None where nothing does."""
+        for collect in (False, True):
+            if collect:
+                gc.collect()
+            alive = ((reference(), line) for reference, line in self._numbers)
+            lines = [
+                line for number, line in alive if number is not None and id(number) not in known
+            ]
+            if not lines:
+                return None
+        return (lines[0],)
+
+    def line_of(self, tensor: torch.Tensor) -> SourceLine | None:
+        """Where the step got a tensor."""
+        return next((line for known, line in self._references if known() is tensor), None)
 
     def add(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):
@@ -151,7 +180,7 @@ class Redirect(TorchFunctionMode):
         elif func in _BACKWARDS:
             with self._tagger.during("backward"):
                 return func(*args, **kwargs)
-        elif func is torch.Tensor.item:
+        elif func in (torch.Tensor.item, torch.Tensor.tolist):
             return numbers.as_read(func(*args, **kwargs))
         elif func in fused.FUNCTIONS:
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
@@ -162,11 +191,13 @@ class Redirect(TorchFunctionMode):
                 hint="write the new values in place: with torch.no_grad(): parameter.copy_(new)",
             )
         elif func in _TEXT:
-            raise CaptureError(
+            refusal = CaptureError(
                 "the value of a tensor is turned into text",
                 location=str(current_user_line()),
-                hint="return the tensor from the step and print it outside",
+                hint="let a function do it that is called in every step: graphopt.callback(print,"
+                " loss), or return the tensor from the step and print it outside",
             )
+            raise self._made.refuse(refusal)
         return func(*args, **kwargs)
 
     def _stand_ins(self, value: Any) -> Any:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
+
+
+def original(function: Any) -> Any:
+    """What `function` stands for while a step is traced; itself if it stands for nothing else."""
+    return (
+        getattr(function, "stands_for", function)
+        if isinstance(function, FunctionType)
+        else function
+    )
 
 
 @contextmanager
@@ -12,7 +22,9 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """While active, each `(owner, name, value)` holds; then the former values do again."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
-        for owner, name, value in changes:
+        for (owner, name, value), (_, _, former) in zip(changes, before, strict=True):
+            if isinstance(value, FunctionType):
+                vars(value)["stands_for"] = former
             setattr(owner, name, value)
         yield
     finally:

@@ -49,6 +49,12 @@ def is_library_file(filename: str) -> bool:
     return path.startswith(_TORCH) or _is_standard_library(path)
 
 
+@lru_cache(maxsize=4096)
+def is_torch_file(filename: str) -> bool:
+    """Whether a file belongs to torch."""
+    return str(Path(filename).resolve()).startswith(_TORCH)
+
+
 def _is_standard_library(path: str) -> bool:
     if "site-packages" in path or "dist-packages" in path:
         return False
@@ -79,12 +85,17 @@ def current_modules() -> list[torch.nn.Module]:
 def inside_step(frame: types.FrameType | None) -> SourceLine | None:
     """The innermost user frame from `frame` outwards that the traced step is running."""
     for current in _frames(frame):
-        code = current.f_code
-        if code.co_filename == _TRACE and code.co_name != _AROUND_OPTIMIZERS:
+        if is_around_step(current):
             return None
         if not is_library_file(current.f_code.co_filename):
             return SourceLine(current.f_code.co_filename, current.f_lineno, current.f_code.co_name)
     return None
+
+
+def is_around_step(frame: types.FrameType) -> bool:
+    """Whether a frame belongs to the code that traces a step."""
+    code = frame.f_code
+    return code.co_filename == _TRACE and code.co_name != _AROUND_OPTIMIZERS
 
 
 def user_line_of(error: BaseException) -> SourceLine | None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing import impurity, reduction, rng, strides
+from graphopt.tracing import impurity, numbers, reduction, rng, strides
 from graphopt.tracing.call import Call
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.failures import definition_of, explained
@@ -134,7 +134,9 @@ def _traced(
         generators = GeneratorStates.read()
         graph_module = _compat.make_fx(run)(*fakes)
         drawn = generators.advanced()
+        _refuse_kept_numbers(run.made, call, _numbers_of(call))
     assert run.signature is not None
+    _refuse_kept_numbers(run.made, call, set())
     _refuse_kept(run.made, fakes, call)
     raw = RawTrace(graph_module, run.signature, fakes, run.used)
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
@@ -150,8 +152,35 @@ def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
         f"it keeps a tensor of shape {shape} outside the model and its return value, which would"
         " happen at capture only",
         location=str(line or definition_of(call)),
-        hint="return the tensor from the step and keep it outside",
+        hint=_KEEP_HINT,
     )
+
+
+def _numbers_of(call: Call) -> set[int]:
+    """What optimizers hold while they are traced (by id)."""
+    known: set[int] = set()
+    for optimizer in call.optimizer_objects():
+        for table in (*optimizer.param_groups, *optimizer.state.values()):
+            known.update(map(id, _compat.tree_leaves(list(table.values()))))
+    return known
+
+
+def _refuse_kept_numbers(made: Made, call: Call, known: set[int]) -> None:
+    """Refuse a step that keeps a number it read from a tensor, anywhere but in `known`."""
+    kept = made.kept_number(known)
+    if kept is not None:
+        raise CaptureError(
+            "it keeps a number that it read from a tensor (`.item()`) outside its return value,"
+            " which would happen at capture only",
+            location=str(kept[0] or definition_of(call)),
+            hint=_KEEP_HINT,
+        )
+
+
+_KEEP_HINT = (
+    "let a function do it that is called in every step: graphopt.callback(history.append, loss);"
+    " or return it from the step and keep it outside"
+)
 
 
 class _StepRun:
@@ -223,6 +252,7 @@ class _StepRun:
             stack.enter_context(impurity.no_gradient_scaling())
             stack.enter_context(impurity.no_other_optimizers(known))
             stack.enter_context(rng.traced_generators())
+            stack.enter_context(numbers.noting(self.made))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
             self._notice_steps(stepped)
@@ -231,6 +261,8 @@ class _StepRun:
                 stack.enter_context(self._buffers_broadcast())
             stack.enter_context(Redirect(traced, self.tagger, reduce, self.made))
             returned = self.call.fn(*args, **kwargs)
+        if self.made.refused is not None:
+            raise self.made.refused
         reduce()
         return returned, stepped
 
@@ -254,19 +286,20 @@ class _StepRun:
             gradients[id(gradient.owner)] = stand_in
             by_id[id(gradient.owner.tensor)].grad = stand_in
             by_id[id(gradient.owner.tensor.grad)] = stand_in
-        numbers: list[Any] = []
+        scheduled: list[Any] = []
         for number in self.inputs.hyperparameters:
             tensor = next(supply)
             value = number.read(optimizers[number.optimizer].param_groups)
             if isinstance(value, torch.Tensor):
                 by_id[id(value)] = tensor
-                numbers.append(tensor)
+                scheduled.append(tensor)
             else:
                 symbolic: Any = tensor.item()
-                numbers.append(ScheduledFloat(symbolic, tensor, float(value), number.asked))
+                scheduled.append(ScheduledFloat(symbolic, tensor, float(value), number.asked))
+                self.made.add_number(scheduled[-1])
         for position in self.inputs.user:
             by_id[id(self.call.leaves[position])] = next(supply)
-        return Traced(by_id, numbers, gradients)
+        return Traced(by_id, scheduled, gradients)
 
     def _averager(self, traced: Traced) -> reduction.GradientAverager | None:
         if self.communication is None:

@@ -92,6 +92,8 @@ class _Comparison:
             *structure.state(self._before, self._after, same),
             *structure.write_order(self._before[1], after, same),
             *structure.randomness(before, after, same),
+            *structure.host_calls(before, after, same),
+            *structure.updates_around_calls(self._before, self._after, same),
             *(
                 Problem(f"{_end_name(end)} is a constant that it was not, or none any more")
                 for end in self._matching.constants

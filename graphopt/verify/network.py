@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import tensors_in
+from graphopt.host import is_host_call
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.memory import Memory, launch_of
 from graphopt.verify.problems import operator_name
@@ -25,10 +26,11 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
       then a set of ``"RAW"``, ``"WAR"`` and ``"WAW"``: read after write, write after read, write
       after write;
     - ``"rng"``: both draw random numbers;
+    - ``"host"``: both call a function of the program's (`graphopt.callback`);
     - ``"collective"``: `v` waits for the collective that `u` launches.
 
-    Storage and rng edges are chains: there is a path between any two nodes that must keep their
-    order. What a collective sends counts as read until its wait.
+    Storage, rng and host edges are chains: there is a path between any two nodes that must keep
+    their order. What a collective sends counts as read until its wait.
 
     Nodes are the `fx.Node`s, in graph order, with the attributes `op` (readable target), `bytes`
     (of the results; None where that depends on data), `phase` (None where unknown) and `iteration`
@@ -48,6 +50,7 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
             iteration=int(node in late),
         )
     last_draw: fx.Node | None = None
+    last_call: fx.Node | None = None
     for node in graph.nodes:
         for source in node.all_input_nodes:
             _connect(found, source, node, "data")
@@ -59,6 +62,10 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
             if last_draw is not None:
                 _connect(found, last_draw, node, "rng")
             last_draw = node
+        if is_host_call(node):
+            if last_call is not None:
+                _connect(found, last_call, node, "host")
+            last_call = node
     for earlier, later, hazard in Memory(graph).hazards:
         _connect(found, earlier, later, "storage")
         found.edges[earlier, later].setdefault("hazard", set()).add(hazard)

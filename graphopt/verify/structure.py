@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
 from torch import fx
 
 from graphopt.graph_utils import get_outputs
+from graphopt.host import is_host_call
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.labels import Signature, sent_tensors, signature_of, signature_text
 from graphopt.verify.memory import Memory, Write
@@ -78,6 +79,88 @@ def randomness(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Proble
         else:
             continue
         return
+
+
+def host_calls(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
+    """Every function of the program is called once, in the same order, with the same values. A pass
+    may call others in between."""
+    old = [node for node in before.nodes if is_host_call(node)]
+    targets = {node.target for node in old}
+    new = [node for node in after.nodes if is_host_call(node)]
+    yield from _repeated(new)
+    kept = [node for node in new if node in same or node.target in targets]
+    for number, call in enumerate(kept[: len(old)]):
+        was = old[number]
+        if same.get(call) is not was:
+            yield Problem(
+                f"%{call.name} calls a function where %{was.name} called one before",
+                (call, was),
+                "keep the order of callbacks, and remove none",
+            )
+            return
+        yield from _other_values(call, old[number], same)
+    for was in old[len(kept) :]:
+        yield Problem(f"the function of %{was.name} is not called any more", (was,))
+
+
+def _repeated(calls: list[fx.Node]) -> Iterator[Problem]:
+    seen: dict[object, fx.Node] = {}
+    for node in calls:
+        first = seen.setdefault(node.target, node)
+        if first is not node:
+            yield Problem(f"%{node.name} calls the function of %{first.name} again", (node, first))
+
+
+def updates_around_calls(
+    before: tuple[fx.Graph, Memory], after: tuple[fx.Graph, Memory], same: Same
+) -> Iterator[Problem]:
+    """An update of state does not pass a call, which ends the step where it raises. It may pass one
+    that no update follows: what that raises is raised when the step is over."""
+    kept = set(same.values())
+    was = _calls_before_updates(*before, lambda call: call in kept)
+    now = _calls_before_updates(*after, lambda call: call in same)
+    late = set(after[0].late) if isinstance(after[0], IterGraph) else set()
+    for target, (update, calls) in now.items():
+        if target not in was or update in late:
+            continue
+        passed = {same[call] for call in calls} ^ set(was[target][1])
+        wrong = [call for call in passed if not getattr(call.target, "last", False)]
+        if wrong:
+            yield Problem(
+                f"the update %{update.name} passes %{wrong[0].name}, which ends the step if it"
+                " raises",
+                (update, wrong[0]),
+                "keep updates of state on their side of callbacks",
+            )
+
+
+def _calls_before_updates(
+    graph: fx.Graph, memory: Memory, counts: Callable[[fx.Node], bool]
+) -> dict[Any, tuple[fx.Node, list[fx.Node]]]:
+    """By placeholder that is updated: its last update, and the calls that stand before that."""
+    updates = {write.node: node.target for node, write in memory.final.items()}
+    found: dict[Any, tuple[fx.Node, list[fx.Node]]] = {}
+    calls: list[fx.Node] = []
+    for node in graph.nodes:
+        if is_host_call(node) and counts(node):
+            calls = [*calls, node]
+        elif node in updates:
+            found[updates[node]] = node, calls
+    return found
+
+
+def _other_values(now: fx.Node, was: fx.Node, same: Same) -> Iterator[Problem]:
+    """A value may be computed anew, but not be that of another argument."""
+    kept = set(same.values())
+    if len(now.args) != len(was.args) or now.kwargs != was.kwargs:
+        yield Problem(f"%{now.name} gives its function other arguments than before", (now, was))
+        return
+    for new, old in zip(now.args, was.args, strict=True):
+        if isinstance(new, fx.Node) and isinstance(old, fx.Node):
+            if same.get(new, old) is not old and old in kept:
+                yield Problem(f"%{now.name} gives its function %{new.name} for %{old.name}", (now,))
+        elif new != old:
+            yield Problem(f"%{now.name} gives its function {new} for {old}", (now,))
 
 
 def waits(graph: fx.Graph, memory: Memory) -> Iterator[Problem]:

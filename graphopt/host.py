@@ -1,0 +1,231 @@
+"""Effects on the host: `graphopt.callback`, and the node that it is in a graph.
+
+    loss = mse_loss(mm, y)                     loss     = mse_loss(mm, y)
+    graphopt.callback(log, loss)       ==>     callback = graphopt.callback(loss)
+    loss.backward()                            backward = mse_loss_backward(…)
+
+The target of the node is a `HostCall`, which knows the user's function. Who runs the graph calls it
+with the values of this step; who traces the graph gets the same node again; on fake tensors it does
+nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import has_side_effect
+
+from graphopt import _compat
+from graphopt.graph_utils import call_function_with_meta
+from graphopt.host_functions import is_same, name_of
+from graphopt.host_modes import Modes
+from graphopt.host_run import current_run
+
+NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
+"""What Python numbers are that a graph computes, while it is traced."""
+
+
+class _Given:
+    """Stands among the arguments of a `HostCall` where a value of the graph comes."""
+
+
+_GIVEN = _Given()
+
+
+class Count:
+    """How often a place in the program was reached."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+
+    def is_due(self, every: int) -> bool:
+        """Count once more; whether that is the n-th, 2n-th, … time for n = `every`."""
+        return next(self._numbers) % every == 0
+
+
+class HostCall:
+    """The target of a node that calls a function of the user's.
+
+    Args:
+        fn: the function.
+        arguments: what it is called with: pytrees with values of the graph at some leaves (tensors,
+            symbolic numbers or nodes), and any other objects, which are handed on as they are.
+        every: call it every so many times only.
+        place: where in the program it was called, the same in each capture; None: nowhere.
+
+    Attributes:
+        count: how often it was reached; all graphs of one step share it.
+        last: no update of state follows it in the program.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], arguments: Sequence[Any], every: int = 1, place: object = None
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(f"graphopt.callback takes a function first, not {type(fn).__name__}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every!r}: give a whole number of at least 1")
+        # fx names nodes and writes code by these.
+        self.__name__ = self.__qualname__ = "callback"
+        self.__module__ = "graphopt"
+        self.fn, self.every, self.place = fn, every, place
+        self.count = Count()
+        self.last = False
+        self.values: list[Any] = []
+        self._arguments = [self._taken_apart(argument) for argument in arguments]
+        self._number_of_values = len(self.values)
+        self._modes = Modes.now()
+
+    def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
+        """A pytree in which values are marked; what holds no value stays whole, without a spec."""
+        leaves, spec = _compat.tree_flatten(argument)
+        found = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, fx.Node, *NUMBERS))]
+        if not found:
+            return None, [argument]
+        self.values += found
+        return spec, [_GIVEN if any(leaf is v for v in found) else leaf for leaf in leaves]
+
+    def take_values(self) -> list[Any]:
+        """The values among the arguments, which this then forgets."""
+        values, self.values = self.values, []
+        return values
+
+    def __call__(self, *values: Any) -> None:
+        """Call the function with copies of `values` that nobody else has.
+
+        Under a tracer, record the call; on fake tensors, do nothing.
+        """
+        if _compat.is_recording():
+            _compat.record_call(self, values)
+        elif not _compat.is_fake_mode_on() and not any(map(_compat.is_fake, values)):
+            self.run(values)
+
+    def run(self, values: Sequence[Any]) -> None:
+        """Call the function now, if it is its turn."""
+        if not self.count.is_due(self.every):
+            return
+        arguments = self._with(map(_owned, values))
+        run = current_run()
+        with self._modes.restored():
+            if run is None:
+                self.fn(*arguments)
+            else:
+                run.call(self.fn, arguments, self.last)
+
+    def _with(self, values: Iterator[Any]) -> list[Any]:
+        arguments = []
+        for spec, leaves in self._arguments:
+            leaves = [next(values) if leaf is _GIVEN else leaf for leaf in leaves]
+            arguments.append(leaves[0] if spec is None else _compat.tree_unflatten(leaves, spec))
+        return arguments
+
+    def repeats(self, other: HostCall) -> bool:
+        """Whether another trace of the same step has recorded the same call."""
+        specs, constants = zip(*self._arguments, strict=True) if self._arguments else ((), ())
+        others = zip(*other._arguments, strict=True) if other._arguments else ((), ())
+        other_specs, other_constants = others
+        return (
+            (self.every, specs) == (other.every, other_specs)
+            and is_same(self.fn, other.fn)
+            and all(
+                is_same(tuple(mine), tuple(theirs))
+                for mine, theirs in zip(constants, other_constants, strict=True)
+            )
+        )
+
+    def __hash__(self) -> int:
+        return hash(HostCall)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __repr__(self) -> str:
+        every = "" if self.every == 1 else f", every={self.every}"
+        return f"graphopt.callback({name_of(self.fn)}{every})"
+
+
+class _AnyHostCall:
+    """Equal to every `HostCall`. Torch keeps the targets that have side effects in a set, for good:
+    one entry that stands for all of them keeps none of them alive."""
+
+    def __hash__(self) -> int:
+        return hash(HostCall)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (HostCall, _AnyHostCall))
+
+    def __call__(self) -> None:
+        """Torch wants functions."""
+
+
+has_side_effect(_AnyHostCall())
+
+
+def host_call_of(node: fx.Node) -> HostCall | None:
+    """The target of a node that calls a function of the user's; None for any other node."""
+    target = node.target
+    return target if isinstance(target, HostCall) else None
+
+
+def is_host_call(node: fx.Node) -> bool:
+    """Whether a node calls a function of the user's."""
+    return isinstance(node.target, HostCall)
+
+
+def insert_callback(
+    graph: fx.Graph, fn: Callable[..., Any], *arguments: Any, every: int = 1
+) -> fx.Node:
+    """Call `fn(*arguments)` in every step, at the graph's insertion point: `graphopt.callback` of
+    a pass.
+
+    Args:
+        arguments: nodes, pytrees of them with constants, and any other objects.
+        every: see `graphopt.callback`.
+    """
+    call = HostCall(fn, arguments, every)
+    values = call.take_values()
+    like = next((value for value in values if isinstance(value, fx.Node)), None)
+    node = call_function_with_meta(graph, call, tuple(values), like=like)
+    node.meta.setdefault("phase", "forward")
+    return node
+
+
+def note_last(graph: fx.Graph, updates: Sequence[fx.Node]) -> None:
+    """Note which calls no update of state follows, while nodes stand in the program's order."""
+    for node in reversed(graph.nodes):
+        call = host_call_of(node)
+        if node in updates:
+            return
+        if call is not None:
+            call.last = True
+
+
+class Counts:
+    """The counts of one step, which its graphs share: those of the same place go on."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, int], Count] = {}
+
+    def share(self, graph: fx.Graph) -> None:
+        """Let the calls in a graph use the counts of their places: of a place that is reached
+        several times in a step, one each."""
+        seen: Counter[object] = Counter()
+        for call in filter(None, map(host_call_of, graph.nodes)):
+            if call.place is not None:
+                key = (call.place, seen[call.place])
+                seen[call.place] += 1
+                call.count = self._known.setdefault(key, call.count)
+
+
+def calls_host(graph: fx.Graph) -> bool:
+    """Whether a graph calls functions of the program's."""
+    return any(map(is_host_call, graph.nodes))
+
+
+def _owned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

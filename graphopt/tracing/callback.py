@@ -1,0 +1,104 @@
+"""`graphopt.callback`: call a function of the user's from a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.host import Count, HostCall
+from graphopt.host_functions import traced_in
+from graphopt.tracing.replace import original
+from graphopt.tracing.source import current_user_line, is_around_step
+
+
+def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
+    """Call `fn(*tensors)` in every step: the way to log, print or save from a captured step.
+
+    In a step that graphopt captures, the call is a node of the graph. It runs in each step, in the
+    order of the program, with the values of that step, and no pass removes or moves it across
+    another. In eager code it is a plain call of `fn`, now.
+
+    `fn` gets copies of the tensors, without autograd history: they are its own, to keep or to
+    change. It is not traced, so it may do what it likes (`.item()`, `print`, append to a list),
+    except use collectives of `torch.distributed` or read what the step updates: parameters,
+    buffers, gradients and optimizer state. Give it what it needs of them as arguments.
+
+    Args:
+        fn: called with the arguments that follow. What it returns is ignored. An exception in it
+            ends the step, as in eager code.
+        *tensors: tensors, numbers read from tensors by ``.item()`` (it gets the real number), and
+            pytrees of them with constants. Any other object is handed on as it is.
+        every: call `fn` in every n-th step only: in steps n, 2n, 3n, … Each call in the program
+            counts for itself.
+
+    Raises:
+        TypeError, ValueError: `fn` is not callable, or `every` is not a whole number of at least 1.
+            While a step is captured, as the cause of a `CaptureError`.
+
+    >>> import torch, graphopt
+    >>> losses = []
+    >>> def train_step(model, optimizer, x, y):
+    ...     loss = torch.nn.functional.mse_loss(model(x), y)
+    ...     graphopt.callback(lambda value: losses.append(value.item()), loss)
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> step = graphopt.compile(train_step)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for _ in range(3):
+    ...     step(model, optimizer, torch.ones(4, 2), torch.ones(4, 1))
+    >>> len(losses)
+    3
+    """
+    if _compat.is_recording():
+        _refuse_traced(fn)
+        call = HostCall(original(fn), tensors, every, _path(sys._getframe(1)))
+        call(*map(_detached, call.take_values()))
+        return
+    call = HostCall(fn, tensors, every)
+    if every > 1:
+        call.count = _count_of(sys._getframe(1))
+    call(*call.take_values())
+
+
+def _refuse_traced(fn: Callable[..., Any]) -> None:
+    for value in traced_in(fn):
+        what = f"a tensor of shape {list(value.shape)}" if _compat.is_fake(value) else "a number"
+        raise CaptureError(
+            f"the function given to graphopt.callback uses {what} of the step that it is not given",
+            location=str(current_user_line()),
+            hint="pass it: graphopt.callback(lambda loss: history.append(loss), loss)",
+        )
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _path(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
+    """Where in the traced step the frame is: the calls from the step to it."""
+    found = []
+    while frame is not None and not is_around_step(frame):
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+_counts: WeakKeyDictionary[CodeType, dict[Any, Count]] = WeakKeyDictionary()
+"""How often each call of `callback` in eager code was reached, which nobody else could remember."""
+
+
+def _count_of(frame: FrameType) -> Count:
+    """The count of a call in eager code: of its line, and of the line that called that function, so
+    that several uses of a function that logs do not share one."""
+    caller = frame.f_back
+    key = frame.f_lasti, caller and (id(caller.f_code), caller.f_lasti)
+    return _counts.setdefault(frame.f_code, {}).setdefault(key, Count())
