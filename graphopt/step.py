@@ -266,6 +266,7 @@ class TrainStep:
         Args:
             agreeing: all ranks agree, before state is updated, that nothing has raised.
         """
+        from graphopt.host import Counts
         from graphopt.iter_graph import IterGraphModule
 
         assert isinstance(captured.graph_module, IterGraphModule)
