@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,13 @@ from graphopt.pipelining.calling import OutputNest
 from graphopt.pipelining.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
 from graphopt.pipelining.devices import move_to_device
 from graphopt.pipelining.metadata import find_flow
-from graphopt.pipelining.pipe import Pipe, PipeInfo
 from graphopt.pipelining.placement import stage_nodes
 from graphopt.pipelining.replicas import own_replicas
 from graphopt.pipelining.stage import Stage
 from graphopt.pipelining.stage_module import StageModule
+
+if TYPE_CHECKING:
+    from graphopt.pipelining.pipe import Pipe, PipeInfo
 
 
 def build_stage(
@@ -77,7 +79,7 @@ def build_stage(
 
 
 def _pipe_of(info: Any) -> Pipe:
-    pipe = info.pipe if isinstance(info, PipeInfo) else None
+    pipe: Pipe | None = getattr(info, "pipe", None)
     if pipe is None:
         raise PartitionError(f"build_stage takes what pipe.info() returns, not {info!r}")
     return pipe

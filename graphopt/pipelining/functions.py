@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt import _compat
 from graphopt._compat import functions as _private
@@ -106,7 +105,7 @@ class FunctionRecorder:
         return _private.record_call(len(self._calls) - 1, name, tensors, result)
 
 
-class _OwnTensors(TorchDispatchMode):
+class _OwnTensors(_compat.TorchDispatchMode):
     """Refuses a forward that reads tensors of the model which are not among its arguments: a stage
     would not know that it needs them, and they could be on another rank."""
 

@@ -14,12 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt._compat import functions as _private
+from graphopt._compat.late import TensorBase
 from graphopt.pipelining.errors import LostGradientError
 from graphopt.tracing.source import current_user_line
 
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward})
-_ATTRIBUTES: Any = vars(torch.Tensor) | vars(torch._C.TensorBase)
+_ATTRIBUTES: Any = vars(torch.Tensor) | vars(TensorBase)
 _GRADIENT_SWITCHES = frozenset({torch.Tensor.requires_grad_, _ATTRIBUTES["requires_grad"].__set__})
 _GRAD_FN = _ATTRIBUTES["grad_fn"].__get__
 _DATA = _ATTRIBUTES["data"].__get__

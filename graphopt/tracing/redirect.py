@@ -85,9 +85,10 @@ class Made:
                 return None
         return (lines[0],)
 
-    def line_of(self, tensor: torch.Tensor) -> SourceLine | None:
-        """Where the step got a tensor."""
-        return next((line for known, line in self._references if known() is tensor), None)
+    def line_of(self, value: object) -> SourceLine | None:
+        """Where the step got a tensor or a number."""
+        known = [*self._references, *self._numbers]
+        return next((line for reference, line in known if reference() is value), None)
 
     def add(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):

@@ -14,6 +14,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, ModuleTensor, is_number
+from graphopt.tracing.redirect import Made
 from graphopt.tracing.substitute import Traced
 
 
@@ -145,9 +146,9 @@ class ResultCollector:
     """
 
     def __init__(
-        self, call: Call, inputs: Inputs, traced: Traced, flat: Sequence[torch.Tensor]
+        self, call: Call, inputs: Inputs, traced: Traced, flat: Sequence[torch.Tensor], made: Made
     ) -> None:
-        self.call, self.inputs, self.traced = call, inputs, traced
+        self.call, self.inputs, self.traced, self.made = call, inputs, traced, made
         self.results: list[Any] = []
         self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
         self._storages: dict[int, Live] = {
@@ -305,10 +306,14 @@ class ResultCollector:
         if isinstance(after, torch.Tensor):
             return self._tensor_recipe(after)
         leaves, spec = _compat.tree_flatten(after)
-        if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+        numbers = [leaf for leaf in leaves if isinstance(leaf, SYMBOLIC)]
+        if numbers:
+            line = self.made.line_of(numbers[0])
             raise CaptureError(
                 f"it stores the value of a tensor in the attribute {name}",
-                hint="return the value from the step and keep it outside, or store the tensor",
+                location=None if line is None else str(line),
+                hint="store the tensor, return the value and keep it outside, or let"
+                " graphopt.callback(function, tensor) do it in every step",
             )
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return Constant(after)

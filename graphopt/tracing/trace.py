@@ -213,7 +213,7 @@ class _StepRun:
             returned, stepped = self._run(traced, averager)
             self._refuse_changed_settings(settings)
             finish_buffers(self.inputs, traced)
-            collector = ResultCollector(self.call, self.inputs, traced, flat)
+            collector = ResultCollector(self.call, self.inputs, traced, flat, self.made)
             self.signature = collector.collect(returned, stepped, before, holders)
             self.used = tuple(averager.used) if averager is not None else ()
             return collector.results

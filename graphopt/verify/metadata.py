@@ -60,7 +60,7 @@ def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
 
 def _is_known(target: Any) -> bool:
     """Whether a target is an operator: registered with torch, or one of Python's."""
-    if isinstance(target, (_compat.OpOverload, torch._ops.HigherOrderOperator)):
+    if isinstance(target, (_compat.OpOverload, _compat.HigherOrderOperator)):
         return True
     module, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
     if module is not None and module.startswith(("torch", "graphopt")):

@@ -82,6 +82,9 @@ class Terms:
         self._numbers: dict[Key, int] = {}
         self._terms: list[Term] = []
 
+    def __len__(self) -> int:
+        return len(self._terms)
+
     def __getitem__(self, number: int) -> Term:
         return self._terms[number]
 
