@@ -17,6 +17,8 @@ from graphopt import lowering
 from graphopt.tracing import callback as callback_module
 from twins import assert_same
 
+pytestmark = pytest.mark.slow
+
 Seen = list[Any]
 Step = Callable[..., Any]
 

@@ -15,6 +15,8 @@ import test_callback as cases
 from gloo import Pool, pool
 from twins import assert_same
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Pool]:

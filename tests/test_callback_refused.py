@@ -27,6 +27,8 @@ from refusal import fresh, refused
 from twins import World
 from zoo import MLP, MODELS
 
+pytestmark = pytest.mark.slow
+
 CASE = MODELS["mlp"]
 Keep = Callable[[Tensor, Any], None]
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.distributed.pipelining import microbatch
 
 FOLDER = Path(__file__).parent.parent / "graphopt" / "_compat"
 
@@ -53,15 +54,20 @@ LATER = frozenset(
 """Private attributes of objects that cannot be made here."""
 
 OBJECTS: dict[str, Callable[[], object]] = {
+    "_Replicate": lambda: microbatch,
     "_backward_hooks": lambda: torch.ones(1),
+    "_backward_pre_hooks": nn.Module,
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_codegen": fx.Graph,
     "_compiled_call_impl": nn.Module,
+    "_global_backward_hooks": lambda: nn.modules.module,
+    "_global_backward_pre_hooks": lambda: nn.modules.module,
     "_lineno_map": lambda: fx.symbolic_trace(nn.ReLU()),
     "_modules": nn.Module,
     "_non_persistent_buffers_set": nn.Module,
     "_post_accumulate_grad_hooks": lambda: torch.ones(1),
     "_prologue_start": lambda: fx.symbolic_trace(nn.ReLU()),
+    "_use_count": lambda: torch.ones(1),
     "_version": lambda: torch.ones(1),
 }
 
