@@ -471,3 +471,26 @@ def test_backward_hooks_of_modules_are_refused(method: str) -> None:
         pipeline(model, (X,))
     handle.remove()
     assert pipeline(model, (X,)).num_stages == 2
+
+
+class Bound(nn.Module):
+    """Applies a function that was bound when the model was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.sign = Sign.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sign(x * self.weight)
+
+
+def test_a_function_that_was_bound_before() -> None:
+    """From torch 2.15 on it is not seen in time, and refused."""
+    model = Bound()
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+        with pytest.raises(LostGradientError, match="was bound before it is called"):
+            pipeline(model, (torch.randn(3),))
+        return
+    pipeline(model, (torch.randn(3),))(torch.randn(3)).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.abs().sum() > 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._functorch.autograd_function import AutogradFunctionApply
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.fx.experimental import proxy_tensor
 
 Apply = Callable[..., Any]
@@ -36,28 +36,62 @@ fx.node.has_side_effect(CALL)  # so that export keeps calls whose result nobody 
 
 _one_at_a_time = threading.RLock()
 
+_APPLIES_ITSELF = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+"""Whether `Function.apply` is written in C, as from torch 2.15 on."""
+
 
 @contextmanager
-def functions_handled_by(handler: Handler) -> Iterator[None]:
+def functions_handled_by(handler: Handler, unseen: Callable[[Any], None]) -> Iterator[None]:
     """While active, functions that are applied while this thread traces are given to `handler`.
 
-    `Function.apply` finds what applies it by the order of base classes, also where it was bound
-    before; so that base class is given another one.
+    Up to torch 2.14 `Function.apply` finds what applies it by the order of base classes, also where
+    it was bound before; so that base class is given another one. From 2.15 on `Function.apply` is
+    that itself and is replaced. Of a function that was bound before (`f = F.apply`) all that is
+    seen there is that its forward is looked up: `unseen` is called with its class.
     """
     own = threading.get_ident()
+    owner: Any = torch.autograd.Function if _APPLIES_ITSELF else _SingleLevelFunction
+    original = vars(owner).get("apply")
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        applied = super(_SingleLevelFunction, cls).apply
+        if original is not None:
+            applied = original.__get__(None, cls)
+        else:
+            applied = super(_SingleLevelFunction, cls).apply
         if threading.get_ident() != own or not is_tracing():
             return applied(*args, **kwargs)
-        return handler(cls, applied, args, kwargs)
+        with handling():
+            return handler(cls, applied, args, kwargs)
 
-    with _one_at_a_time:
-        _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    depth = [0]
+
+    @contextmanager
+    def handling() -> Iterator[None]:
+        depth[0] += 1
         try:
             yield
         finally:
-            delattr(_SingleLevelFunction, "apply")
+            depth[0] -= 1
+
+    def looked_up(cls: Any, name: str) -> Any:
+        if name == "forward" and not depth[0] and threading.get_ident() == own and is_tracing():
+            with handling():
+                unseen(cls)
+        return type.__getattribute__(cls, name)
+
+    with _one_at_a_time:
+        owner.apply = classmethod(apply)
+        if _APPLIES_ITSELF:
+            FunctionMeta.__getattribute__ = looked_up  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if _APPLIES_ITSELF:
+                del FunctionMeta.__getattribute__
+            if original is None:
+                delattr(owner, "apply")
+            else:
+                owner.apply = original
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class FunctionRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """While active, functions that this thread traces are recorded."""
-        with _private.functions_handled_by(self._record):
+        with _private.functions_handled_by(self._record, self._unseen):
             yield
 
     def restore(self, traced: fx.GraphModule) -> None:
@@ -88,6 +88,13 @@ class FunctionRecorder:
         except LostGradientError as refusal:
             self.refusal = self.refusal or refusal
             raise
+
+    def _unseen(self, cls: Any) -> None:
+        if _private.is_function(cls):
+            self.refusal = self.refusal or _refusal(
+                cls, "was bound before it is called (`f = F.apply`)", "write F.apply(…) in forward"
+            )
+            raise self.refusal
 
     def _kept(self, cls: Any, apply: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_function(cls)
