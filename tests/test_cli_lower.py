@@ -100,9 +100,9 @@ def test_what_fails_is_named_and_the_status_is_1() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("lower nothing.pt --out kernels", "nothing.pt: No such file"),
+        ("lower nothing.pt --out kernels", "nothing.pt cannot be read: No such file"),
         ("lower text.pt --out kernels", "does not hold a graph"),
-        ("lower step.pt --out text.pt", "text.pt: File exists"),
+        ("lower step.pt --out text.pt", "text.pt cannot be made: File exists"),
         ("lower step.pt --out kernels --target cuda:91", "there is no target 'cuda:91'; known are"),
         ("lower step.pt --out kernels --target rocm", "there is no target 'rocm'; known are"),
         ("lower step.pt --out kernels --min-ops 0", "--min-ops"),

@@ -209,8 +209,10 @@ def test_replicas_train_as_one_process(four_ranks: gloo.Pool, lower: str | None)
     """The mean of the means of microbatches is the mean over the batch, up to rounding.
 
     The gradients of the first step differ by rounding alone. AdamW divides each by its size, so
-    that of a gradient near zero the rounding may decide; later steps are compared by the loss.
+    that of a gradient near zero the rounding may decide, and compiled code rounds otherwise; later
+    steps are compared by the loss.
     """
+    tolerance = 1e-2 if lower is None else 3e-2
     how = {"pipeline": SMALL_BUCKETS, "lower": lower}
     ranks = four_ranks.run(train_replica, "gpt", "1f1b", how)
     losses, gradients, state = one_process()
@@ -218,7 +220,7 @@ def test_replicas_train_as_one_process(four_ranks: gloo.Pool, lower: str | None)
         for name, gradient in first[0].items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
         for name, value in states.items():
-            assert float((value - state[name]).norm() / state[name].norm()) < 1e-2, name
+            assert float((value - state[name]).norm() / state[name].norm()) < tolerance, name
     averaged = [(a + b) / 2 for a, b in zip(ranks[1][2], ranks[3][2], strict=True)]
     torch.testing.assert_close(averaged, losses, rtol=1e-3, atol=1e-4)
     assert averaged[-1] < averaged[0]

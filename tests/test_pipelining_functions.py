@@ -49,7 +49,8 @@ class Sign(Function):
         return g[0]
 
 
-sign: Callable[[Tensor], Tensor] = Sign.apply  # bound before anything is exported
+def sign(x: Tensor) -> Tensor:
+    return Sign.apply(x)
 
 
 class Several(Function):

@@ -31,6 +31,8 @@ from graphopt.verify.terms import (
 from graphopt.verify.traits import traits_of
 
 _ELEMENTWISE = ("all_reduce", "broadcast")
+_LARGEST_PADDING = 64
+"""Bytes to which members of a bucket are aligned."""
 
 
 class NotDecidedError(Exception):
@@ -273,6 +275,7 @@ class _Evaluator:
         first, sent = next(iter(arguments.items()))
         options = canonical({name: v for name, v in arguments.items() if name != first})
         kind = (reduction, options)
+        self._refuse_constants(node, sent)
         self._count(kind, sent)
         fake = node.meta["val"]
         if reduction in _ELEMENTWISE and self._is_static(sent):
@@ -285,6 +288,15 @@ class _Evaluator:
     def _is_static(self, sent: Any) -> bool:
         values = sent if isinstance(sent, tuple) else (sent,)
         return all(isinstance(value, TensorValue) and value.is_static for value in values)
+
+    def _refuse_constants(self, node: fx.Node, sent: Any) -> None:
+        """Padding apart, what a rank sends is met by other ranks' values of the same place, which a
+        constant does not name: that of an unused parameter, say."""
+        for value in sent if isinstance(sent, tuple) else (sent,):
+            for segment in value.segments if isinstance(value, TensorValue) else ():
+                nbytes = segment.length * value.dtype.itemsize
+                if self._terms[segment.term].uniform and nbytes >= _LARGEST_PADDING:
+                    raise NotDecidedError("it sends a constant", node)
 
     def _count(self, kind: Any, sent: Any) -> None:
         for value in sent if isinstance(sent, tuple) else (sent,):
