@@ -16,6 +16,8 @@ from graphopt.tracing.compare import fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import Inputs, InputSpec, Storage, collect
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import Group
 from graphopt.tracing.signature import Live, Signature, View
 from graphopt.tracing.trace import Communication, RawTrace, trace
@@ -32,6 +34,7 @@ class CapturedStep:
         signature: how results become the return value, gradients and new optimizer state.
         live: where the values of `inputs` are found.
         fingerprint: of everything outside the optimizers; see `compare.fingerprint`.
+        outside: what the step read outside its arguments.
     """
 
     graph_module: fx.GraphModule
@@ -39,6 +42,7 @@ class CapturedStep:
     signature: Signature
     live: Inputs
     fingerprint: str
+    outside: Record
 
 
 def finish(
@@ -58,8 +62,9 @@ def finish(
     """
     kinds = list(inputs.kinds_and_names(call))
     mark = fingerprint(raw.graph_module, kinds)
-    if mark not in settled:
-        raw = _settled(raw, lambda: trace(call, inputs, communication), call)
+    outside = raw.outside
+    if mark not in settled or outside.changed is not None:
+        raw, outside = _settled(raw, lambda: trace(call, inputs, communication), call)
     functional = functionalize(raw)
     _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)
@@ -69,22 +74,27 @@ def finish(
     )
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
-    return CapturedStep(functional.graph_module, specs, raw.signature, inputs, mark)
+    return CapturedStep(
+        functional.graph_module, specs, raw.signature, inputs, mark, outside
+    )
 
 
-def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> RawTrace:
-    """A trace that the next one repeats.
+def _settled(
+    raw: RawTrace, retrace: Callable[[], RawTrace], call: Call
+) -> tuple[RawTrace, Record]:
+    """A trace that the next one repeats, and what that one has read outside the arguments.
 
     The first one may differ alone: fake tensors see by then that an operator returns one tensor
     twice, which they do not when they answer from their cache.
     """
     second = retrace()
     if first_difference(raw.graph_module, second.graph_module) is None:
-        return raw
+        return raw, unchanged(second.outside)
     third = retrace()
     difference = first_difference(second.graph_module, third.graph_module)
     if difference is None:
-        return second
+        return second, unchanged(third.outside)
+    unchanged(third.outside)
     raise CaptureError(
         f"two traces of it differ ({difference.what}): it reads something that changes between"
         " calls, which would be baked in",

@@ -20,6 +20,8 @@ from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.numbers import holds
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
+from graphopt.tracing.outside.guard import OutsideGuard
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.signature import AttributeResult
 from graphopt.tracing.snapshot import Snapshot, body_of, is_body
 from graphopt.watching import unwatched
@@ -34,11 +36,13 @@ class Guards:
         inputs: Inputs,
         mode: tuple[Any, ...],
         attributes: Sequence[AttributeResult] = (),
+        outside: Record | None = None,
     ) -> None:
         assigned: dict[int, set[str]] = {}
         for result in attributes:
             assigned.setdefault(id(result.attributes), set()).add(result.name)
         self.mode = mode
+        self.outside = None if outside is None else OutsideGuard(outside)
         self.environment = environment()
         self.treespec = call.treespec
         self.modules = ModuleGuards(
@@ -77,6 +81,8 @@ class Guards:
 
     def alive(self) -> bool:
         """Whether the modules still exist."""
+        if self.outside is not None and not self.outside.alive:
+            return False
         return all(root() is not None for root, _ in self.roots)
 
     def structure_mismatch(self, call: Call, mode: tuple[Any, ...]) -> str | None:
@@ -107,6 +113,9 @@ class Guards:
         for value, position in zip(self.constants, call.constants, strict=True):
             if not same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
+        if self.outside is not None:
+            for change in self.outside.mismatches():
+                return change
         reason = self._refresh_states(call)
         if reason is not None:
             return reason

@@ -24,6 +24,8 @@ from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.numbers import ScheduledFloat
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.steps import observed_step, record_for
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.signature import (
     ResultCollector,
@@ -59,12 +61,14 @@ class RawTrace:
 
     Attributes:
         used: parameters whose gradients were averaged here, in the order they were ready.
+        outside: what the step read outside its arguments.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     fakes: list[torch.Tensor]
     used: tuple[str, ...]
+    outside: Record
 
 
 def trace(call: Call, inputs: Inputs, communication: Communication | None) -> RawTrace:
@@ -107,7 +111,7 @@ def _attempt(
         drawn = generators.advanced()
     assert run.signature is not None
     _refuse_kept(run.made, fakes, call)
-    return RawTrace(graph_module, run.signature, fakes, run.used), drawn
+    return RawTrace(graph_module, run.signature, fakes, run.used, run.outside), drawn
 
 
 def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
@@ -134,6 +138,7 @@ class _StepRun:
         self.made = Made()
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
+        self.outside = record_for(call)
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
         tracer = _compat.current_tracer()
@@ -202,7 +207,8 @@ class _StepRun:
                 stack.enter_context(averager.watching())
                 stack.enter_context(self._buffers_broadcast())
             stack.enter_context(Redirect(traced, self.tagger, reduce, self.made))
-            returned = self.call.fn(*args, **kwargs)
+            with observed_step(self.call, self.outside):
+                returned = self.call.fn(*args, **kwargs)
         reduce()
         return returned, stepped
 
