@@ -16,6 +16,7 @@ from graphopt.tracing.compare import fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import Inputs, InputSpec, Storage, collect
+from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import Group
@@ -34,7 +35,7 @@ class CapturedStep:
         signature: how results become the return value, gradients and new optimizer state.
         live: where the values of `inputs` are found.
         fingerprint: of everything outside the optimizers; see `compare.fingerprint`.
-        outside: what the step read outside its arguments.
+        outside: holds what the step read outside its arguments.
     """
 
     graph_module: fx.GraphModule
@@ -42,7 +43,7 @@ class CapturedStep:
     signature: Signature
     live: Inputs
     fingerprint: str
-    outside: Record
+    outside: OutsideGuard
 
 
 def finish(
@@ -65,6 +66,7 @@ def finish(
     outside = raw.outside
     if mark not in settled or outside.changed is not None:
         raw, outside = _settled(raw, lambda: trace(call, inputs, communication), call)
+    call.existing = None
     functional = functionalize(raw)
     _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)
@@ -75,7 +77,7 @@ def finish(
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
     return CapturedStep(
-        functional.graph_module, specs, raw.signature, inputs, mark, outside
+        functional.graph_module, specs, raw.signature, inputs, mark, OutsideGuard(outside)
     )
 
 

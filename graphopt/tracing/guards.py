@@ -21,7 +21,6 @@ from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.numbers import holds
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
 from graphopt.tracing.outside.guard import OutsideGuard
-from graphopt.tracing.outside.record import Record
 from graphopt.tracing.signature import AttributeResult
 from graphopt.tracing.snapshot import Snapshot, body_of, is_body
 from graphopt.watching import unwatched
@@ -36,13 +35,13 @@ class Guards:
         inputs: Inputs,
         mode: tuple[Any, ...],
         attributes: Sequence[AttributeResult] = (),
-        outside: Record | None = None,
+        outside: OutsideGuard | None = None,
     ) -> None:
         assigned: dict[int, set[str]] = {}
         for result in attributes:
             assigned.setdefault(id(result.attributes), set()).add(result.name)
         self.mode = mode
-        self.outside = None if outside is None else OutsideGuard(outside)
+        self.outside = outside
         self.environment = environment()
         self.treespec = call.treespec
         self.modules = ModuleGuards(

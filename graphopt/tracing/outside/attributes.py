@@ -38,6 +38,29 @@ def read_method(record: Record, owner: type, name: str, line: SourceLine) -> Non
     _of_class(record, owner, name, f"{owner.__name__}.{name}", line)
 
 
+def read_class(record: Record, value: Any, path: str, line: SourceLine) -> None:
+    """The step asks for the class of an object, which some classes allow to change."""
+    attributes = attributes_of(value)
+    if type(value).__flags__ & _MUTABLE and record.is_outside(value):
+        if attributes is None or not record.is_own(attributes):
+            record.read(Place("type", value), f"the class of {path}", line)
+
+
+def read_function(record: Record, function: types.FunctionType, line: SourceLine) -> None:
+    """The step runs a function: its code, default arguments and closure."""
+    if not record.is_outside(function):
+        return
+    name = function.__qualname__
+    for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
+        record.read(Place("attribute", function, attribute), f"{name}.{attribute}", line)
+    for number, value in enumerate(function.__defaults__ or ()):
+        record.reached(value, f"{name}.__defaults__[{number}]")
+    if function.__kwdefaults__ is not None:
+        record.contents(function.__kwdefaults__, f"{name}.__kwdefaults__", line, depth=1)
+    for cell in function.__closure__ or ():
+        record.owned(cell, function)
+
+
 def attribute_place(value: Any, name: str) -> Place | None:
     """Where `value.name = …` writes to; None where that is code of its own."""
     if isinstance(value, type):
@@ -60,6 +83,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLine) -> None:
     owner = type(value)
+    read_class(record, value, path.removesuffix(f".{name}"), line)
     found = _of_class(record, owner, name, f"{owner.__name__}.{name}", line)
     if found is not None and _is_data(found):
         _of_descriptor(record, value, found, name, path, line)
@@ -69,9 +93,8 @@ def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLin
         return
     if not isinstance(value, (types.ModuleType, types.FunctionType)):
         record.owned(attributes, value)
-    if name in attributes or found is not None or isinstance(value, types.ModuleType):
-        record.read(Place("item", attributes, name), path, line)
-    else:
+    record.read(Place("item", attributes, name), path, line)
+    if name not in attributes and found is None:
         _registered(record, value, name, path)
 
 

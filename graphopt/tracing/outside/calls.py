@@ -15,6 +15,8 @@ from graphopt.tracing.outside.attributes import (
     attribute_place,
     attributes_of,
     read_attribute,
+    read_class,
+    read_function,
     read_method,
 )
 from graphopt.tracing.outside.places import Place, is_value
@@ -28,6 +30,8 @@ _CHANGING = frozenset(
 )  # fmt: skip
 _BY_KEY = frozenset({"get", "__getitem__"})
 _IDENTITY = frozenset({id, type, isinstance, issubclass, callable, super, print, hash})
+_CLASS = frozenset({isinstance, type})
+_PICKLING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 _READING_OBJECTS = (vars, dir)
 
 
@@ -41,7 +45,7 @@ class Calls:
         """The step calls `callee`; `args` are its positional and keyword values."""
         if isinstance(callee, types.MethodType):
             self._method(callee)
-            return
+            callee, args = callee.__func__, [callee.__self__, *args]
         if isinstance(callee, (types.BuiltinMethodType, types.MethodWrapperType)):
             bound = callee.__self__
             if bound is not None and not isinstance(bound, types.ModuleType):
@@ -52,6 +56,7 @@ class Calls:
                 self._on(callee.__name__, args[0], args[1:], line)
             return
         if isinstance(callee, types.FunctionType):
+            read_function(self._record, callee, line)
             if is_untraced(callee):
                 self._all(args, line)
         elif isinstance(callee, functools.partial):
@@ -63,6 +68,8 @@ class Calls:
 
     def _builtin(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
         record = self._record
+        if callee in _CLASS and args:
+            read_class(record, args[0], record.path(args[0], type(args[0]).__name__), line)
         if callee in _IDENTITY or not args:
             return
         if callee in (getattr, hasattr) and isinstance(args[1], str):
@@ -100,6 +107,8 @@ class Calls:
             record.read(Place("attribute", _Variable(bound), "value"), f"{path}.get()", line)
         elif name == "__next__":
             self._advance(bound, line)
+        elif name in _PICKLING:
+            self._attributes(bound, line)
         elif isinstance(bound, (operator.attrgetter, operator.itemgetter)):
             self._object(bound, args, line)
         elif not is_container(bound):

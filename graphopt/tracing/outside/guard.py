@@ -8,8 +8,9 @@ places looked at one by one, equal numbers told from others, and the path of a c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter, contains, getitem, is_
+from collections.abc import Callable, Iterator, Sequence
+from operator import contains, getitem, is_
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,53 +19,50 @@ from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
 from graphopt.tracing.outside.record import Record
 
-_CONTENTS = attrgetter("cell_contents")
-
-
 class OutsideGuard:
     """Holds what a record holds. Neither the objects read nor their owners are kept alive by it:
     where one of them is gone, so is all that the guard has, and it never fits again."""
 
     def __init__(self, record: Record) -> None:
-        self._reads = [_settled(read) for read in record.reads.values()]
-        self.modules = ModuleGuards(
-            (name, module, _assigned(record, module)) for name, module in record.modules.values()
-        )
         self.alive = True
         drop = _Drop(self)
-        self._owners = [
-            weakref.ref(owner(), drop)
-            for owner in {read.owner for read in self._reads if read.owner is not None}
-            if owner() is not None
-        ]
-        self._owners += [weakref.ref(module, drop) for _, module in record.modules.values()]
-        self._values = [_Held(read.value) for read in self._reads]
+        reads = [_settled(read) for read in record.reads.values()]
+        modules = record.modules.values()
+        owners = {id(read.owner): read.owner() for read in reads if read.owner is not None}
+        self._owners = [weakref.ref(owner, drop) for owner in owners.values() if owner is not None]
+        self._owners += [weakref.ref(module, drop) for _, module in modules]
+        self._entries = [_Entry(read, drop) for read in reads]
+        self._modules = ModuleGuards((name, each, _assigned(record, each)) for name, each in modules)
         self._sweeps = self._prepared()
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def mismatches(self) -> Iterator[str]:
         """What has changed: the path to it, the values, and the line that read it."""
         if not self.alive:
             yield "an object that it read is gone"
             return
-        yield from self.modules.mismatches()
+        yield from self._modules.mismatches()
         if all(sweep() for sweep in self._sweeps):
             return
-        changes = list(filter(None, map(_change, self._reads, self._values)))
-        if not changes:  # equal values in other objects: those are looked for from now on
-            self._values = [_Held(read.place.now()) for read in self._reads]
+        changes = [entry.change() for entry in self._entries]
+        if not any(changes):  # equal values in other objects: those are looked for from now on
+            for entry in self._entries:
+                entry.refresh()
             self._sweeps = self._prepared()
-        yield from changes
+        yield from filter(None, changes)
 
     def drop(self) -> None:
         """Let go of everything."""
         self.alive = False
-        self._reads, self._values, self._sweeps, self._owners = [], [], [], []
-        self.modules = ModuleGuards(())
+        self._entries, self._sweeps, self._owners = [], [], []
+        self._modules = ModuleGuards(())
 
     def _prepared(self) -> list[Callable[[], bool]]:
-        by_kind: dict[str, list[tuple[Read, _Held]]] = {}
-        for read, value in zip(self._reads, self._values, strict=True):
-            by_kind.setdefault(_sweep_of(read, value), []).append((read, value))
+        by_kind: dict[str, list[_Entry]] = {}
+        for entry in self._entries:
+            by_kind.setdefault(_sweep_of(entry), []).append(entry)
         return [_SWEEPS[kind](entries) for kind, entries in by_kind.items()]
 
 
@@ -81,29 +79,48 @@ class _Drop:
 
 
 class _Held:
-    """A value to compare with, kept alive only where nothing else could tell it from another."""
+    """An object, kept alive only where it has to be: values, classes, containers."""
 
-    __slots__ = ("_weak", "_value")
+    __slots__ = ("stored", "weak")
 
-    def __init__(self, value: Any) -> None:
-        self._value, self._weak = value, False
-        if not is_value(value) and not isinstance(value, type):
-            try:
-                self._value, self._weak = weakref.ref(value), True
-            except TypeError:
-                return
-
-    @property
-    def weak(self) -> bool:
-        return self._weak
-
-    @property
-    def stored(self) -> Any:
-        """The value, or the weak reference to it."""
-        return self._value
+    def __init__(self, value: Any, gone: Callable[[Any], None] | None = None) -> None:
+        self.stored, self.weak = value, False
+        if is_value(value) or isinstance(value, (type, ModuleType)):
+            return
+        try:
+            self.stored, self.weak = weakref.ref(value, gone), True
+        except TypeError:
+            return
 
     def get(self) -> Any:
-        return self._value() if self._weak else self._value
+        return self.stored() if self.weak else self.stored
+
+
+class _Entry:
+    """A place with the value it has to have."""
+
+    def __init__(self, read: Read, gone: Callable[[Any], None]) -> None:
+        self.kind, self.key, self.path, self.line = (
+            read.place.kind,
+            read.place.key,
+            read.path,
+            read.line,
+        )
+        self.holder = _Held(read.place.holder, gone)
+        self.value = _Held(read.value)
+
+    def now(self) -> Any:
+        return Place(self.kind, self.holder.get(), self.key).now()
+
+    def refresh(self) -> None:
+        self.value = _Held(self.now())
+
+    def change(self) -> str | None:
+        now, before = self.now(), self.value.get()
+        if same(now, before):
+            return None
+        line = f"{self.line.file}:{self.line.line}"
+        return f"{self.path}: {shown(before)} -> {shown(now)}, read at {line}"
 
 
 def _settled(read: Read) -> Read:
@@ -115,13 +132,6 @@ def _settled(read: Read) -> Read:
 
 def _assigned(record: Record, module: torch.nn.Module) -> set[str]:
     return {key for key in vars(module) if record.has_written(vars(module), key)}
-
-
-def _change(read: Read, held: _Held) -> str | None:
-    now, before = read.place.now(), held.get()
-    if same(now, before):
-        return None
-    return f"{read.path}: {shown(before)} -> {shown(now)}, read at {read.line.file}:{read.line.line}"
 
 
 def shown(value: Any) -> str:
@@ -137,18 +147,17 @@ def shown(value: Any) -> str:
 
 # ---------------------------------------------------------------------------- sweeps
 
-Entries = Iterable[tuple[Read, _Held]]
+Entries = Sequence[_Entry]
 
 
-def _sweep_of(read: Read, value: _Held) -> str:
-    kind = read.place.kind
-    if kind in ("item", "class"):
-        if read.value is MISSING:
-            return "slow" if isinstance(read.place.holder, (list, tuple)) else "missing"
-        return "weak item" if value.weak else "item"
-    if kind in ("has", "size"):
-        return kind
-    return "weak" if value.weak and kind in ("attribute", "cell") else "slow"
+def _sweep_of(entry: _Entry) -> str:
+    if entry.kind in ("item", "class"):
+        if entry.value.stored is MISSING:
+            return "slow" if isinstance(entry.holder.get(), (list, tuple)) else "missing"
+        return "weak item" if entry.value.weak else "item"
+    if entry.kind == "attribute" and entry.holder.weak and not entry.value.weak:
+        return "attribute"
+    return entry.kind if entry.kind in ("has", "size", "type") else "slow"
 
 
 def _items(entries: Entries) -> Callable[[], bool]:
@@ -190,28 +199,36 @@ def _sizes(entries: Entries) -> Callable[[], bool]:
     return lambda: list(map(len, holders)) == values
 
 
-def _weak_others(entries: Entries) -> Callable[[], bool]:
-    places = [read.place for read, _ in entries]
-    references = [held.stored for _, held in entries]
-    return lambda: all(p.now() is each() for p, each in zip(places, references, strict=True))
+def _types(entries: Entries) -> Callable[[], bool]:
+    holders = [entry.holder.get for entry in entries]
+    values = [entry.value.stored for entry in entries]
+    return lambda: [type(holder()) for holder in holders] == values
+
+
+def _attributes(entries: Entries) -> Callable[[], bool]:
+    references, names = [e.holder.stored for e in entries], [e.key for e in entries]
+    values = [entry.value.stored for entry in entries]
+
+    def hold() -> bool:
+        try:
+            holders = [each() for each in references]
+            return all(map(is_, map(getattr, holders, names), values))
+        except AttributeError:
+            return False
+
+    return hold
 
 
 def _others(entries: Entries) -> Callable[[], bool]:
-    places = [read.place for read, _ in entries]
-    values = [held.stored for _, held in entries]
-    return lambda: all(same(p.now(), value) for p, value in zip(places, values, strict=True))
-
-
-def _table(place: Place) -> Any:
-    return vars(place.holder) if place.kind == "class" else place.holder
+    return lambda: all(same(entry.now(), entry.value.get()) for entry in entries)
 
 
 def _columns(entries: Entries) -> tuple[list[Any], list[Any], list[Any]]:
-    entries = list(entries)
+    holders = [entry.holder.get() for entry in entries]
     return (
-        [_table(read.place) for read, _ in entries],
-        [read.place.key for read, _ in entries],
-        [held.stored for _, held in entries],
+        [vars(h) if e.kind == "class" else h for h, e in zip(holders, entries, strict=True)],
+        [entry.key for entry in entries],
+        [entry.value.stored for entry in entries],
     )
 
 
@@ -221,6 +238,7 @@ _SWEEPS: dict[str, Callable[[Entries], Callable[[], bool]]] = {
     "missing": _missing,
     "has": _has,
     "size": _sizes,
-    "weak": _weak_others,
+    "type": _types,
+    "attribute": _attributes,
     "slow": _others,
 }

@@ -20,10 +20,9 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt._compat import frames
-from graphopt.tracing.outside.attributes import read_method
+from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions, Step, steps_of
-from graphopt.tracing.outside.places import Place
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import SourceLine, is_library_file
 
@@ -37,7 +36,6 @@ _INTERNAL = frozenset({"sympy", "mpmath", "numpy", "triton", "networkx"})
 """Libraries that torch uses while it traces."""
 
 _OF_TORCH = ("torch/optim/lr_scheduler.py", "torch/optim/swa_utils.py", "torch/amp/grad_scaler.py")
-_ATTRIBUTES = ("__code__", "__defaults__", "__kwdefaults__")
 _MODULE_CALL = _compat.module_call_code()
 
 
@@ -50,6 +48,8 @@ def is_observed(filename: str) -> bool:
         return True
     path = Path(filename)
     name = path.parent.name if path.stem == "__init__" else path.stem
+    if filename.startswith("<frozen "):
+        name = filename.removeprefix("<frozen ").removesuffix(">")
     return name in _READ_THROUGH and not {"torch", "graphopt"} & set(path.parts)
 
 
@@ -89,18 +89,14 @@ class Observer:
             path = self.record.path(module, type(module).__name__)
             for name, child in module.named_modules(prefix=path):
                 self.record.modules.setdefault(id(child), (name, child))
-                read_method(self.record, type(child), "forward", _line(frame_of_caller()))
+                read_method(self.record, type(child), "forward", _line(sys._getframe(2)))
 
     def _function(self, frame: FrameType) -> None:
         """Which function it is, with which default arguments, and where Python found it."""
         function = frames.Operands(frame, -1).function
-        record, line = self.record, _line(frame)
-        if isinstance(function, FunctionType) and record.is_outside(function):
-            for name in _ATTRIBUTES:
-                path = f"{function.__qualname__}.{name}"
-                record.read(Place("attribute", function, name), path, line)
-            for cell in function.__closure__ or ():
-                record.owned(cell, function)
+        line = _line(frame)
+        if isinstance(function, FunctionType):
+            read_function(self.record, function, line)
         code = frame.f_code
         if code.co_argcount:
             self._method(frame.f_locals.get(code.co_varnames[0]), code, line)
@@ -113,10 +109,6 @@ class Observer:
             if getattr(found, "__code__", None) is code:
                 read_method(self.record, owner, code.co_name, line)
                 return
-
-
-def frame_of_caller() -> FrameType:
-    return sys._getframe(2)
 
 
 def _called_by_user(frame: FrameType) -> bool:

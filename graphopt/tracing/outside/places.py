@@ -25,7 +25,7 @@ class Place:
 
     Attributes:
         kind: "item" of a dictionary or sequence; "class", what it has for a name; "has", whether it is there; "attribute" that `getattr` finds;
-            "size"; "keys" of a dictionary in order; "cell" of a closure; "whole" contents.
+            "type" of an object; "size"; "keys" of a dictionary in order; "cell" of a closure; "whole" contents.
     """
 
     kind: str
@@ -61,6 +61,7 @@ _READERS: Mapping[str, Any] = {
     "item": lambda holder, key: holder[key],
     "attribute": getattr,
     "has": lambda holder, key: key in holder,
+    "type": lambda holder, key: type(holder),
     "size": lambda holder, key: len(holder),
     "keys": lambda holder, key: tuple(holder),
     "cell": _cell,

@@ -20,6 +20,15 @@ _WHOLE = 1000
 _WHOLE_BYTES = 1 << 16
 
 
+class Existing:
+    """All objects that exist now; kept alive, so that no other gets the identity of one of them."""
+
+    def __init__(self) -> None:
+        with frozen_objects_seen():
+            self._objects = gc.get_objects()
+        self.identities = set(map(id, self._objects))
+
+
 class Record:
     """What one trace read outside, and what it wrote there.
 
@@ -28,14 +37,13 @@ class Record:
     outside one, and the step has changed it.
 
     Args:
+        before: what existed before the step.
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
     """
 
-    def __init__(self, own: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, before: Existing, own: Iterable[dict[str, Any]]) -> None:
         self._own = {id(table) for table in own}
-        with frozen_objects_seen():
-            self._existing = gc.get_objects()  # kept alive, so that no identity is used again
-        self._before = set(map(id, self._existing))
+        self._before = before.identities
         self._paths: dict[int, tuple[Any, str]] = {}
         self._owners: dict[int, weakref.ref[Any]] = {}
         self._written: set[tuple[Any, ...]] = set()
@@ -52,8 +60,7 @@ class Record:
     def finish(self) -> None:
         """The step is over: look for what it changed, let go of what only observing needs."""
         self.changed = self._changed()
-        self._existing.clear()
-        self._before.clear()
+        self._before = set()
         self._paths.clear()
 
     # ------------------------------------------------------------------ objects

@@ -12,7 +12,7 @@ from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import Read
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import Existing, Record
 from graphopt.tracing.source import SourceLine
 
 _HINT = (
@@ -23,11 +23,12 @@ _HINT = (
 
 def record_for(call: Call) -> Record:
     """An empty record of a step. Made before anything has stand-ins."""
+    call.existing = call.existing or Existing()
     own: list[dict[str, Any]] = []
     for _, module in call.named_submodules():
         own += [vars(module), module._parameters, module._buffers, module._modules]
     own += [vars(optimizer) for optimizer in call.optimizer_objects()]
-    return Record(own)
+    return Record(call.existing, own)
 
 
 @contextmanager
