@@ -210,9 +210,7 @@ class TrainStep:
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
         self._finishing.finish(module, once=_creates_state(call, captured))
-        guards = Guards(
-            call, captured.live, mode, captured.signature.attributes, captured.outside
-        )
+        guards = Guards(call, captured.live, mode, captured.signature.attributes, captured.outside)
         self._captured += 1
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
         self._entries.insert(0, entry)

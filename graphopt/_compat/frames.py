@@ -16,6 +16,7 @@ import ctypes
 import dis
 import sys
 from functools import lru_cache
+from itertools import pairwise
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -75,10 +76,9 @@ def can_read(frame: FrameType) -> bool:
         return _word(address + 4 * _WORD) == id(frame.f_code)
     inner = _word(address + 3 * _WORD)
     code, namespace = (4, 1) if _VERSION == (3, 11) else (0, 3)
-    return (
-        _word(inner + code * _WORD) == id(frame.f_code)
-        and _word(inner + namespace * _WORD) == id(frame.f_globals)
-    )
+    return _word(inner + code * _WORD) == id(frame.f_code) and _word(
+        inner + namespace * _WORD
+    ) == id(frame.f_globals)
 
 
 def _word(address: int) -> int:
@@ -109,7 +109,7 @@ def _variables(code: CodeType) -> int:
 def _depths(code: CodeType) -> dict[int, int]:
     """Depth of the stack before each instruction, by its offset."""
     instructions = list(dis.get_instructions(code))
-    following = {a.offset: b.offset for a, b in zip(instructions, instructions[1:], strict=False)}
+    following = {a.offset: b.offset for a, b in pairwise(instructions)}
     by_offset = {instruction.offset: instruction for instruction in instructions}
     handlers = _handlers(code)
     depths: dict[int, int] = {}

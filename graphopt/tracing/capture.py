@@ -81,9 +81,7 @@ def finish(
     )
 
 
-def _settled(
-    raw: RawTrace, retrace: Callable[[], RawTrace], call: Call
-) -> tuple[RawTrace, Record]:
+def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> tuple[RawTrace, Record]:
     """A trace that the next one repeats, and what that one has read outside the arguments.
 
     The first one may differ alone: fake tensors see by then that an operator returns one tensor

@@ -206,9 +206,7 @@ _OF_OPTIMIZERS = frozenset({"param_groups", "state", "defaults", "_opt_called", 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Attributes of an optimizer, its hooks and functions that stand for its methods included."""
     return {
-        key: _identity(value)
-        for key, value in vars(optimizer).items()
-        if key not in _OF_OPTIMIZERS
+        key: _identity(value) for key, value in vars(optimizer).items() if key not in _OF_OPTIMIZERS
     }
 
 

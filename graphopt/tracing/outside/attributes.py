@@ -41,9 +41,10 @@ def read_method(record: Record, owner: type, name: str, line: SourceLine) -> Non
 def read_class(record: Record, value: Any, path: str, line: SourceLine) -> None:
     """The step asks for the class of an object, which some classes allow to change."""
     attributes = attributes_of(value)
-    if type(value).__flags__ & _MUTABLE and record.is_outside(value):
-        if attributes is None or not record.is_own(attributes):
-            record.read(Place("type", value), f"the class of {path}", line)
+    if not type(value).__flags__ & _MUTABLE or not record.is_outside(value):
+        return
+    if attributes is None or not record.is_own(attributes):
+        record.read(Place("type", value), f"the class of {path}", line)
 
 
 def read_function(record: Record, function: types.FunctionType, line: SourceLine) -> None:
@@ -123,7 +124,7 @@ def _of_type(record: Record, value: type, name: str, path: str, line: SourceLine
         _of_class(record, type(value), name, path, line)
 
 
-def _of_super(record: Record, value: super, name: str, line: SourceLine) -> None:
+def _of_super(record: Record, value: Any, name: str, line: SourceLine) -> None:
     mro = value.__self_class__.__mro__
     following = mro[mro.index(value.__thisclass__) + 1 :]
     _in_classes(record, following, name, f"super().{name}", line)

@@ -159,7 +159,9 @@ class Calls:
             self._record.reached(callee.__self__, f"{path}.__self__")
             self._record.reached(callee.__func__, path)
 
-    def _partial(self, callee: functools.partial[Any], args: Sequence[Any], line: SourceLine) -> None:
+    def _partial(
+        self, callee: functools.partial[Any], args: Sequence[Any], line: SourceLine
+    ) -> None:
         record = self._record
         if record.is_outside(callee):
             path = record.path(callee, "partial")

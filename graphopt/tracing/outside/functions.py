@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 from functools import lru_cache
+from itertools import pairwise
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -40,7 +41,7 @@ def _names(code: CodeType) -> tuple[tuple[str, str | None], ...]:
         return ()
     found: dict[tuple[str, str | None], Any] = {}
     instructions = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
-    for load, after in zip(instructions, instructions[1:], strict=False):
+    for load, after in pairwise(instructions):
         if load.opname == "LOAD_GLOBAL":
             attribute = after.argval if after.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
             found[load.argval, attribute] = None

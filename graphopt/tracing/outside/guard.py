@@ -19,6 +19,7 @@ from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
 from graphopt.tracing.outside.record import Record
 
+
 class OutsideGuard:
     """Holds what a record holds. Neither the objects read nor their owners are kept alive by it:
     where one of them is gone, so is all that the guard has, and it never fits again."""
@@ -32,7 +33,9 @@ class OutsideGuard:
         self._owners = [weakref.ref(owner, drop) for owner in owners.values() if owner is not None]
         self._owners += [weakref.ref(module, drop) for _, module in modules]
         self._entries = [_Entry(read, drop) for read in reads]
-        self._modules = ModuleGuards((name, each, _assigned(record, each)) for name, each in modules)
+        self._modules = ModuleGuards(
+            (name, each, _assigned(record, each)) for name, each in modules
+        )
         self._sweeps = self._prepared()
 
     def __len__(self) -> int:

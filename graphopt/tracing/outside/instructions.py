@@ -115,7 +115,9 @@ class Instructions:
         if isinstance(cell, CellType) and self._record.is_outside(cell):
             self._record.read(Place("cell", cell), step.name, line)
 
-    def _set_global(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _set_global(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
         self._stored(frame, step, Place("item", frame.f_globals, step.name), frame.f_globals)
 
     def _set_cell(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
@@ -125,7 +127,9 @@ class Instructions:
 
     # ------------------------------------------------------------------ attributes
 
-    def _attribute(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _attribute(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
         value = operands.top(1)
         path = f"{self._record.path(value, _called(frame, value))}.{step.name}"
         read_attribute(self._record, value, step.name, path, line)
@@ -326,6 +330,7 @@ _HANDLERS.update(
     if name.startswith(("POP_JUMP", "JUMP_IF")) and "NONE" not in name
 )
 _HANDLERS.update(
-    (name, "_two") for name in dis.opmap if name.startswith(("BINARY_", "INPLACE_"))
-    and name not in _HANDLERS
+    (name, "_two")
+    for name in dis.opmap
+    if name.startswith(("BINARY_", "INPLACE_")) and name not in _HANDLERS
 )

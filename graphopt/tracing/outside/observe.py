@@ -133,7 +133,7 @@ def _line(frame: FrameType) -> SourceLine:
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """While active, the functions that run in this thread, and in others that begin, are observed."""
+    """While active, functions that run in this thread, and in those that begin, are observed."""
     if not frames.can_read(sys._getframe()):
         yield
     elif sys.version_info >= (3, 12):
@@ -191,13 +191,13 @@ class _Tracer:
 def _traced(observer: Observer) -> Iterator[None]:
     before, before_threads = sys.gettrace(), threading.gettrace()
     tracer = _Tracer(observer, before)
-    threading.settrace(_Tracer(observer, before_threads))  # type: ignore[arg-type]
+    threading.settrace(_Tracer(observer, before_threads))
     sys.settrace(tracer)
     try:
         yield
     finally:
         sys.settrace(before)
-        threading.settrace(before_threads)  # type: ignore[arg-type]
+        threading.settrace(before_threads)
 
 
 # ---------------------------------------------------------------------------- from 3.12 on

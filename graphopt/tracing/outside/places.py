@@ -24,8 +24,9 @@ class Place:
     """One place. `holder` is kept alive.
 
     Attributes:
-        kind: "item" of a dictionary or sequence; "class", what it has for a name; "has", whether it is there; "attribute" that `getattr` finds;
-            "type" of an object; "size"; "keys" of a dictionary in order; "cell" of a closure; "whole" contents.
+        kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
+            has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "keys" of
+            a dictionary in order; "cell" of a closure; "whole" contents.
     """
 
     kind: str

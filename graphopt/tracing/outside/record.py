@@ -104,7 +104,7 @@ class Record:
             return value
         if self._is_derived(place):
             self.counted = self.counted or self._made(place, value, path, line)
-        if identity in self._written or isinstance(value, torch.Tensor) and _compat.is_fake(value):
+        if identity in self._written or _compat.is_fake(value):
             return value
         if value is not MISSING:
             self.reached(value, path)

@@ -56,8 +56,8 @@ def observed_step(call: Call, record: Record) -> Iterator[None]:
     if record.advanced is not None:
         path, line = record.advanced
         raise CaptureError(
-            f"it takes values from an iterator outside its arguments ({path}), which would happen at"
-            " capture only",
+            f"it takes values from an iterator outside its arguments ({path}), which would happen"
+            " at capture only",
             location=str(line),
             hint="take them outside the step, and pass them as arguments",
         )
@@ -77,7 +77,8 @@ def unchanged(record: Record) -> Record:
 def _refuse(read: Read) -> None:
     raise CaptureError(
         f"it reads {read.path} outside its arguments and changes it"
-        f" ({shown(read.value)} became {shown(read.place.now())}), which would happen at capture only",
+        f" ({shown(read.value)} became {shown(read.place.now())}), which would happen at capture"
+        " only",
         location=str(read.line),
         hint=_HINT,
     )
