@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.outside.record import Existing
 
 
 class Call:
@@ -25,7 +24,6 @@ class Call:
         tensors: positions in `leaves` of tensors.
         constants: positions in `leaves` of everything else.
         repeats: positions of modules and optimizers that stand at an earlier position, too.
-        existing: what existed before it was traced; None where it is not being captured.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class Call:
                 seen[id(leaf)] = position
                 (self.modules if isinstance(leaf, nn.Module) else self.optimizers).append(position)
         self._names: list[str] | None = None
-        self.existing: Existing | None = None
 
     @property
     def names(self) -> list[str]:

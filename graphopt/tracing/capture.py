@@ -66,7 +66,6 @@ def finish(
     outside = raw.outside
     if mark not in settled or outside.changed is not None:
         raw, outside = _settled(raw, lambda: trace(call, inputs, communication), call)
-    call.existing = None
     functional = functionalize(raw)
     _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)

@@ -100,8 +100,9 @@ def _attempt(
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode()
     fakes = [_compat.to_fake(mode, value) for value in values]
-    run = _StepRun(call, inputs, communication)
     with ExitStack() as stack:
+        run = _StepRun(call, inputs, communication)
+        stack.callback(run.outside.close)
         stack.enter_context(preserved(call))
         stack.enter_context(explained(call))
         stack.enter_context(_compat.foreach_accepts_fakes())

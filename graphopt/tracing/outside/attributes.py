@@ -59,6 +59,7 @@ def read_function(record: Record, function: types.FunctionType, line: SourceLine
     if function.__kwdefaults__ is not None:
         record.contents(function.__kwdefaults__, f"{name}.__kwdefaults__", line, depth=1)
     for cell in function.__closure__ or ():
+        record.reached(cell, f"{name}.__closure__")
         record.owned(cell, function)
 
 

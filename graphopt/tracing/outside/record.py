@@ -11,22 +11,12 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.collector import frozen_objects_seen
 from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
 from graphopt.tracing.source import SourceLine
 
 _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
 _WHOLE_BYTES = 1 << 16
-
-
-class Existing:
-    """All objects that exist now; kept alive, so that no other gets the identity of one of them."""
-
-    def __init__(self) -> None:
-        with frozen_objects_seen():
-            self._objects = gc.get_objects()
-        self.identities = set(map(id, self._objects))
 
 
 class Record:
@@ -37,13 +27,14 @@ class Record:
     outside one, and the step has changed it.
 
     Args:
-        before: what existed before the step.
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
     """
 
-    def __init__(self, before: Existing, own: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, own: Iterable[dict[str, Any]]) -> None:
         self._own = {id(table) for table in own}
-        self._before = before.identities
+        # Kept alive, so that no other object gets the identity of one of them.
+        self._existing = gc.get_objects()
+        self._before = set(map(id, self._existing))
         self._paths: dict[int, tuple[Any, str]] = {}
         self._owners: dict[int, weakref.ref[Any]] = {}
         self._written: set[tuple[Any, ...]] = set()
@@ -58,16 +49,21 @@ class Record:
         self.pending: list[tuple[Place, str, SourceLine]] | None = None
 
     def finish(self) -> None:
-        """The step is over: look for what it changed, let go of what only observing needs."""
+        """The step is over: look for what it changed."""
         self.changed = self._changed()
-        self._before = set()
+
+    def close(self) -> None:
+        """Let go of what only observing needs, which is nearly everything."""
+        self._existing.clear()
+        self._before.clear()
         self._paths.clear()
 
     # ------------------------------------------------------------------ objects
 
     def is_outside(self, value: Any) -> bool:
         """Whether an object existed before the step."""
-        return id(value) in self._before or id(value) in self._paths
+        known = id(value) in self._before or id(value) in self._paths
+        return known or isinstance(value, type)  # `gc.freeze` hides those of libraries
 
     def is_own(self, table: Any) -> bool:
         return id(table) in self._own

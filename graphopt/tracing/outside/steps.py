@@ -12,7 +12,7 @@ from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import Read
-from graphopt.tracing.outside.record import Existing, Record
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import SourceLine
 
 _HINT = (
@@ -23,12 +23,11 @@ _HINT = (
 
 def record_for(call: Call) -> Record:
     """An empty record of a step. Made before anything has stand-ins."""
-    call.existing = call.existing or Existing()
     own: list[dict[str, Any]] = []
     for _, module in call.named_submodules():
         own += [vars(module), module._parameters, module._buffers, module._modules]
     own += [vars(optimizer) for optimizer in call.optimizer_objects()]
-    return Record(call.existing, own)
+    return Record(own)
 
 
 @contextmanager
@@ -48,6 +47,10 @@ def observed_step(call: Call, record: Record) -> Iterator[None]:
             read_method(record, type(optimizer), name, line)
     for name, module in call.named_submodules():
         record.reached(module, name or "the model")
+    for name, leaf in zip(call.names, call.leaves, strict=True):
+        record.reached(leaf, name)
+    record.reached(call.fn, getattr(call.fn, "__name__", "the step"))
+    record.reached(getattr(call.fn, "__self__", None), "self")
     with observed(Observer(record, set(map(id, modules)))):
         yield
     record.finish()
