@@ -264,17 +264,19 @@ def hook_after_steps(t: Trained) -> None:
 
 
 def hook_all_forwards(t: Trained) -> None:
-    handles.append(torch.nn.modules.module.register_module_forward_hook(lambda m, a, out: out * 2))
+    handles.append(
+        torch.nn.modules.module.register_module_forward_hook(lambda m, a, out: scaled(m, out))
+    )
 
 
 def hook_before_all_forwards(t: Trained) -> None:
     handles.append(
-        torch.nn.modules.module.register_module_forward_pre_hook(lambda m, a: (a[0] * 2,))
+        torch.nn.modules.module.register_module_forward_pre_hook(lambda m, a: (a[0] * 2, *a[1:]))
     )
 
 
 def hook_all_backwards(t: Trained) -> None:
-    handles.append(torch.nn.modules.module.register_module_full_backward_hook(lambda m, a, b: None))
+    handles.append(torch.nn.modules.module.register_module_full_backward_hook(twice_backwards))
 
 
 def hook_all_optimizers(t: Trained) -> None:
@@ -287,6 +289,14 @@ def loss_outside_the_arguments(t: Trained) -> None:
 
 def loss_in_another_mode(t: Trained) -> None:
     CRITERION.eval()
+
+
+def scaled(module: nn.Module, output: Any) -> Any:
+    return output * 2 if isinstance(module, nn.Softplus) else output
+
+
+def twice_backwards(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tuple(None if i is None else i * 2 for i in inputs)
 
 
 handles: list[Any] = []

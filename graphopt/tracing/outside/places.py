@@ -84,7 +84,13 @@ def same(a: Any, b: Any) -> bool:
     """Whether two values are one object, or equal numbers, texts and the like."""
     if a is b:
         return True
-    if type(a) is not type(b) or not (is_value(a) and is_value(b)):
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(same, a, b))
+    if type(a) is frozenset:
+        return bool(a == b)
+    if not (is_value(a) and is_value(b)):
         return False
     return bool(a == b) or (a != a and b != b)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import types
 import weakref
 from collections.abc import Iterable
@@ -35,6 +36,8 @@ class Record:
         # Kept alive, so that no other object gets the identity of one of them.
         self._existing = gc.get_objects()
         self._before = set(map(id, self._existing))
+        # `gc.freeze` hides classes and modules from `gc.get_objects`.
+        self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
         self._paths: dict[int, tuple[Any, str]] = {}
         self._owners: dict[int, weakref.ref[Any]] = {}
         self._written: set[tuple[Any, ...]] = set()
@@ -63,7 +66,7 @@ class Record:
     def is_outside(self, value: Any) -> bool:
         """Whether an object existed before the step."""
         known = id(value) in self._before or id(value) in self._paths
-        return known or isinstance(value, type)  # `gc.freeze` hides those of libraries
+        return known or isinstance(value, type) or id(value) in self._namespaces
 
     def is_own(self, table: Any) -> bool:
         return id(table) in self._own
