@@ -102,11 +102,23 @@ class Made:
 
 def _holders(tensors: list[torch.Tensor]) -> list[object]:
     """Python objects, other than `tensors` and frames, that refer to one of the tensors."""
+    referrers = gc.get_referrers(*tensors)
     return [
         holder
-        for holder in gc.get_referrers(*tensors)
-        if holder is not tensors and not isinstance(holder, FrameType)
+        for holder in referrers
+        if holder is not tensors
+        and not isinstance(holder, FrameType)
+        and not _is_of_frame(holder, referrers)
     ]
+
+
+def _is_of_frame(holder: object, besides: list[object]) -> bool:
+    """Whether a dictionary has the local variables of a frame: that of a cached exception, say.
+    Tracing makes one for every frame."""
+    if not isinstance(holder, dict):
+        return False
+    others = [each for each in gc.get_referrers(holder) if each is not besides]
+    return all(isinstance(each, FrameType) for each in others)
 
 
 class Redirect(TorchFunctionMode):

@@ -41,7 +41,9 @@ def read_method(record: Record, owner: type, name: str, line: SourceLine) -> Non
 def read_class(record: Record, value: Any, path: str, line: SourceLine) -> None:
     """The step asks for the class of an object, which some classes allow to change."""
     attributes = attributes_of(value)
-    if not type(value).__flags__ & _MUTABLE or not record.is_outside(value):
+    if isinstance(value, torch.Tensor) or not record.is_outside(value):
+        return
+    if not type(value).__flags__ & _MUTABLE:
         return
     if attributes is None or not record.is_own(attributes):
         record.read(Place("type", value), f"the class of {path}", line)

@@ -88,7 +88,7 @@ class _Held:
 
     def __init__(self, value: Any, gone: Callable[[Any], None] | None = None) -> None:
         self.stored, self.weak = value, False
-        if is_value(value) or isinstance(value, (type, ModuleType)):
+        if is_value(value) or isinstance(value, (type, ModuleType, frozenset)):
             return
         try:
             self.stored, self.weak = weakref.ref(value, gone), True
