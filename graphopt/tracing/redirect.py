@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
+from graphopt._compat.untraced import untraced
 from graphopt.collector import frozen_objects_seen
 from graphopt.errors import CaptureError
 from graphopt.tracing import fused, numbers
@@ -102,23 +103,11 @@ class Made:
 
 def _holders(tensors: list[torch.Tensor]) -> list[object]:
     """Python objects, other than `tensors` and frames, that refer to one of the tensors."""
-    referrers = gc.get_referrers(*tensors)
     return [
         holder
-        for holder in referrers
-        if holder is not tensors
-        and not isinstance(holder, FrameType)
-        and not _is_of_frame(holder, referrers)
+        for holder in gc.get_referrers(*tensors)
+        if holder is not tensors and not isinstance(holder, FrameType)
     ]
-
-
-def _is_of_frame(holder: object, besides: list[object]) -> bool:
-    """Whether a dictionary has the local variables of a frame: that of a cached exception, say.
-    Tracing makes one for every frame."""
-    if not isinstance(holder, dict):
-        return False
-    others = [each for each in gc.get_referrers(holder) if each is not besides]
-    return all(isinstance(each, FrameType) for each in others)
 
 
 class Redirect(TorchFunctionMode):
@@ -151,11 +140,15 @@ class Redirect(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
+        args, kwargs = untraced(self._prepared, args, kwargs)
+        result = self._call(func, args, kwargs)
+        untraced(self._made.add, result)
+        return result
+
+    def _prepared(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
         _forget_stale_constants(self._tracer, args, kwargs)
-        result = self._call(func, args, kwargs)
-        self._made.add(result)
-        return result
+        return args, kwargs
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func == _GRADIENT:

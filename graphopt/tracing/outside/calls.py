@@ -208,7 +208,9 @@ class Calls:
 
 
 class _Variable:
-    """The value of a context variable, as an attribute."""
+    """The value of a context variable, as an attribute. Guards keep it: it has no weak references."""
+
+    __slots__ = ("_variable",)
 
     def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
         self._variable = variable

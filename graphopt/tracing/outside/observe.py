@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -20,6 +20,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt._compat import frames
+from graphopt._compat.untraced import OwnTracer, UntracedOperators
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions, Step, steps_of
@@ -60,10 +61,14 @@ class Observer:
         self.record = record
         self._instructions = Instructions(record)
         self._modules = modules
+        self.ignored: set[CodeType] = set()
+        """Functions of which the observer wants to know nothing more."""
 
     def entered(self, frame: FrameType) -> dict[int, Step] | None:
         """A function begins. Returns which of its instructions to look at; None for none."""
         code = frame.f_code
+        if code in self.ignored:
+            return None
         if not is_observed(code.co_filename):
             self._entered_torch(frame, code)
             return None
@@ -81,6 +86,8 @@ class Observer:
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and id(module) not in self._modules:
                 self._other_module(module)
+        else:
+            self.ignored.add(code)
         called_by_torch(self.record, frame)
 
     def _other_module(self, module: nn.Module) -> None:
@@ -166,14 +173,16 @@ class _FrameTracer:
         return self
 
 
-class _Tracer:
+class _Tracer(OwnTracer):
     """What a thread is traced with."""
 
     def __init__(self, observer: Observer, other: Any) -> None:
-        self._observer, self._other = observer, other
+        self._observer, self._other, self.alone = observer, other, other is None
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         other = None
+        if self.alone and frame.f_code in self._observer.ignored:
+            return None
         if self._other is not None:
             other = self._other(frame, event, argument)
             if sys.gettrace() is not self:  # some install themselves whenever they are called
@@ -194,7 +203,8 @@ def _traced(observer: Observer) -> Iterator[None]:
     threading.settrace(_Tracer(observer, before_threads))
     sys.settrace(tracer)
     try:
-        yield
+        with UntracedOperators() if tracer.alone else nullcontext():
+            yield
     finally:
         sys.settrace(before)
         threading.settrace(before_threads)
@@ -211,11 +221,12 @@ def _monitored(observer: Observer) -> Iterator[None]:
     instruction, start = monitoring.events.INSTRUCTION, monitoring.events.PY_START
     looked_at: dict[CodeType, dict[int, Step]] = {}
 
-    def started(code: CodeType, offset: int) -> None:
+    def started(code: CodeType, offset: int) -> Any:
         steps = observer.entered(sys._getframe(1))
         if steps and code not in looked_at:
             looked_at[code] = steps
             monitoring.set_local_events(tool, code, instruction)
+        return monitoring.DISABLE if code in observer.ignored else None
 
     def executed(code: CodeType, offset: int) -> None:
         step = looked_at[code].get(offset)
@@ -225,6 +236,7 @@ def _monitored(observer: Observer) -> Iterator[None]:
     monitoring.register_callback(tool, start, started)
     monitoring.register_callback(tool, instruction, executed)
     monitoring.set_events(tool, start)
+    monitoring.restart_events()
     try:
         yield
     finally:
