@@ -46,6 +46,7 @@ class Trained:
         self.model = model or nn.Linear(4, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.step, self.compiled = step, graphopt.compile(step, pipeline="none")
+        self.seen: dict[int, graphopt.CapturedStep] = {}
 
     def check(self) -> None:
         """A captured step gives what the eager one gives."""
@@ -54,11 +55,13 @@ class Trained:
 
     def __call__(self) -> Tensor:
         loss: Tensor = self.compiled(self.model, self.optimizer, X, Y)
+        self.seen.update((id(each), each) for each in self.compiled.captures)
         return loss
 
     @property
     def captures(self) -> int:
-        return len(self.compiled.captures)
+        """How often the step was captured. A capture that can never fit again is dropped."""
+        return len(self.seen)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -346,6 +349,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch's, in eager
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_change_of_what_torch_reads(change: Callable[[Trained], None], restored: None) -> None:
     trained = Trained(with_a_criterion, Wrapped())

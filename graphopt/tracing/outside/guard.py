@@ -25,14 +25,17 @@ class OutsideGuard:
     where one of them is gone, so is all that the guard has, and it never fits again."""
 
     def __init__(self, record: Record) -> None:
-        self.alive = True
-        drop = _Drop(self)
+        self._gone: str | None = None
         reads = [_settled(read) for read in record.reads.values()]
         modules = record.modules.values()
-        owners = {id(read.owner): read.owner() for read in reads if read.owner is not None}
-        self._owners = [weakref.ref(owner, drop) for owner in owners.values() if owner is not None]
-        self._owners += [weakref.ref(module, drop) for _, module in modules]
-        self._entries = [_Entry(read, drop) for read in reads]
+        self._owners = [
+            weakref.ref(module, _Drop(self, f"{name} is gone")) for name, module in modules
+        ]
+        for read in {id(read.owner): read for read in reads}.values():
+            owner = None if read.owner is None else read.owner()
+            if owner is not None:
+                self._owners.append(weakref.ref(owner, _Drop(self, _lost(read))))
+        self._entries = [_Entry(read, _Drop(self, _lost(read))) for read in reads]
         self._modules = ModuleGuards(
             (name, each, _assigned(record, each)) for name, each in modules
         )
@@ -41,10 +44,15 @@ class OutsideGuard:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def alive(self) -> bool:
+        """Whether it may fit again."""
+        return self._gone is None
+
     def mismatches(self) -> Iterator[str]:
         """What has changed: the path to it, the values, and the line that read it."""
-        if not self.alive:
-            yield "an object that it read is gone"
+        if self._gone is not None:
+            yield self._gone
             return
         yield from self._modules.mismatches()
         if all(sweep() for sweep in self._sweeps):
@@ -56,9 +64,9 @@ class OutsideGuard:
             self._sweeps = self._prepared()
         yield from filter(None, changes)
 
-    def drop(self) -> None:
+    def drop(self, reason: str) -> None:
         """Let go of everything."""
-        self.alive = False
+        self._gone = reason
         self._entries, self._sweeps, self._owners = [], [], []
         self._modules = ModuleGuards(())
 
@@ -72,13 +80,13 @@ class OutsideGuard:
 class _Drop:
     """Tells a guard that something it needs is gone."""
 
-    def __init__(self, guard: OutsideGuard) -> None:
-        self._guard = weakref.ref(guard)
+    def __init__(self, guard: OutsideGuard, reason: str) -> None:
+        self._guard, self._reason = weakref.ref(guard), reason
 
     def __call__(self, reference: weakref.ref[Any]) -> None:
         guard = self._guard()
-        if guard is not None:
-            guard.drop()
+        if guard is not None and guard.alive:
+            guard.drop(self._reason)
 
 
 class _Held:
@@ -124,6 +132,10 @@ class _Entry:
             return None
         line = f"{self.line.file}:{self.line.line}"
         return f"{self.path}: {shown(before)} -> {shown(now)}, read at {line}"
+
+
+def _lost(read: Read) -> str:
+    return f"the object of {read.path} is gone, read at {read.line.file}:{read.line.line}"
 
 
 def _settled(read: Read) -> Read:
