@@ -140,12 +140,13 @@ class _StepRun:
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.outside = record_for(call)
+        self._caching = torch.is_autocast_cache_enabled()
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
         tracer = _compat.current_tracer()
         with ExitStack() as stack:
             stack.enter_context(tagged(tracer, self.tagger.tag))
-            stack.enter_context(_autocast_cache())
+            stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             with self.tagger.during("optimizer"):
                 traced = self._stand_ins(flat)
@@ -321,10 +322,11 @@ def _branches_explained(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _autocast_cache() -> Iterator[None]:
-    """Autocast's weight cache, which `make_fx` turns off, on: eager casts a weight once, and sums
-    its gradients before the cast. Emptied on leaving, so that no traced tensor stays in it."""
-    torch.set_autocast_cache_enabled(True)
+def _autocast_cache(enabled: bool) -> Iterator[None]:
+    """Autocast's weight cache, which `make_fx` turns off, as it was: with it, eager casts a weight
+    once, and sums its gradients before the cast. Emptied on leaving, so that no traced tensor stays
+    in it."""
+    torch.set_autocast_cache_enabled(enabled)
     try:
         yield
     finally:

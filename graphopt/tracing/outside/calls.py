@@ -19,6 +19,7 @@ from graphopt.tracing.outside.attributes import (
     read_function,
     read_method,
 )
+from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import Place, is_value
 from graphopt.tracing.outside.record import Record, is_container
 from graphopt.tracing.source import SourceLine
@@ -208,7 +209,7 @@ class Calls:
 
 
 class _Variable:
-    """The value of a context variable, as an attribute. Guards keep it: it has no weak references."""
+    """The value of a context variable, as an attribute. Kept by guards: no weak reference fits."""
 
     __slots__ = ("_variable",)
 
@@ -222,8 +223,6 @@ class _Variable:
 
 def is_untraced(function: types.FunctionType) -> bool:
     """Whether a function's own instructions are not observed."""
-    from graphopt.tracing.outside.observe import is_observed
-
     return not is_observed(function.__code__.co_filename)
 
 

@@ -11,8 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -22,36 +20,13 @@ from graphopt import _compat
 from graphopt._compat import frames
 from graphopt._compat.untraced import OwnTracer, UntracedOperators
 from graphopt.tracing.outside.attributes import read_function, read_method
+from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions, Step, steps_of
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import SourceLine, is_library_file
 
-_READ_THROUGH = frozenset(
-    {"os", "dataclasses", "copy", "collections", "enum", "types", "functools", "configparser",
-     "argparse", "string", "_collections_abc", "graphlib", "reprlib"}
-)  # fmt: skip
-"""Modules of the standard library whose functions read what they are given."""
-
-_INTERNAL = frozenset({"sympy", "mpmath", "numpy", "triton", "networkx"})
-"""Libraries that torch uses while it traces."""
-
-_OF_TORCH = ("torch/optim/lr_scheduler.py", "torch/optim/swa_utils.py", "torch/amp/grad_scaler.py")
 _MODULE_CALL = _compat.module_call_code()
-
-
-@lru_cache(maxsize=4096)
-def is_observed(filename: str) -> bool:
-    """Whether the instructions of a file's functions are looked at."""
-    if not is_library_file(filename):
-        return not _INTERNAL.intersection(Path(filename).parts)
-    if filename.replace("\\", "/").endswith(_OF_TORCH):
-        return True
-    path = Path(filename)
-    name = path.parent.name if path.stem == "__init__" else path.stem
-    if filename.startswith("<frozen "):
-        name = filename.removeprefix("<frozen ").removesuffix(">")
-    return name in _READ_THROUGH and not {"torch", "graphopt"} & set(path.parts)
 
 
 class Observer:
