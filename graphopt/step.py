@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from graphopt.manager import Pass, PassManager, PassRecord
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
+    from graphopt.tracing.casts import CastCache
 
 logger = logging.getLogger("graphopt")
 
@@ -82,20 +83,27 @@ class TrainStep:
         self._captured = 0
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
+        self._casts = _cast_cache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from graphopt.tracing.call import Call
 
         call = Call(self._fn, args, kwargs)
+        self._casts.check(call)
         mode = self._mode()
         for position, entry in enumerate(self._entries):
             if _fits(entry, call, mode):
                 if position:
                     self._land()
                     self._entries.insert(0, self._entries.pop(position))
-                return entry(call)
+                return self._run(entry, call)
         self._land()
-        return self._capture(call, mode)(call)
+        return self._run(self._capture(call, mode), call)
+
+    def _run(self, entry: BoundStep, call: Call) -> Any:
+        result = entry(call)
+        self._casts.called(bool(entry.captured.signature.stepped))
+        return result
 
     def _land(self) -> None:
         """Flush before another graph runs, which other ranks may not do now."""
@@ -300,6 +308,12 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
         for meant in difflib.get_close_matches(pipeline, named, 1):
             raise PipelineSyntaxError(f"there is no pipeline {pipeline!r}; did you mean {meant!r}?")
     return PassManager(pipeline, verify=verify)
+
+
+def _cast_cache() -> CastCache:
+    from graphopt.tracing.casts import CastCache
+
+    return CastCache()
 
 
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:

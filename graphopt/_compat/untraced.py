@@ -48,6 +48,9 @@ class UntracedOperators(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Torch itself need not know of it."""
