@@ -102,7 +102,7 @@ class TrainStep:
 
     def _run(self, entry: BoundStep, call: Call) -> Any:
         result = entry(call)
-        self._casts.called(bool(entry.captured.signature.stepped))
+        self._casts.called(entry.captured.casts and bool(entry.captured.signature.stepped))
         return result
 
     def _land(self) -> None:

@@ -473,4 +473,7 @@ def test_autocast_region_of_several_updates_is_refused() -> None:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for _ in range(3):
             compiled(trainer.model, trainer.optimizer, X, Y)
+    with torch.autocast("cpu", enabled=False):
+        for _ in range(3):
+            compiled(trainer.model, trainer.optimizer, X, Y)
     around_each_call(lambda: compiled(trainer.model, trainer.optimizer, X, Y))

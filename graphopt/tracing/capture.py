@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt import _compat
@@ -36,6 +37,7 @@ class CapturedStep:
         live: where the values of `inputs` are found.
         fingerprint: of everything outside the optimizers; see `compare.fingerprint`.
         outside: holds what the step read outside its arguments.
+        casts: it makes tensors of half precision, as autocast does.
     """
 
     graph_module: fx.GraphModule
@@ -44,6 +46,7 @@ class CapturedStep:
     live: Inputs
     fingerprint: str
     outside: OutsideGuard
+    casts: bool
 
 
 def finish(
@@ -76,8 +79,18 @@ def finish(
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
     return CapturedStep(
-        functional.graph_module, specs, raw.signature, inputs, mark, OutsideGuard(outside)
+        functional.graph_module,
+        specs,
+        raw.signature,
+        inputs,
+        mark,
+        OutsideGuard(outside),
+        _casts(functional.graph_module.graph),
     )
+
+
+def _casts(graph: fx.Graph) -> bool:
+    return any(n.kwargs.get("dtype") in (torch.bfloat16, torch.float16) for n in graph.nodes)
 
 
 def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> tuple[RawTrace, Record]:
