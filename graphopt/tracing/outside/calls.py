@@ -30,6 +30,7 @@ _CHANGING = frozenset(
      "rotate", "difference_update", "intersection_update", "move_to_end"}
 )  # fmt: skip
 _BY_KEY = frozenset({"get", "__getitem__"})
+_ONE_ITEM = frozenset({"pop", "setdefault"})
 _IDENTITY = frozenset({id, type, isinstance, issubclass, callable, super, print, hash})
 _CLASS = frozenset({isinstance, type})
 _PICKLING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
@@ -41,6 +42,7 @@ class Calls:
 
     def __init__(self, record: Record) -> None:
         self._record = record
+        self._variables: dict[contextvars.ContextVar[Any], _Variable] = {}
 
     def call(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
         """The step calls `callee`; `args` are its positional and keyword values."""
@@ -104,8 +106,8 @@ class Calls:
         if not record.is_outside(bound):
             return
         path = record.path(bound, type(bound).__name__)
-        if isinstance(bound, contextvars.ContextVar) and name == "get":
-            record.read(Place("attribute", _Variable(bound), "value"), f"{path}.get()", line)
+        if isinstance(bound, contextvars.ContextVar):
+            self._context_variable(name, bound, args, path, line)
         elif name == "__next__":
             self._advance(bound, line)
         elif name in _PICKLING:
@@ -116,6 +118,11 @@ class Calls:
             return
         elif isinstance(bound, dict) and name in _BY_KEY and args and _hashable(args[0]):
             record.item(bound, args[0], path, line)
+        elif isinstance(bound, dict) and name in _ONE_ITEM and args and _hashable(args[0]):
+            record.item(bound, args[0], path, line)
+            if (args[0] in bound) is (name == "pop"):
+                record.mutated(bound)
+                record.wrote(Place("item", bound, args[0]), counting=False)
         elif name == "__contains__":
             self.contains(bound, args[0], line)
         elif isinstance(bound, dict) and name == "__setitem__":
@@ -128,6 +135,22 @@ class Calls:
             record.contents(bound, path, line)
             if name in _CHANGING:
                 record.mutated(bound)
+
+    def _context_variable(
+        self,
+        name: str,
+        variable: contextvars.ContextVar[Any],
+        args: Sequence[Any],
+        path: str,
+        line: SourceLine,
+    ) -> None:
+        held = self._variables.setdefault(variable, _Variable(variable))
+        if name == "set":
+            held.own = True
+        elif name == "reset" and args and held.is_original(args[0]):
+            held.own = False
+        elif name == "get" and not held.own:
+            self._record.read(Place("attribute", held, "value"), f"{path}.get()", line)
 
     def contains(self, container: Any, key: Any, line: SourceLine) -> None:
         """The step asks whether a container has a key."""
@@ -209,16 +232,24 @@ class Calls:
 
 
 class _Variable:
-    """The value of a context variable, as an attribute. Kept by guards: no weak reference fits."""
+    """The value of a context variable, as an attribute. Kept by guards: no weak reference fits.
 
-    __slots__ = ("_variable",)
+    Attributes:
+        own: the step has set it, and not yet put back what was there.
+    """
+
+    __slots__ = ("_before", "_variable", "own")
 
     def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
-        self._variable = variable
+        self._variable, self._before, self.own = variable, variable.get(None), False
 
     @property
     def value(self) -> Any:
         return self._variable.get(None)
+
+    def is_original(self, token: contextvars.Token[Any]) -> bool:
+        """Whether `reset(token)` puts back what was there before the step."""
+        return token.old_value is contextvars.Token.MISSING or token.old_value is self._before
 
 
 def is_untraced(function: types.FunctionType) -> bool:
