@@ -181,7 +181,7 @@ def test_a_rank_fails() -> None:
     ("words", "message"),
     [
         ("--schedule fastest", "no schedule 'fastest'; known are gpipe, 1f1b, interleaved"),
-        ("--schedule nothing.csv", "nothing.csv: No such file"),
+        ("--schedule nothing.csv", "nothing.csv cannot be read: No such file"),
         ("--schedule 1f1b --ranks 4 --microbatches 2", "1f1b cannot run 2 microbatches"),
         ("--schedule zbv --stages 3", "zbv has two stages on each rank"),
         ("--schedule gpipe --ranks 2 --stages 3", "3 stages need 3 ranks"),
@@ -201,7 +201,7 @@ def test_a_rank_fails() -> None:
         ("pipes.py:broken", "pipes.py:broken: KeyError: 'weights'"),
         ("pipes.py:same --stages 3 --schedule gpipe", "a pipe of 2 stages; 3 are asked for"),
         ("pipes.py:two --stages 3", "a pipe of 2 stages; 3 are asked for"),
-        ("--out pipes.py", "pipes.py: File exists"),
+        ("--out pipes.py", "pipes.py cannot be made: File exists"),
     ],
 )
 def test_misuse(words: str, message: str) -> None:

@@ -162,15 +162,12 @@ def with_argument(node: fx.Node, index: int, value: Any) -> None:
     node.update_arg(index, value)
 
 
-def swapped_gradients(gm: fx.GraphModule) -> None:
+def swapped_moments(gm: fx.GraphModule) -> None:
     node = first(gm, "aten::_fused_adamw")
-    gradients = list(node.args[1])
-    same = [
-        i for i, g in enumerate(gradients) if g.meta["val"].shape == gradients[0].meta["val"].shape
-    ]
-    i, j = same[0], same[1]
-    gradients[i], gradients[j] = gradients[j], gradients[i]
-    with_argument(node, 1, gradients)
+    means, squares = list(node.args[2]), list(node.args[3])
+    means[0], squares[0] = squares[0], means[0]
+    with_argument(node, 2, means)
+    with_argument(node, 3, squares)
 
 
 def swapped_updates(gm: fx.GraphModule) -> None:
@@ -256,7 +253,7 @@ EDITS: dict[str, Callable[[fx.GraphModule], object]] = {
     "reduced again": reduced_again,
     "reduced for nobody": reduced_for_nobody,
     "not reduced": unreduced,
-    "gradients swapped": swapped_gradients,
+    "moments swapped": swapped_moments,
     "updates swapped": swapped_updates,
     "an update lost": lost_update,
     "another result": other_result,

@@ -75,10 +75,21 @@ def _is_checked(func: Any) -> bool:
     if func in _VIEWS:
         return True
     schema = func._schema
+    if _reads_opaque_memory(schema):
+        return False
     if any(result.alias_info is not None for result in schema.returns):
         return False
     takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
     return takes and any("Tensor" in str(result.type) for result in schema.returns)
+
+
+def _reads_opaque_memory(schema: Any) -> bool:
+    """Whether a kernel takes memory in a form of its own, which another has to have written: what
+    a library keeps for the backward. Given anything else, it may end the process."""
+    names = (argument.name for argument in schema.arguments)
+    return any("workspace" in name or "reserve" in name for name in names) or any(
+        library in schema.name for library in ("mkldnn", "cudnn", "miopen")
+    )
 
 
 def _is_plain(func: Any, args: Any, kwargs: Any) -> bool:

@@ -158,8 +158,9 @@ def _differences(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> 
         yield Problem(
             f"{where}{new.draws} operators draw random numbers, before it was {old.draws}"
         )
-    if old.effects != new.effects:
-        yield Problem(f"{where}what the host sees has changed, or its order has")
+    remaining = iter(new.effects)
+    if not all(effect in remaining for effect in old.effects):
+        yield Problem(f"{where}the host does not see what it saw, or not in that order")
     yield from _of_sends(terms, old, new, where)
 
 

@@ -112,6 +112,9 @@ class _Evaluator:
 
     def _note(self, node: fx.Node) -> None:
         """Remember which node gave a term first, and at which version of its storage."""
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and _compat.has_symbolic_shape(value):
+            raise NotDecidedError("its shape is not known", node)
         for term in _terms_in(self._values[node]):
             self._found.origins.setdefault(term, node)
         source = node.args[0] if node.args else None
