@@ -20,6 +20,7 @@ from graphopt.host import HostCall, insert_callback, is_host_call
 from graphopt.iter_graph import copy_graph
 from graphopt.lowering.cudagraphs_nodes import Recordable
 from graphopt.lowering.lowerable import reason_to_keep
+from graphopt.manager import PassRegistry
 from graphopt.saved import SavedGraphError, save_graph
 from graphopt.verify import check_dependencies, dependency_graph
 
@@ -172,7 +173,7 @@ def test_shown() -> None:
 def test_inserted_by_a_pass() -> None:
     got: list[Any] = []
 
-    @graphopt.graph_optimization_pass(name="watch_results_in_a_test")
+    @graphopt.graph_optimization_pass(registry=PassRegistry())
     def watch_results(gm: fx.GraphModule) -> int:
         with gm.graph.inserting_before(gm.graph.output_node()):
             insert_callback(gm.graph, got.append, {"loss": get_outputs(gm.graph).results[0]})
