@@ -95,7 +95,8 @@ class BoundStep:
             self._running = True
             try:
                 with torch.no_grad(), without_autocast(), running(host):
-                    user, _, carried = self.module(*flat, last_iter=not leave)
+                    # Not as a module: hooks of all modules are not meant for it.
+                    user, _, carried = self.module.forward(*flat, last_iter=not leave)
             except BaseException as error:
                 self._raise_explained(error, step)
                 raise

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphopt.manager.running import PipelineEntry
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
+    from graphopt.tracing.casts import CastCache
 
 logger = logging.getLogger("graphopt")
 
@@ -90,21 +91,28 @@ class TrainStep:
         self._held: frozenset[str] = frozenset()
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
+        self._casts = _cast_cache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from graphopt.tracing.call import Call
 
         self._calls += 1
         call = Call(self._fn, args, kwargs)
+        self._casts.check(call)
         mode = self._mode()
         for position, entry in enumerate(self._entries):
             if _fits(entry, call, mode):
                 if position:
                     self._land()
                     self._entries.insert(0, self._entries.pop(position))
-                return entry(call, self._calls)
+                return self._run(entry, call)
         self._land()
-        return self._capture(call, mode)(call, self._calls)
+        return self._run(self._capture(call, mode), call)
+
+    def _run(self, entry: BoundStep, call: Call) -> Any:
+        result = entry(call, self._calls)
+        self._casts.called(entry.captured.casts and bool(entry.captured.signature.stepped))
+        return result
 
     def _land(self) -> None:
         """Flush before another graph runs, which other ranks may not do now."""
@@ -222,7 +230,7 @@ class TrainStep:
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
         captured.effects.apply()
-        guards = Guards(call, captured.live, mode, captured.signature.attributes)
+        guards = Guards(call, captured.live, mode, captured.signature.attributes, captured.outside)
         if agreed is not None:
             agreed.guards = guards
         self._captured += 1
@@ -350,6 +358,12 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
     return PassManager(pipeline, verify=verify)
 
 
+def _cast_cache() -> CastCache:
+    from graphopt.tracing.casts import CastCache
+
+    return CastCache()
+
+
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
     """Drop the graphs of a model that has just been freed, and with them its parameters."""
     step = reference()
@@ -383,13 +397,12 @@ def _creates_state(call: Call, captured: CapturedStep) -> bool:
 
 def _is_usable(entry: BoundStep) -> bool:
     """Whether the models of a cached graph exist and the ranks still agree on its collectives."""
-    return entry.guards.alive() and (entry.agreed is None or entry.agreed.current)
+    return entry.guards.may_fit() and (entry.agreed is None or entry.agreed.current)
 
 
 def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
     from graphopt._compat.late import without_torch_function
 
-    guards = entry.guards
     guards = entry.guards
     with without_torch_function():  # to look at a tensor's kind is no use of it
         return (

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -79,6 +80,38 @@ def is_compiled_module(module: nn.Module) -> bool:
 def module_call_code() -> CodeType:
     """Code of the frame in which a module's forward and hooks run."""
     return nn.Module._call_impl.__code__
+
+
+# ---------------------------------------------------------------------------- global settings
+
+
+_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    *(
+        table
+        for name, table in vars(torch.nn.modules.module).items()
+        if name.startswith("_global_") and isinstance(table, dict)
+    ),
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+
+
+def global_settings() -> tuple[Any, ...]:
+    """Settings of torch that decide which operators run: hooks of all modules and optimizers,
+    the default device, libraries that are switched off."""
+    return (
+        [tuple(table) for table in _GLOBAL_HOOKS if table],
+        _default_device(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _default_device() -> Any:
+    """The mode that `torch.set_default_device` keeps, None without one."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 # ---------------------------------------------------------------------------- fake tensors

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt import _compat
@@ -17,6 +18,9 @@ from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import Inputs, InputSpec, Storage, collect
 from graphopt.tracing.leftovers import Effects
+from graphopt.tracing.outside.guard import OutsideGuard
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import Group, UnagreedParameterError
 from graphopt.tracing.signature import Live, Signature, View
 from graphopt.tracing.trace import Communication, RawTrace, trace
@@ -35,6 +39,8 @@ class CapturedStep:
         fingerprint: of everything outside the optimizers; see `compare.fingerprint`.
         effects: what else an eager call would have changed; see `leftovers`. Not done yet.
         lasting: whether the graph holds for further calls as well, after the effects.
+        outside: holds what the step read outside its arguments.
+        casts: it makes tensors of half precision, as autocast does.
     """
 
     graph_module: fx.GraphModule
@@ -44,6 +50,8 @@ class CapturedStep:
     fingerprint: str
     effects: Effects
     lasting: bool
+    outside: OutsideGuard
+    casts: bool
 
 
 def finish(
@@ -63,9 +71,9 @@ def finish(
     """
     kinds = list(inputs.kinds_and_names(call))
     mark = fingerprint(raw.graph_module, kinds)
-    lasting = True
-    if mark not in settled:
-        raw, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
+    outside, lasting = raw.outside, True
+    if mark not in settled or outside.changed is not None:
+        raw, outside, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
     functional = functionalize(raw)
     _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)
@@ -76,30 +84,50 @@ def finish(
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
     _note_held(functional.graph_module, inputs)
+    with raw.effects.applied():
+        guard = OutsideGuard(outside)
     return CapturedStep(
-        functional.graph_module, specs, raw.signature, inputs, mark, raw.effects, lasting
+        functional.graph_module,
+        specs,
+        raw.signature,
+        inputs,
+        mark,
+        raw.effects,
+        lasting,
+        guard,
+        _casts(functional.graph_module.graph),
     )
 
 
-def _settled(raw: RawTrace, retrace: Callable[[], RawTrace], call: Call) -> tuple[RawTrace, bool]:
-    """A trace that the next one repeats, and whether further calls do the same.
+def _casts(graph: fx.Graph) -> bool:
+    return any(n.kwargs.get("dtype") in (torch.bfloat16, torch.float16) for n in graph.nodes)
+
+
+def _settled(
+    raw: RawTrace, retrace: Callable[[], RawTrace], call: Call
+) -> tuple[RawTrace, Record, bool]:
+    """A trace that the next one repeats, what that one has read outside the arguments, and whether
+    further calls do the same.
 
     The first one may differ alone: fake tensors see by then that an operator returns one tensor
     twice, which they do not when they answer from their cache. Where the step has effects on the
     host, the next one is traced as they leave it.
     """
     second = _next_call(raw, retrace)
-    if _repeats(raw, second):
-        return raw, _complete(raw)
+    if second is not None and _repeats(raw, second):
+        return raw, unchanged(second.outside), _complete(raw)
     third = retrace()
     if _repeats(third, second):
-        return third, _complete(third)
+        return third, _read_next(third, retrace), _complete(third)
+    if second is not None:
+        unchanged(second.outside)
     if raw.effects and (second is None or not second.effects):
         difference = _difference_once(raw, second, third, retrace)
         if difference is None:
-            return third, False
+            return third, third.outside, False
     else:
         assert second is not None
+        unchanged(third.outside)
         difference = first_difference(second.graph_module, third.graph_module)
         assert difference is not None
     raise CaptureError(
@@ -127,6 +155,15 @@ def _next_call(raw: RawTrace, retrace: Callable[[], RawTrace]) -> RawTrace | Non
             return retrace()
         except (CaptureError, UnagreedParameterError):
             return None
+
+
+def _read_next(raw: RawTrace, retrace: Callable[[], RawTrace]) -> Record:
+    """What the call after `raw` reads outside the arguments."""
+    if not raw.effects:
+        return unchanged(raw.outside)
+    following = _next_call(raw, retrace)
+    # Where that call is refused, no guard may hold what its effects change.
+    return unchanged(raw.outside if following is None else following.outside)
 
 
 def _repeats(first: RawTrace, second: RawTrace | None) -> bool:

@@ -20,6 +20,7 @@ from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.numbers import holds
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
+from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.signature import AttributeResult
 from graphopt.tracing.snapshot import Snapshot, body_of, is_body
 
@@ -33,11 +34,13 @@ class Guards:
         inputs: Inputs,
         mode: tuple[Any, ...],
         attributes: Sequence[AttributeResult] = (),
+        outside: OutsideGuard | None = None,
     ) -> None:
         assigned: dict[int, set[str]] = {}
         for result in attributes:
             assigned.setdefault(id(result.attributes), set()).add(result.name)
         self.mode = mode
+        self.outside = outside
         self.environment = environment()
         self.treespec = call.treespec
         self.modules = ModuleGuards(
@@ -78,6 +81,10 @@ class Guards:
         """Whether the modules still exist."""
         return all(root() is not None for root, _ in self.roots)
 
+    def may_fit(self) -> bool:
+        """Whether everything that this rank's step has read still exists, as far as it must."""
+        return self.alive() and (self.outside is None or self.outside.alive)
+
     def structure_mismatch(self, call: Call, mode: tuple[Any, ...]) -> str | None:
         """The first thing that all ranks see alike and that is no longer as captured."""
         return next(self.structure_mismatches(call, mode), None)
@@ -106,6 +113,9 @@ class Guards:
         for value, position in zip(self.constants, call.constants, strict=True):
             if not same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
+        if self.outside is not None:
+            for change in self.outside.mismatches():
+                return change
         reason = self._refresh_states(call)
         if reason is not None:
             return reason

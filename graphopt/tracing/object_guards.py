@@ -170,6 +170,7 @@ class OptimizerGuard:
     def __init__(self, name: str, optimizer: Optimizer) -> None:
         self.name = name
         self.type = type(optimizer)
+        self.attributes = _attributes(optimizer)
         self.groups = [
             (list(group["params"]), _settings(group)) for group in optimizer.param_groups
         ]
@@ -177,6 +178,10 @@ class OptimizerGuard:
     def mismatch(self, optimizer: Optimizer) -> str | None:
         if type(optimizer) is not self.type:
             return f"{self.name} became a {type(optimizer).__name__}"
+        attributes = _attributes(optimizer)
+        if attributes != self.attributes:
+            key = _first_difference(attributes, self.attributes)
+            return f"{self.name}.{key} changed"
         if len(optimizer.param_groups) != len(self.groups):
             return f"{self.name} has {len(optimizer.param_groups)} parameter groups now"
         for index, (params, settings) in enumerate(self.groups):
@@ -188,9 +193,34 @@ class OptimizerGuard:
                 return f"the members of {self.name}.param_groups[{index}] changed"
             now = _settings(group)
             if now != settings:
-                key = next(k for k in now.keys() | settings.keys() if now.get(k) != settings.get(k))
+                key = _first_difference(now, settings)
                 return f"{self.name}.param_groups[{index}][{key!r}] became {now.get(key)!r}"
         return None
+
+
+_OF_OPTIMIZERS = frozenset({"param_groups", "state", "defaults", "_opt_called", "_step_count"})
+"""Attributes of optimizers that have guards of their own, or are bookkeeping of torch's."""
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Attributes of an optimizer, its hooks and functions that stand for its methods included."""
+    return {
+        key: _identity(value) for key, value in vars(optimizer).items() if key not in _OF_OPTIMIZERS
+    }
+
+
+def _identity(value: Any) -> Any:
+    """What stands for a value: itself where it is plain, what it contains where that is hooks."""
+    if is_plain(value):
+        return value
+    if isinstance(value, dict):
+        return [*value.keys(), *map(id, value.values())]
+    function = getattr(value, "__func__", value)
+    return id(value) if function is value else (id(function), id(value.__self__))
+
+
+def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
+    return next(k for k in (*a, *b) if k not in a or k not in b or a[k] != b[k])
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
+from graphopt._compat.untraced import untraced
 from graphopt.collector import frozen_objects_seen
 from graphopt.errors import CaptureError
 from graphopt.tracing import fused, numbers
@@ -169,11 +170,15 @@ class Redirect(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
+        args, kwargs = untraced(self._prepared, args, kwargs)
+        result = self._call(func, args, kwargs)
+        untraced(self._made.add, result)
+        return result
+
+    def _prepared(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
         _forget_stale_constants(self._tracer, args, kwargs)
-        result = self._call(func, args, kwargs)
-        self._made.add(result)
-        return result
+        return args, kwargs
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func == _GRADIENT:

@@ -25,6 +25,8 @@ from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.leftovers import Effects, HostState, check_effects, drawn_from
 from graphopt.tracing.numbers import ScheduledFloat
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.steps import observed_step, record_for
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.signature import (
     ResultCollector,
@@ -60,12 +62,14 @@ class RawTrace:
     Attributes:
         used: parameters whose gradients were averaged here, in the order they were ready.
         effects: what the step changed on the host, which has been put back.
+        outside: what the step read outside its arguments.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     fakes: list[torch.Tensor]
     used: tuple[str, ...]
+    outside: Record
     effects: Effects = field(default_factory=Effects)
 
 
@@ -125,8 +129,9 @@ def _traced(
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(strides.corrected)
     fakes = [_compat.to_fake(mode, value) for value in values]
-    run = _StepRun(call, inputs, communication)
     with ExitStack() as stack:
+        run = _StepRun(call, inputs, communication)
+        stack.callback(run.outside.close)
         stack.enter_context(preserved(call))
         stack.enter_context(explained(call))
         stack.enter_context(_compat.foreach_accepts_fakes())
@@ -138,7 +143,7 @@ def _traced(
     assert run.signature is not None
     _refuse_kept_numbers(run.made, call, set())
     _refuse_kept(run.made, fakes, call)
-    raw = RawTrace(graph_module, run.signature, fakes, run.used)
+    raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside)
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 
 
@@ -193,12 +198,14 @@ class _StepRun:
         self.made = Made()
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
+        self.outside = record_for(call)
+        self._caching = torch.is_autocast_cache_enabled()
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
         tracer = _compat.current_tracer()
         with ExitStack() as stack:
             stack.enter_context(tagged(tracer, self.tagger.tag))
-            stack.enter_context(_autocast_cache())
+            stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             with self.tagger.during("optimizer"):
                 traced = self._stand_ins(flat)
@@ -260,7 +267,8 @@ class _StepRun:
                 stack.enter_context(averager.watching())
                 stack.enter_context(self._buffers_broadcast())
             stack.enter_context(Redirect(traced, self.tagger, reduce, self.made))
-            returned = self.call.fn(*args, **kwargs)
+            with observed_step(self.call, self.outside):
+                returned = self.call.fn(*args, **kwargs)
         if self.made.refused is not None:
             raise self.made.refused
         reduce()
@@ -376,10 +384,11 @@ def _branches_explained(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _autocast_cache() -> Iterator[None]:
-    """Autocast's weight cache, which `make_fx` turns off, on: eager casts a weight once, and sums
-    its gradients before the cast. Emptied on leaving, so that no traced tensor stays in it."""
-    torch.set_autocast_cache_enabled(True)
+def _autocast_cache(enabled: bool) -> Iterator[None]:
+    """Autocast's weight cache, which `make_fx` turns off, as it was: with it, eager casts a weight
+    once, and sums its gradients before the cast. Emptied on leaving, so that no traced tensor stays
+    in it."""
+    torch.set_autocast_cache_enabled(enabled)
     try:
         yield
     finally:

@@ -1,0 +1,73 @@
+"""Code of torch's and graphopt's own without graphopt's tracing function, which makes it slow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMESPACES = frozenset({"aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd"})
+
+T = TypeVar("T")
+
+
+class OwnTracer:
+    """A tracing function (`sys.settrace`) of graphopt's.
+
+    Attributes:
+        alone: nobody else traces along, who would want to see everything.
+    """
+
+    alone: bool
+
+
+def untraced(function: Callable[..., T], *args: Any) -> T:
+    """`function(*args)`, which runs no code of the user's."""
+    tracer = sys.gettrace()
+    if not (isinstance(tracer, OwnTracer) and tracer.alone):
+        return function(*args)
+    sys.settrace(None)
+    try:
+        return function(*args)
+    finally:
+        sys.settrace(tracer)
+
+
+class UntracedOperators(TorchDispatchMode):
+    """While active, the tracing function is set aside while torch runs one of its own operators.
+
+    What records such an operator is a thousand lines of torch's Python, of which each would be
+    slower by what `sys.settrace` costs. Operators of others may run their code, and so may tensors
+    of a class of theirs: the tracing function goes on there.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Torch itself need not know of it."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        own = isinstance(func, OpOverload) and func.namespace in _NAMESPACES
+        if own and all(each is FakeTensor for each in types):
+            return untraced(partial(func, *args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,175 @@
+"""Where Python finds `x.name`, as places: in the object, in one of its classes, in a module."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from graphopt.tracing.outside.places import MISSING, Place
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.source import SourceLine
+
+_FIXED = frozenset({object, type, torch.nn.Module, types.ModuleType})
+"""Classes that nobody gives new attributes to hide those of their subclasses."""
+
+_WATCHED_OF_OPTIMIZERS = frozenset({"param_groups", "state", "step"})
+"""Attributes of optimizers that have stand-ins while a step is traced."""
+
+
+def read_attribute(record: Record, value: Any, name: str, path: str, line: SourceLine) -> None:
+    """The step reads `value.name`; `path` is how a message calls `value.name`."""
+    if isinstance(value, torch.Tensor):
+        _of_class(record, torch.Tensor, name, f"Tensor.{name}", line)
+    elif isinstance(value, super):
+        _of_super(record, value, name, line)
+    elif isinstance(value, type):
+        _of_type(record, value, name, path, line)
+    elif isinstance(value, Optimizer) and name in _WATCHED_OF_OPTIMIZERS:
+        return
+    else:
+        _of_object(record, value, name, path, line)
+
+
+def read_method(record: Record, owner: type, name: str, line: SourceLine) -> None:
+    """The step calls a method that Python finds in the class of an object."""
+    _of_class(record, owner, name, f"{owner.__name__}.{name}", line)
+
+
+def read_class(record: Record, value: Any, path: str, line: SourceLine) -> None:
+    """The step asks for the class of an object, which some classes allow to change."""
+    attributes = attributes_of(value)
+    if isinstance(value, torch.Tensor) or not record.is_outside(value):
+        return
+    if not type(value).__flags__ & _MUTABLE:
+        return
+    if attributes is None or not record.is_own(attributes):
+        record.read(Place("type", value), f"the class of {path}", line)
+
+
+def read_function(record: Record, function: types.FunctionType, line: SourceLine) -> None:
+    """The step runs a function: its code, default arguments and closure."""
+    if not record.is_outside(function):
+        return
+    name = function.__qualname__
+    for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
+        record.read(Place("attribute", function, attribute), f"{name}.{attribute}", line)
+    for number, value in enumerate(function.__defaults__ or ()):
+        record.reached(value, f"{name}.__defaults__[{number}]")
+    if function.__kwdefaults__ is not None:
+        record.contents(function.__kwdefaults__, f"{name}.__kwdefaults__", line, depth=1)
+    for cell in function.__closure__ or ():
+        record.reached(cell, f"{name}.__closure__")
+        record.owned(cell, function)
+
+
+def attribute_place(value: Any, name: str) -> Place | None:
+    """Where `value.name = …` writes to; None where that is code of its own."""
+    if isinstance(value, type):
+        return Place("class", value, name)
+    found = _found(type(value), name)
+    if found is not None and _is_data(found[1]):
+        return Place("attribute", value, name) if _is_member(found[1]) else None
+    attributes = attributes_of(value)
+    return None if attributes is None else Place("item", attributes, name)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes, if it has one."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if isinstance(attributes, dict) else None
+
+
+def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLine) -> None:
+    owner = type(value)
+    read_class(record, value, path.removesuffix(f".{name}"), line)
+    found = _of_class(record, owner, name, f"{owner.__name__}.{name}", line)
+    if found is not None and _is_data(found):
+        _of_descriptor(record, value, found, name, path, line)
+        return
+    attributes = attributes_of(value)
+    if attributes is None or not record.is_outside(value):
+        return
+    if not isinstance(value, (types.ModuleType, types.FunctionType)):
+        record.owned(attributes, value)
+    record.read(Place("item", attributes, name), path, line)
+    if name not in attributes and found is None:
+        _registered(record, value, name, path)
+
+
+def _of_descriptor(
+    record: Record, value: Any, found: Any, name: str, path: str, line: SourceLine
+) -> None:
+    """Slots, and properties that are not written in Python; others are observed themselves."""
+    if not record.is_outside(value):
+        return
+    getter = getattr(found, "fget", None)
+    of_torch = type(found).__module__.startswith("torch.")
+    if _is_member(found) or of_torch or (getter and not isinstance(getter, types.FunctionType)):
+        record.read(Place("attribute", value, name), path, line)
+
+
+def _registered(record: Record, value: Any, name: str, path: str) -> None:
+    """A parameter, buffer or submodule: guarded with its module."""
+    if isinstance(value, torch.nn.Module):
+        for table in (value._modules, value._buffers, value._parameters):
+            if name in table:
+                record.reached(table[name], path)
+
+
+def _of_type(record: Record, value: type, name: str, path: str, line: SourceLine) -> None:
+    if _of_class(record, value, name, path, line) is None:
+        _of_class(record, type(value), name, path, line)
+
+
+def _of_super(record: Record, value: Any, name: str, line: SourceLine) -> None:
+    mro = value.__self_class__.__mro__
+    following = mro[mro.index(value.__thisclass__) + 1 :]
+    _in_classes(record, following, name, f"super().{name}", line)
+
+
+def _of_class(record: Record, owner: type, name: str, path: str, line: SourceLine) -> Any:
+    """What the class has for a name; None if nothing."""
+    return _in_classes(record, owner.__mro__, name, path, line)
+
+
+def _in_classes(
+    record: Record, classes: tuple[type, ...], name: str, path: str, line: SourceLine
+) -> Any:
+    for each in classes:
+        if each in _FIXED and name not in vars(each):
+            continue
+        if not each.__flags__ & _MUTABLE:
+            if name in vars(each):
+                return vars(each)[name]
+            continue
+        if record.is_outside(each):
+            value = record.read(Place("class", each, name), path, line)
+        else:
+            value = vars(each).get(name, MISSING)
+        if value is not MISSING:
+            return value
+    return None
+
+
+_MUTABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+
+
+def _found(owner: type, name: str) -> tuple[type, Any] | None:
+    for each in owner.__mro__:
+        if name in vars(each):
+            return each, vars(each)[name]
+    return None
+
+
+def _is_data(found: Any) -> bool:
+    return hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
+
+
+def _is_member(found: Any) -> bool:
+    return isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType))

@@ -1,0 +1,265 @@
+"""What functions without Python code read of their arguments, and change in them."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import operator
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphopt.tracing.outside.attributes import (
+    attribute_place,
+    attributes_of,
+    read_attribute,
+    read_class,
+    read_function,
+    read_method,
+)
+from graphopt.tracing.outside.files import is_observed
+from graphopt.tracing.outside.places import Place, is_value
+from graphopt.tracing.outside.record import Record, is_container
+from graphopt.tracing.source import SourceLine
+
+_ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
+_CHANGING = frozenset(
+    {"clear", "sort", "reverse", "pop", "popitem", "popleft", "remove", "discard", "setdefault",
+     "rotate", "difference_update", "intersection_update", "move_to_end"}
+)  # fmt: skip
+_BY_KEY = frozenset({"get", "__getitem__"})
+_ONE_ITEM = frozenset({"pop", "setdefault"})
+_IDENTITY = frozenset({id, type, isinstance, issubclass, callable, super, print, hash})
+_CLASS = frozenset({isinstance, type})
+_PICKLING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
+_READING_OBJECTS = (vars, dir)
+
+
+class Calls:
+    """Follows calls of what is not a Python function."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._variables: dict[contextvars.ContextVar[Any], _Variable] = {}
+
+    def call(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
+        """The step calls `callee`; `args` are its positional and keyword values."""
+        if isinstance(callee, types.MethodType):
+            self._method(callee)
+            callee, args = callee.__func__, [callee.__self__, *args]
+        if isinstance(callee, (types.BuiltinMethodType, types.MethodWrapperType)):
+            bound = callee.__self__
+            if bound is not None and not isinstance(bound, types.ModuleType):
+                self._on(callee.__name__, bound, args, line)
+                return
+        elif isinstance(callee, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+            if args:
+                self._on(callee.__name__, args[0], args[1:], line)
+            return
+        if isinstance(callee, types.FunctionType):
+            read_function(self._record, callee, line)
+            if is_untraced(callee):
+                self._all(args, line)
+        elif isinstance(callee, functools.partial):
+            self._partial(callee, args, line)
+        elif not isinstance(callee, type) and not isinstance(callee, types.BuiltinFunctionType):
+            self._object(callee, args, line)
+        else:
+            self._builtin(callee, args, line)
+
+    def _builtin(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
+        record = self._record
+        if callee in _CLASS and args:
+            read_class(record, args[0], record.path(args[0], type(args[0]).__name__), line)
+        if callee in _IDENTITY or not args:
+            return
+        if callee in (getattr, hasattr) and isinstance(args[1], str):
+            path = f"{record.path(args[0], type(args[0]).__name__)}.{args[1]}"
+            read_attribute(record, args[0], args[1], path, line)
+        elif callee is setattr:
+            self.store(attribute_place(args[0], args[1]), args[0])
+        elif callee is len:
+            if record.is_outside(args[0]):
+                record.size(args[0], record.path(args[0], type(args[0]).__name__), line)
+        elif callee is next:
+            self._advance(args[0], line)
+        elif callee in _READING_OBJECTS:
+            self._attributes(args[0], line)
+        elif callee is operator.getitem:
+            self._on("__getitem__", args[0], args[1:], line)
+        elif callee is operator.contains:
+            self.contains(args[0], args[1], line)
+        else:
+            self._all(args, line)
+
+    def store(self, place: Place | None, owner: Any, counting: bool = False) -> None:
+        """The step writes to a place of `owner`."""
+        if place is not None and self._record.is_outside(owner):
+            self._record.wrote(place, counting)
+
+    def _on(self, name: str, bound: Any, args: Sequence[Any], line: SourceLine) -> None:
+        """A method of a container or another object without Python code."""
+        record = self._record
+        self._all(args if name not in _ADDING else (), line)
+        if not record.is_outside(bound):
+            return
+        path = record.path(bound, type(bound).__name__)
+        if isinstance(bound, contextvars.ContextVar):
+            self._context_variable(name, bound, args, path, line)
+        elif name == "__next__":
+            self._advance(bound, line)
+        elif name in _PICKLING:
+            self._attributes(bound, line)
+        elif isinstance(bound, (operator.attrgetter, operator.itemgetter)):
+            self._object(bound, args, line)
+        elif not is_container(bound):
+            return
+        elif isinstance(bound, dict) and name in _BY_KEY and args and _hashable(args[0]):
+            record.item(bound, args[0], path, line)
+        elif isinstance(bound, dict) and name in _ONE_ITEM and args and _hashable(args[0]):
+            record.item(bound, args[0], path, line)
+            if (args[0] in bound) is (name == "pop"):
+                record.mutated(bound)
+                record.wrote(Place("item", bound, args[0]), counting=False)
+        elif name == "__contains__":
+            self.contains(bound, args[0], line)
+        elif isinstance(bound, dict) and name == "__setitem__":
+            self.store_item(bound, args[0])
+        elif name in _ADDING:
+            record.mutated(bound)
+        elif name == "__len__":
+            record.size(bound, path, line)
+        else:
+            record.contents(bound, path, line)
+            if name in _CHANGING:
+                record.mutated(bound)
+
+    def _context_variable(
+        self,
+        name: str,
+        variable: contextvars.ContextVar[Any],
+        args: Sequence[Any],
+        path: str,
+        line: SourceLine,
+    ) -> None:
+        held = self._variables.setdefault(variable, _Variable(variable))
+        if name == "set":
+            held.own = True
+        elif name == "reset" and args and held.is_original(args[0]):
+            held.own = False
+        elif name == "get" and not held.own:
+            self._record.read(Place("attribute", held, "value"), f"{path}.get()", line)
+
+    def contains(self, container: Any, key: Any, line: SourceLine) -> None:
+        """The step asks whether a container has a key."""
+        record = self._record
+        if not record.is_outside(container) or not is_container(container):
+            return
+        path = record.path(container, type(container).__name__)
+        if isinstance(container, dict) and _hashable(key):
+            record.read(Place("has", container, key), f"{key!r} in {path}", line)
+        else:
+            record.contents(container, path, line)
+
+    def store_item(self, container: Any, key: Any, counting: bool = False) -> None:
+        """The step writes `container[key]`."""
+        record = self._record
+        if not is_container(container) or not record.is_outside(container):
+            return
+        if isinstance(container, dict) and key not in container:
+            record.mutated(container)
+        if isinstance(container, list) and isinstance(key, int) and key < 0:
+            key += len(container)
+        if _hashable(key):
+            record.wrote(Place("item", container, key), counting)
+        else:
+            record.mutated(container)
+
+    def _method(self, callee: types.MethodType) -> None:
+        if self._record.is_outside(callee):
+            path = self._record.path(callee, callee.__name__)
+            self._record.reached(callee.__self__, f"{path}.__self__")
+            self._record.reached(callee.__func__, path)
+
+    def _partial(
+        self, callee: functools.partial[Any], args: Sequence[Any], line: SourceLine
+    ) -> None:
+        record = self._record
+        if record.is_outside(callee):
+            path = record.path(callee, "partial")
+            record.reached(callee.func, f"{path}.func")
+            record.reached(callee.keywords, f"{path}.keywords")
+            record.contents(callee.keywords, f"{path}.keywords", line)
+            for number, value in enumerate(callee.args):
+                record.reached(value, f"{path}.args[{number}]")
+        self.call(callee.func, [*callee.args, *args, *callee.keywords.values()], line)
+
+    def _object(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
+        """An object whose class says what a call does."""
+        if isinstance(callee, (operator.attrgetter, operator.itemgetter)):
+            for value in args:
+                self._attributes(value, line, depth=4)
+        else:
+            read_method(self._record, type(callee), "__call__", line)
+        self._all(args, line)
+
+    def _attributes(self, value: Any, line: SourceLine, depth: int = 1) -> None:
+        """All attributes of an outside object, and of those that it holds."""
+        record = self._record
+        path = record.path(value, type(value).__name__)
+        if is_container(value):
+            record.contents(value, path, line)
+        attributes = attributes_of(value)
+        if attributes is None or isinstance(value, types.ModuleType):
+            return
+        if not record.is_outside(value) or isinstance(value, (type, torch.nn.Module)):
+            return
+        for name in list(attributes):
+            read_attribute(record, value, name, f"{path}.{name}", line)
+            if depth > 1 and not is_value(attributes[name]):
+                self._attributes(attributes[name], line, depth - 1)
+
+    def _advance(self, iterator: Any, line: SourceLine) -> None:
+        path = self._record.path(iterator, type(iterator).__name__)
+        self._record.iterator(iterator, path, line)
+
+    def _all(self, values: Sequence[Any], line: SourceLine) -> None:
+        for value in values:
+            if is_container(value) and self._record.is_outside(value):
+                self._record.contents(value, self._record.path(value, type(value).__name__), line)
+
+
+class _Variable:
+    """The value of a context variable, as an attribute. Kept by guards: no weak reference fits.
+
+    Attributes:
+        own: the step has set it, and not yet put back what was there.
+    """
+
+    __slots__ = ("_before", "_variable", "own")
+
+    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
+        self._variable, self._before, self.own = variable, variable.get(None), False
+
+    @property
+    def value(self) -> Any:
+        return self._variable.get(None)
+
+    def is_original(self, token: contextvars.Token[Any]) -> bool:
+        """Whether `reset(token)` puts back what was there before the step."""
+        return token.old_value is contextvars.Token.MISSING or token.old_value is self._before
+
+
+def is_untraced(function: types.FunctionType) -> bool:
+    """Whether a function's own instructions are not observed."""
+    return not is_observed(function.__code__.co_filename)
+
+
+def _hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return not isinstance(key, slice)

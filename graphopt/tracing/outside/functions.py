@@ -1,0 +1,48 @@
+"""Functions that torch's own code calls by a global name: they can be replaced as well."""
+
+from __future__ import annotations
+
+import dis
+from functools import lru_cache
+from itertools import pairwise
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from graphopt.tracing.outside.places import Place
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.source import SourceLine
+
+_CALLED = (FunctionType, BuiltinFunctionType, type)
+_FILES = ("torch/nn/", "torch/optim/", "torch/functional.py", "torch/_tensor.py")
+
+
+def called_by_torch(record: Record, frame: FrameType) -> None:
+    """The function of torch that begins may call functions by name: which they are is a read."""
+    code = frame.f_code
+    if code in record.functions_of_torch:
+        return
+    record.functions_of_torch.add(code)
+    for name, attribute in _names(code):
+        namespace = frame.f_globals
+        value = namespace.get(name)
+        path = name
+        if attribute is not None and isinstance(value, ModuleType):
+            namespace, path = vars(value), f"{name}.{attribute}"
+            name, value = attribute, namespace.get(attribute)
+        if isinstance(value, _CALLED):
+            line = SourceLine(code.co_filename, frame.f_lineno, code.co_name)
+            record.read(Place("item", namespace, name), path, line)
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[tuple[str, str | None], ...]:
+    """Global names that a function loads, each with the attribute that it takes of it at once."""
+    if not any(part in code.co_filename for part in _FILES):
+        return ()
+    found: dict[tuple[str, str | None], Any] = {}
+    instructions = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+    for load, after in pairwise(instructions):
+        if load.opname == "LOAD_GLOBAL":
+            attribute = after.argval if after.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+            found[load.argval, attribute] = None
+    return tuple(found)

@@ -1,0 +1,336 @@
+"""What an instruction of a Python function reads from outside the step, and what it writes.
+
+Asked before the instruction is executed, with its operands (`_compat.frames`). Names of
+instructions are those of Python 3.10 to 3.13.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from types import CellType, CodeType, FrameType
+from typing import Any, NamedTuple
+
+from graphopt._compat.frames import NULL, Operands
+from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
+from graphopt.tracing.outside.calls import Calls
+from graphopt.tracing.outside.counting import counting_pairs
+from graphopt.tracing.outside.places import Place
+from graphopt.tracing.outside.record import Record, is_container
+from graphopt.tracing.source import SourceLine
+
+
+class Step(NamedTuple):
+    """One instruction that may read or write outside.
+
+    Attributes:
+        feeding: it loads a value that only goes into a store to the same place.
+        counting: it is that store.
+    """
+
+    handler: str
+    instruction: str
+    name: Any
+    argument: int
+    offset: int
+    feeding: bool
+    counting: bool
+
+
+@lru_cache(maxsize=4096)
+def steps_of(code: CodeType) -> dict[int, Step]:
+    """The instructions of a function that are looked at, by offset."""
+    instructions = list(dis.get_instructions(code))
+    feeding, counting = counting_pairs(instructions)
+    return {
+        i.offset: Step(
+            "_in_place" if _is_in_place(i) else _HANDLERS[i.opname],
+            i.opname,
+            i.argval,
+            i.arg or 0,
+            i.offset,
+            i.offset in feeding,
+            i.offset in counting,
+        )
+        for i in instructions
+        if i.opname in _HANDLERS
+    }
+
+
+class Instructions:
+    """Follows the instructions of observed functions into a record."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._calls = Calls(record)
+        self._feeding: dict[int, tuple[Place, str, SourceLine]] = {}
+
+    def before(self, frame: FrameType, step: Step) -> None:
+        """`frame` is about to execute an instruction."""
+        operands = Operands(frame, step.offset)
+        code = frame.f_code
+        line = SourceLine(code.co_filename, frame.f_lineno, code.co_name)
+        handler: Callable[..., None] = getattr(self, step.handler)
+        if not step.feeding:
+            handler(frame, step, operands, line)
+            return
+        record = self._record
+        record.pending = []
+        try:
+            handler(frame, step, operands, line)
+        finally:
+            pending, record.pending = record.pending, None
+        for each in pending[:-1]:
+            record.read(*each)
+        if pending:
+            self._feeding[id(frame)] = pending[-1]
+
+    def _stored(self, frame: FrameType, step: Step, place: Place | None, owner: Any) -> None:
+        """A store: of a value made from what was at the same place, or of another."""
+        fed = self._feeding.pop(id(frame), None) if step.counting else None
+        counting = fed is not None and place is not None and fed[0].identity == place.identity
+        if fed is not None and not counting:
+            self._record.read(*fed)
+        self._calls.store(place, owner, counting)
+
+    # ------------------------------------------------------------------ names
+
+    def _global(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        names, known = frame.f_globals, vars(builtins)
+        if step.name in names or step.name not in known:
+            self._record.read(Place("item", names, step.name), step.name, line)
+            return
+        self._record.read(Place("has", names, step.name), f"{step.name} in globals", line)
+        self._record.read(Place("item", known, step.name), step.name, line)
+
+    def _name(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        if step.name not in frame.f_locals:
+            self._global(frame, step, operands, line)
+
+    def _cell(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        cell = operands.variable(step.argument)
+        if isinstance(cell, CellType) and self._record.is_outside(cell):
+            self._record.read(Place("cell", cell), step.name, line)
+
+    def _set_global(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
+        self._stored(frame, step, Place("item", frame.f_globals, step.name), frame.f_globals)
+
+    def _set_cell(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        cell = operands.variable(step.argument)
+        if isinstance(cell, CellType):
+            self._stored(frame, step, Place("cell", cell), cell)
+
+    # ------------------------------------------------------------------ attributes
+
+    def _attribute(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
+        value = operands.top(1)
+        path = f"{self._record.path(value, _called(frame, value))}.{step.name}"
+        read_attribute(self._record, value, step.name, path, line)
+
+    def _super(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        value = super(operands.top(2), operands.top(1))
+        read_attribute(self._record, value, step.name, f"super().{step.name}", line)
+
+    def _set_attribute(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
+        owner = operands.top(1)
+        self._stored(frame, step, attribute_place(owner, step.name), owner)
+
+    def _import(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        self._record.read(Place("item", sys.modules, step.name), step.name, line)
+
+    # ------------------------------------------------------------------ containers
+
+    def _item(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        container, key = operands.top(2), operands.top(1)
+        record = self._record
+        if not record.is_outside(container):
+            return
+        path = record.path(container, _called(frame, container))
+        if isinstance(container, dict) or (
+            isinstance(container, (list, tuple)) and isinstance(key, int)
+        ):
+            self._existing_item(container, key, path, line)
+        elif is_container(container):
+            record.contents(container, path, line)
+        else:
+            read_method(record, type(container), "__getitem__", line)
+
+    def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
+        try:
+            container[key] if not isinstance(container, dict) else hash(key)
+        except (IndexError, TypeError):
+            return  # the instruction raises as well
+        self._record.item(container, key, path, line)
+
+    def _set_item(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        container, key = operands.top(2), operands.top(1)
+        if not is_container(container) or not self._record.is_outside(container):
+            return
+        fed = self._feeding.pop(id(frame), None) if step.counting else None
+        counting = fed is not None and fed[0].identity == ("item", id(container), key)
+        if fed is not None and not counting:
+            self._record.read(*fed)
+        self._calls.store_item(container, key, counting)
+
+    def _delete_item(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
+        if is_container(operands.top(2)):
+            self._record.mutated(operands.top(2))
+
+    def _contents(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        self._read_contents(frame, operands.top(1), line)
+
+    def _two(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        for place in (1, 2):
+            self._read_contents(frame, operands.top(place), line)
+
+    def _in_place(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        changed = operands.top(2)
+        self._read_contents(frame, operands.top(1), line)
+        if isinstance(changed, (list, dict, set)):
+            self._record.mutated(changed)
+        else:
+            self._read_contents(frame, changed, line)
+
+    def _three(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        self._read_contents(frame, operands.top(3), line)
+
+    def _contains(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        self._calls.contains(operands.top(1), operands.top(2), line)
+
+    def _truth(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        value = operands.top(1)
+        if is_container(value) and self._record.is_outside(value):
+            self._record.size(value, self._record.path(value, _called(frame, value)), line)
+
+    def _next(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        value = operands.top(1)
+        self._record.iterator(value, self._record.path(value, _called(frame, value)), line)
+
+    def _class_pattern(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
+        names, kind, value = operands.top(1), operands.top(2), operands.top(3)
+        positional = getattr(kind, "__match_args__", ())[: step.argument]
+        for name in (*positional, *names):
+            path = f"{self._record.path(value, _called(frame, value))}.{name}"
+            read_attribute(self._record, value, name, path, line)
+
+    def _read_contents(self, frame: FrameType, value: Any, line: SourceLine) -> None:
+        record = self._record
+        if is_container(value) and record.is_outside(value):
+            record.contents(value, record.path(value, _called(frame, value)), line)
+
+    # ------------------------------------------------------------------ calls
+
+    def _call(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        callee, args = _called_with(step, operands)
+        self._calls.call(callee, args, line)
+
+    def _call_expanded(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
+        keywords = step.argument & 1
+        args = operands.top(1 + keywords)
+        callee = operands.top(2 + keywords + (sys.version_info >= (3, 13)))
+        given = list(operands.top(1).values()) if keywords else []
+        self._read_contents(frame, args, line)
+        self._calls.call(callee, [*(args if isinstance(args, (tuple, list)) else ()), *given], line)
+
+
+def _called_with(step: Step, operands: Operands) -> tuple[Any, list[Any]]:
+    """The callee and its arguments, the object of a method first."""
+    count = step.argument
+    top = int(step.instruction in ("CALL_KW", "CALL_FUNCTION_KW"))  # above all: names of keywords
+    args = [operands.top(top + place) for place in range(count, 0, -1)]
+    first, second = operands.top(top + count + 1), NULL
+    if step.instruction not in ("CALL_FUNCTION", "CALL_FUNCTION_KW"):
+        second = operands.top(top + count + 2)
+    if sys.version_info >= (3, 13):
+        return second, (args if first is NULL else [first, *args])
+    return (first, args) if second is NULL else (second, [first, *args])
+
+
+def _is_in_place(instruction: dis.Instruction) -> bool:
+    name = instruction.opname
+    return name.startswith("INPLACE_") or (
+        name == "BINARY_OP" and instruction.argrepr.endswith("=")
+    )
+
+
+def _called(frame: FrameType, value: Any) -> str:
+    """What the function calls an object."""
+    for name, local in frame.f_locals.items():
+        if local is value:
+            return name
+    return type(value).__name__
+
+
+_HANDLERS = {
+    "LOAD_GLOBAL": "_global",
+    "LOAD_NAME": "_name",
+    "LOAD_DEREF": "_cell",
+    "LOAD_CLASSDEREF": "_cell",
+    "LOAD_FROM_DICT_OR_DEREF": "_cell",
+    "STORE_GLOBAL": "_set_global",
+    "DELETE_GLOBAL": "_set_global",
+    "STORE_DEREF": "_set_cell",
+    "LOAD_ATTR": "_attribute",
+    "LOAD_METHOD": "_attribute",
+    "LOAD_SUPER_ATTR": "_super",
+    "IMPORT_FROM": "_attribute",
+    "IMPORT_NAME": "_import",
+    "STORE_ATTR": "_set_attribute",
+    "DELETE_ATTR": "_set_attribute",
+    "BINARY_SUBSCR": "_item",
+    "STORE_SUBSCR": "_set_item",
+    "DELETE_SUBSCR": "_delete_item",
+    "BINARY_SLICE": "_three",
+    "BINARY_OP": "_two",
+    "COMPARE_OP": "_two",
+    "CONTAINS_OP": "_contains",
+    "GET_ITER": "_contents",
+    "GET_YIELD_FROM_ITER": "_contents",
+    "FOR_ITER": "_next",
+    "UNPACK_SEQUENCE": "_contents",
+    "UNPACK_EX": "_contents",
+    "LIST_EXTEND": "_contents",
+    "SET_UPDATE": "_contents",
+    "DICT_UPDATE": "_contents",
+    "DICT_MERGE": "_contents",
+    "FORMAT_VALUE": "_contents",
+    "FORMAT_SIMPLE": "_contents",
+    "CONVERT_VALUE": "_contents",
+    "TO_BOOL": "_truth",
+    "UNARY_NOT": "_truth",
+    "GET_LEN": "_truth",
+    "MATCH_SEQUENCE": "_contents",
+    "MATCH_MAPPING": "_contents",
+    "MATCH_CLASS": "_class_pattern",
+    "CALL": "_call",
+    "CALL_KW": "_call",
+    "CALL_FUNCTION": "_call",
+    "CALL_METHOD": "_call",
+    "CALL_FUNCTION_KW": "_call",
+    "CALL_FUNCTION_EX": "_call_expanded",
+}
+_HANDLERS.update(
+    (name, "_truth")
+    for name in dis.opmap
+    if name.startswith(("POP_JUMP", "JUMP_IF")) and "NONE" not in name
+)
+_HANDLERS.update(
+    (name, "_two")
+    for name in dis.opmap
+    if name.startswith(("BINARY_", "INPLACE_")) and name not in _HANDLERS
+)

@@ -1,0 +1,221 @@
+"""Observe the Python functions that a traced step runs, instruction by instruction.
+
+User code is observed, that of models and of most libraries as well; torch, graphopt and most of the
+standard library are not. Whoever traces, profiles or measures coverage goes on doing so: from 3.12
+on `sys.monitoring` serves several tools; before, the tracing function found is called along.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from graphopt import _compat
+from graphopt._compat import frames
+from graphopt._compat.untraced import OwnTracer, UntracedOperators
+from graphopt.tracing.outside.attributes import read_function, read_method
+from graphopt.tracing.outside.files import is_observed
+from graphopt.tracing.outside.functions import called_by_torch
+from graphopt.tracing.outside.instructions import Instructions, Step, steps_of
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.source import SourceLine, is_library_file
+
+_MODULE_CALL = _compat.module_call_code()
+
+
+class Observer:
+    """Follows what functions do into a record."""
+
+    def __init__(self, record: Record, modules: set[int]) -> None:
+        self.record = record
+        self._instructions = Instructions(record)
+        self._modules = modules
+        self.ignored: set[CodeType] = set()
+        """Functions of which the observer wants to know nothing more."""
+
+    def entered(self, frame: FrameType) -> dict[int, Step] | None:
+        """A function begins. Returns which of its instructions to look at; None for none."""
+        code = frame.f_code
+        if code in self.ignored:
+            return None
+        if not is_observed(code.co_filename):
+            self._entered_torch(frame, code)
+            return None
+        if _is_generic(code.co_filename) and not _called_by_user(frame):
+            return None
+        self._function(frame)
+        return steps_of(code)
+
+    def before(self, frame: FrameType, step: Step) -> None:
+        """An instruction is about to run."""
+        self._instructions.before(frame, step)
+
+    def _entered_torch(self, frame: FrameType, code: CodeType) -> None:
+        if code is _MODULE_CALL:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and id(module) not in self._modules:
+                self._other_module(module)
+        else:
+            self.ignored.add(code)
+        called_by_torch(self.record, frame)
+
+    def _other_module(self, module: nn.Module) -> None:
+        """A module that is not among the arguments: all of it is guarded."""
+        if self.record.is_outside(module):
+            path = self.record.path(module, type(module).__name__)
+            for name, child in module.named_modules(prefix=path):
+                self.record.modules.setdefault(id(child), (name, child))
+                read_method(self.record, type(child), "forward", _line(sys._getframe(2)))
+
+    def _function(self, frame: FrameType) -> None:
+        """Which function it is, with which default arguments, and where Python found it."""
+        function = frames.Operands(frame, -1).function
+        line = _line(frame)
+        if isinstance(function, FunctionType):
+            read_function(self.record, function, line)
+        code = frame.f_code
+        if code.co_argcount:
+            self._method(frame.f_locals.get(code.co_varnames[0]), code, line)
+
+    def _method(self, first: Any, code: CodeType, line: SourceLine) -> None:
+        owner = first if isinstance(first, type) else type(first)
+        for each in owner.__mro__:
+            found = vars(each).get(code.co_name)
+            found = getattr(found, "__func__", found)
+            if getattr(found, "__code__", None) is code:
+                read_method(self.record, owner, code.co_name, line)
+                return
+
+
+def _called_by_user(frame: FrameType) -> bool:
+    """Whether a library's function reads for the user, rather than for torch."""
+    caller = frame.f_back
+    while caller is not None and _is_generic(caller.f_code.co_filename):
+        if not is_observed(caller.f_code.co_filename):
+            return False
+        caller = caller.f_back
+    return caller is not None
+
+
+def _is_generic(filename: str) -> bool:
+    """Whether a file's functions work for whoever calls them. Data classes have generated ones."""
+    return filename.startswith("<str") or is_library_file(filename)
+
+
+def _line(frame: FrameType) -> SourceLine:
+    code = frame.f_code
+    return SourceLine(code.co_filename, frame.f_lineno, code.co_name)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """While active, functions that run in this thread, and in those that begin, are observed."""
+    if not frames.can_read(sys._getframe()):
+        yield
+    elif sys.version_info >= (3, 12):
+        with _monitored(observer):
+            yield
+    else:
+        with _traced(observer):
+            yield
+
+
+# ---------------------------------------------------------------------------- before 3.12
+
+
+class _FrameTracer:
+    """What one frame is traced with: the instructions go to the observer, all else to whoever
+    traces the frame besides."""
+
+    __slots__ = ("_observer", "_other", "_other_opcodes", "_steps")
+
+    def __init__(self, observer: Observer, steps: dict[int, Step] | None, other: Any) -> None:
+        self._observer, self._steps, self._other = observer, steps or {}, other
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            step = self._steps.get(frame.f_lasti)
+            if step is not None:
+                self._observer.before(frame, step)
+        elif self._other is not None:
+            self._other = self._other(frame, event, argument)
+        return self
+
+
+class _Tracer(OwnTracer):
+    """What a thread is traced with."""
+
+    def __init__(self, observer: Observer, other: Any) -> None:
+        self._observer, self._other, self.alone = observer, other, other is None
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        other = None
+        if self.alone and frame.f_code in self._observer.ignored:
+            return None
+        if self._other is not None:
+            other = self._other(frame, event, argument)
+            if sys.gettrace() is not self:  # some install themselves whenever they are called
+                sys.settrace(self)
+        steps = self._observer.entered(frame)
+        if not steps:
+            return other
+        if other is None:
+            frame.f_trace_lines = False
+        frame.f_trace_opcodes = True
+        return _FrameTracer(self._observer, steps, other)
+
+
+@contextmanager
+def _traced(observer: Observer) -> Iterator[None]:
+    before, before_threads = sys.gettrace(), threading.gettrace()
+    tracer = _Tracer(observer, before)
+    threading.settrace(_Tracer(observer, before_threads))
+    sys.settrace(tracer)
+    try:
+        with UntracedOperators() if tracer.alone else nullcontext():
+            yield
+    finally:
+        sys.settrace(before)
+        threading.settrace(before_threads)
+
+
+# ---------------------------------------------------------------------------- from 3.12 on
+
+
+@contextmanager
+def _monitored(observer: Observer) -> Iterator[None]:
+    monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - not in the oldest Python's stubs
+    tool = next(each for each in (4, 3, 5, 0) if monitoring.get_tool(each) is None)
+    monitoring.use_tool_id(tool, "graphopt")
+    instruction, start = monitoring.events.INSTRUCTION, monitoring.events.PY_START
+    looked_at: dict[CodeType, dict[int, Step]] = {}
+
+    def started(code: CodeType, offset: int) -> Any:
+        steps = observer.entered(sys._getframe(1))
+        if steps and code not in looked_at:
+            looked_at[code] = steps
+            monitoring.set_local_events(tool, code, instruction)
+        return monitoring.DISABLE if code in observer.ignored else None
+
+    def executed(code: CodeType, offset: int) -> None:
+        step = looked_at[code].get(offset)
+        if step is not None:
+            observer.before(sys._getframe(1), step)
+
+    monitoring.register_callback(tool, start, started)
+    monitoring.register_callback(tool, instruction, executed)
+    monitoring.set_events(tool, start)
+    monitoring.restart_events()
+    try:
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        for code in looked_at:
+            monitoring.set_local_events(tool, code, 0)
+        monitoring.free_tool_id(tool)

@@ -1,0 +1,104 @@
+"""Places in memory that a step can read: an item, a size, a variable of a closure, …."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CellType
+from typing import Any, NamedTuple
+
+import torch
+
+from graphopt.tracing.guard_values import is_plain
+from graphopt.tracing.source import SourceLine
+
+MISSING = object()
+"""Stands for what is not there."""
+
+_COPIED = (set, frozenset, bytearray)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place. `holder` is kept alive.
+
+    Attributes:
+        kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
+            has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "keys" of
+            a dictionary in order; "cell" of a closure; "whole" contents.
+    """
+
+    kind: str
+    holder: Any
+    key: Any = None
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (self.kind, id(self.holder), self.key)
+
+    def now(self) -> Any:
+        """What is there, `MISSING` if nothing is."""
+        try:
+            return _READERS[self.kind](self.holder, self.key)
+        except (KeyError, IndexError, AttributeError, ValueError):
+            return MISSING
+
+
+def _whole(holder: Any, key: Any) -> Any:
+    if isinstance(holder, _COPIED):
+        return frozenset(holder) if isinstance(holder, set) else bytes(holder)
+    if hasattr(holder, "tobytes"):
+        return (holder.shape, str(holder.dtype), holder.tobytes())
+    return tuple(map(id, holder))
+
+
+def _cell(holder: CellType, key: Any) -> Any:
+    return holder.cell_contents
+
+
+_READERS: Mapping[str, Any] = {
+    "class": lambda holder, key: vars(holder)[key],
+    "item": lambda holder, key: holder[key],
+    "attribute": getattr,
+    "has": lambda holder, key: key in holder,
+    "type": lambda holder, key: type(holder),
+    "size": lambda holder, key: len(holder),
+    "keys": lambda holder, key: tuple(holder),
+    "cell": _cell,
+    "whole": _whole,
+}
+
+
+class Read(NamedTuple):
+    """A place that was read, what was there, how the program gets there, and the line."""
+
+    place: Place
+    value: Any
+    path: str
+    line: SourceLine
+    owner: weakref.ref[Any] | None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are one object, or equal numbers, texts and the like."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(same, a, b))
+    if type(a) is frozenset:
+        return bool(a == b)
+    if not (is_value(a) and is_value(b)):
+        return False
+    return bool(a == b) or (a != a and b != b)
+
+
+def is_value(value: object) -> bool:
+    """Whether a value is compared by value. All others are by identity."""
+    if isinstance(value, tuple):
+        return all(map(is_value, value))
+    if type(value).__module__ == "numpy":
+        return getattr(value, "ndim", 1) == 0 and not hasattr(value, "__setitem__")
+    return is_plain(value) or isinstance(value, (torch.device, slice, range))

@@ -1,0 +1,205 @@
+"""The places outside a step that one trace of it read, with what was there."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
+from graphopt.tracing.source import SourceLine
+
+_WHOLE = 1000
+"""Containers with more items are guarded by their identity and size."""
+_WHOLE_BYTES = 1 << 16
+
+
+class Record:
+    """What one trace read outside, and what it wrote there.
+
+    A place that the step has written is its own from then on. A value that only goes into the next
+    value of its own place (`self.n += 1`) is not read; but whoever reads that next value reads the
+    outside one, and the step has changed it.
+
+    Args:
+        own: dictionaries that have guards of their own: attributes of modules and optimizers.
+    """
+
+    def __init__(self, own: Iterable[dict[str, Any]]) -> None:
+        self._own = {id(table) for table in own}
+        # Kept alive, so that no other object gets the identity of one of them.
+        self._existing = gc.get_objects()
+        self._before = set(map(id, self._existing))
+        # `gc.freeze` hides classes and modules from `gc.get_objects`.
+        self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
+        self._paths: dict[int, tuple[Any, str]] = {}
+        self._owners: dict[int, weakref.ref[Any]] = {}
+        self._written: set[tuple[Any, ...]] = set()
+        self._derived: set[tuple[Any, ...]] = set()
+        self._mutated: set[int] = set()
+        self.reads: dict[tuple[Any, ...], Read] = {}
+        self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
+        self.functions_of_torch: set[types.CodeType] = set()
+        self.changed: tuple[Read, Any] | None = None
+        self.counted: Read | None = None
+        self.advanced: tuple[str, SourceLine] | None = None
+        self.pending: list[tuple[Place, str, SourceLine]] | None = None
+
+    def finish(self) -> None:
+        """The step is over: look for what it changed."""
+        self.changed = self._changed()
+
+    def close(self) -> None:
+        """Let go of what only observing needs, which is nearly everything."""
+        self._existing.clear()
+        self._before.clear()
+        self._paths.clear()
+
+    # ------------------------------------------------------------------ objects
+
+    def is_outside(self, value: Any) -> bool:
+        """Whether an object existed before the step."""
+        known = id(value) in self._before or id(value) in self._paths
+        return known or isinstance(value, type) or id(value) in self._namespaces
+
+    def is_own(self, table: Any) -> bool:
+        return id(table) in self._own
+
+    def path(self, value: Any, otherwise: str) -> str:
+        """How the program got to an object."""
+        known = self._paths.get(id(value))
+        return otherwise if known is None else known[1]
+
+    def reached(self, value: Any, path: str) -> None:
+        """The step got an object that was there before it."""
+        if not is_value(value) and id(value) not in self._paths:
+            self._paths[id(value)] = (value, path)
+
+    def owned(self, holder: Any, owner: Any) -> None:
+        """`holder` does not outlive its use in `owner`: attributes of an object, say."""
+        if id(holder) not in self._owners:
+            try:
+                self._owners[id(holder)] = weakref.ref(owner)
+            except TypeError:
+                return
+
+    # ------------------------------------------------------------------ reads
+
+    def read(self, place: Place, path: str, line: SourceLine) -> Any:
+        """The step reads a place. Returns what is there."""
+        value = place.now()
+        identity = place.identity
+        if self.pending is not None:
+            self.pending.append((place, path, line))
+            return value
+        if self.is_own(place.holder):
+            self.reached(value, path)
+            return value
+        if self._is_derived(place):
+            self.counted = self.counted or self._made(place, value, path, line)
+        if identity in self._written or _compat.is_fake(value):
+            return value
+        if value is not MISSING:
+            self.reached(value, path)
+        if identity not in self.reads:
+            self.reads[identity] = self._made(place, value, path, line)
+            if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+                self.contents(value, path, line)
+        return value
+
+    def contents(self, container: Any, path: str, line: SourceLine, depth: int = 3) -> None:
+        """The step reads all that a container holds, and containers within it."""
+        if not self.is_outside(container) or depth == 0:
+            return
+        if isinstance(container, (dict, types.MappingProxyType)):
+            self.read(Place("keys", container), f"the keys of {path}", line)
+            keys: Iterable[Any] = list(container)
+        elif isinstance(container, (list, tuple)):
+            self.size(container, path, line)
+            keys = range(len(container))
+        elif hasattr(container, "tobytes"):
+            if container.nbytes <= _WHOLE_BYTES:
+                self.read(Place("whole", container), path, line)
+            return
+        else:
+            if len(container) <= _WHOLE:
+                self.read(Place("whole", container), path, line)
+            return
+        if len(container) > _WHOLE:
+            return
+        for key in keys:
+            value = self.item(container, key, path, line)
+            if is_container(value):
+                self.contents(value, f"{path}[{key!r}]", line, depth - 1)
+
+    def item(self, container: Any, key: Any, path: str, line: SourceLine) -> Any:
+        """The step reads one item of an outside container."""
+        if isinstance(container, tuple):
+            value = container[key]
+            self.reached(value, f"{path}[{key!r}]")
+            return value
+        if isinstance(container, list) and isinstance(key, int) and key < 0:
+            self.size(container, path, line)
+            key += len(container)
+        return self.read(Place("item", container, key), f"{path}[{key!r}]", line)
+
+    def size(self, container: Any, path: str, line: SourceLine) -> None:
+        if not isinstance(container, (tuple, str, bytes)):
+            self.read(Place("size", container), f"len({path})", line)
+
+    # ------------------------------------------------------------------ writes
+
+    def wrote(self, place: Place, counting: bool) -> None:
+        """The step writes to a place, `counting` if what it makes of the value there."""
+        identity = place.identity
+        if counting and (identity not in self._written or identity in self._derived):
+            self._derived.add(identity)
+        else:
+            self._derived.discard(identity)
+        self._written.add(identity)
+
+    def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
+        """The step takes values from an iterator, which are gone then."""
+        if self.is_outside(iterator) and self.advanced is None:
+            self.advanced = (path, line)
+
+    def mutated(self, container: Any) -> None:
+        """The step adds to or takes from a container."""
+        if self.is_outside(container):
+            self._mutated.add(id(container))
+
+    def has_written(self, table: dict[str, Any], key: str) -> bool:
+        """Whether the step wrote to an item of a dictionary."""
+        return Place("item", table, key).identity in self._written
+
+    def _changed(self) -> tuple[Read, Any] | None:
+        """A place that the step has read, and then changed, and what is there now."""
+        for read in self.reads.values():
+            now = read.place.now()
+            if not same(now, read.value):
+                return read, now
+        return None
+
+    def _is_derived(self, place: Place) -> bool:
+        if place.kind in ("size", "keys", "whole") and id(place.holder) in self._mutated:
+            return True
+        return place.identity in self._derived
+
+    def _made(self, place: Place, value: Any, path: str, line: SourceLine) -> Read:
+        return Read(place, value, path, line, self._owners.get(id(place.holder)))
+
+
+def is_container(value: Any) -> bool:
+    """Whether `contents` looks into a value."""
+    return isinstance(value, (dict, list, tuple, set, frozenset, types.MappingProxyType)) or (
+        type(value).__module__ in ("numpy", "collections", "array")
+        and not isinstance(value, type)
+        and hasattr(value, "__len__")
+        and getattr(value, "ndim", 1) != 0
+    )

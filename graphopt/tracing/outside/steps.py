@@ -1,0 +1,87 @@
+"""Observe one trace of a step, and refuse a step that changes what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from graphopt.errors import CaptureError
+from graphopt.tracing.call import Call
+from graphopt.tracing.outside.attributes import read_method
+from graphopt.tracing.outside.guard import shown
+from graphopt.tracing.outside.observe import Observer, observed
+from graphopt.tracing.outside.places import Read
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.source import SourceLine
+
+_HINT = (
+    "keep what changes from step to step in a buffer of the model (register_buffer), or pass it as"
+    " an argument; change other objects outside the step"
+)
+
+
+def record_for(call: Call) -> Record:
+    """An empty record of a step. Made before anything has stand-ins."""
+    own: list[dict[str, Any]] = []
+    for _, module in call.named_submodules():
+        own += [vars(module), module._parameters, module._buffers, module._modules]
+    own += [vars(optimizer) for optimizer in call.optimizer_objects()]
+    return Record(own)
+
+
+@contextmanager
+def observed_step(call: Call, record: Record) -> Iterator[None]:
+    """While active, what the step reads outside its arguments goes into `record`.
+
+    Raises:
+        CaptureError: the step counts outside its arguments, and reads the count.
+    """
+    line = SourceLine(__file__, 0, "")
+    modules = [module for _, module in call.named_submodules()]
+    for owner in {type(module) for module in modules}:
+        for name in ("forward", "__call__", "_call_impl"):
+            read_method(record, owner, name, line)
+    for optimizer in call.optimizer_objects():
+        for name in ("step", "zero_grad"):
+            read_method(record, type(optimizer), name, line)
+    for name, module in call.named_submodules():
+        record.reached(module, name or "the model")
+    for name, leaf in zip(call.names, call.leaves, strict=True):
+        record.reached(leaf, name)
+    record.reached(call.fn, getattr(call.fn, "__name__", "the step"))
+    record.reached(getattr(call.fn, "__self__", None), "self")
+    with observed(Observer(record, set(map(id, modules)))):
+        yield
+    record.finish()
+    if record.counted is not None:
+        _refuse(record.counted, record.counted.place.now())
+    if record.advanced is not None:
+        path, line = record.advanced
+        raise CaptureError(
+            f"it takes values from an iterator outside its arguments ({path}), which would happen"
+            " at capture only",
+            location=str(line),
+            hint="take them outside the step, and pass them as arguments",
+        )
+
+
+def unchanged(record: Record) -> Record:
+    """The record of a step that leaves what it reads as it was.
+
+    Raises:
+        CaptureError: it does not; naming the line that reads.
+    """
+    if record.changed is not None:
+        _refuse(*record.changed)
+    return record
+
+
+def _refuse(read: Read, now: Any) -> None:
+    raise CaptureError(
+        f"it reads {read.path} outside its arguments and changes it"
+        f" ({shown(read.value)} became {shown(now)}), which would happen at capture"
+        " only",
+        location=str(read.line),
+        hint=_HINT,
+    )
