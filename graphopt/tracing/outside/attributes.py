@@ -56,8 +56,8 @@ def read_function(record: Record, function: types.FunctionType, line: SourceLine
     name = function.__qualname__
     for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
         record.read(Place("attribute", function, attribute), f"{name}.{attribute}", line)
-    for number, value in enumerate(function.__defaults__ or ()):
-        record.reached(value, f"{name}.__defaults__[{number}]")
+    if function.__defaults__ is not None:
+        record.contents(function.__defaults__, f"{name}.__defaults__", line, depth=1)
     if function.__kwdefaults__ is not None:
         record.contents(function.__kwdefaults__, f"{name}.__kwdefaults__", line, depth=1)
     for cell in function.__closure__ or ():

@@ -29,9 +29,17 @@ _CHANGING = frozenset(
     {"clear", "sort", "reverse", "pop", "popitem", "popleft", "remove", "discard", "setdefault",
      "rotate", "difference_update", "intersection_update", "move_to_end"}
 )  # fmt: skip
+_BY_CONTENTS = frozenset({"sort", "remove", "discard", "difference_update", "intersection_update"})
 _BY_KEY = frozenset({"get", "__getitem__"})
 _ONE_ITEM = frozenset({"pop", "setdefault"})
 _IDENTITY = frozenset({id, type, isinstance, issubclass, callable, super, print, hash})
+_OF_ONE_OBJECT = frozenset({id, hash})
+_TAKING_APART = frozenset(
+    {isinstance, issubclass, type, callable, super, getattr, hasattr, setattr, len, next, iter,
+     vars, dir, float, int, bool, complex, abs, round, list, tuple, dict, enumerate, zip, map, filter,
+     reversed, sum, min, max, sorted, any, all, operator.getitem, operator.contains}
+)  # fmt: skip
+"""Functions that see of an object only what is observed: its places, and its methods in Python."""
 _CLASS = frozenset({isinstance, type})
 _PICKLING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 _READING_OBJECTS = (vars, dir)
@@ -44,24 +52,31 @@ class Calls:
         self._record = record
         self._variables: dict[contextvars.ContextVar[Any], _Variable] = {}
 
-    def call(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
-        """The step calls `callee`; `args` are its positional and keyword values."""
+    def call(
+        self, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
+    ) -> None:
+        """The step calls `callee`; `args` are its positional and keyword values.
+
+        Args:
+            discarded: nothing uses the result.
+        """
         if isinstance(callee, types.MethodType):
-            self._method(callee)
+            self._method(callee, line)
             callee, args = callee.__func__, [callee.__self__, *args]
         if isinstance(callee, (types.BuiltinMethodType, types.MethodWrapperType)):
             bound = callee.__self__
             if bound is not None and not isinstance(bound, types.ModuleType):
-                self._on(callee.__name__, bound, args, line)
+                self._on(callee.__name__, bound, args, line, discarded)
                 return
         elif isinstance(callee, (types.MethodDescriptorType, types.WrapperDescriptorType)):
             if args:
-                self._on(callee.__name__, args[0], args[1:], line)
+                self._on(callee.__name__, args[0], args[1:], line, discarded)
             return
         if isinstance(callee, types.FunctionType):
             read_function(self._record, callee, line)
             if is_untraced(callee):
                 self._all(args, line)
+                self._pin(args)
         elif isinstance(callee, functools.partial):
             self._partial(callee, args, line)
         elif not isinstance(callee, type) and not isinstance(callee, types.BuiltinFunctionType):
@@ -73,6 +88,8 @@ class Calls:
         record = self._record
         if callee in _CLASS and args:
             read_class(record, args[0], record.path(args[0], type(args[0]).__name__), line)
+        if callee in _OF_ONE_OBJECT or not (isinstance(callee, type) or callee in _TAKING_APART):
+            self._pin(args)
         if callee in _IDENTITY or not args:
             return
         if callee in (getattr, hasattr) and isinstance(args[1], str):
@@ -99,9 +116,12 @@ class Calls:
         if place is not None and self._record.is_outside(owner):
             self._record.wrote(place, counting)
 
-    def _on(self, name: str, bound: Any, args: Sequence[Any], line: SourceLine) -> None:
+    def _on(
+        self, name: str, bound: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
+    ) -> None:
         """A method of a container or another object without Python code."""
         record = self._record
+        self._pin(args)
         self._all(args if name not in _ADDING else (), line)
         if not record.is_outside(bound):
             return
@@ -127,8 +147,10 @@ class Calls:
             self.contains(bound, args[0], line)
         elif isinstance(bound, dict) and name == "__setitem__":
             self.store_item(bound, args[0])
-        elif name in _ADDING:
+        elif name in _ADDING or (discarded and name in _CHANGING - _BY_CONTENTS):
             record.mutated(bound)
+            if name == "clear":
+                record.emptied(bound)
         elif name == "__len__":
             record.size(bound, path, line)
         else:
@@ -177,11 +199,11 @@ class Calls:
         else:
             record.mutated(container)
 
-    def _method(self, callee: types.MethodType) -> None:
+    def _method(self, callee: types.MethodType, line: SourceLine) -> None:
         if self._record.is_outside(callee):
-            path = self._record.path(callee, callee.__name__)
-            self._record.reached(callee.__self__, f"{path}.__self__")
-            self._record.reached(callee.__func__, path)
+            path = self._record.path(callee, getattr(callee, "__name__", "method"))
+            self._record.read(Place("attribute", callee, "__self__"), f"{path}.__self__", line)
+            self._record.read(Place("attribute", callee, "__func__"), path, line)
 
     def _partial(
         self, callee: functools.partial[Any], args: Sequence[Any], line: SourceLine
@@ -189,11 +211,10 @@ class Calls:
         record = self._record
         if record.is_outside(callee):
             path = record.path(callee, "partial")
-            record.reached(callee.func, f"{path}.func")
-            record.reached(callee.keywords, f"{path}.keywords")
-            record.contents(callee.keywords, f"{path}.keywords", line)
-            for number, value in enumerate(callee.args):
-                record.reached(value, f"{path}.args[{number}]")
+            for name in ("func", "args", "keywords"):
+                record.read(Place("attribute", callee, name), f"{path}.{name}", line)
+            record.contents(callee.args, f"{path}.args", line, depth=1)
+            record.contents(callee.keywords, f"{path}.keywords", line, depth=1)
         self.call(callee.func, [*callee.args, *args, *callee.keywords.values()], line)
 
     def _object(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
@@ -203,6 +224,8 @@ class Calls:
                 self._attributes(value, line, depth=4)
         else:
             read_method(self._record, type(callee), "__call__", line)
+            if not isinstance(type(callee).__call__, types.FunctionType):
+                self._pin(args)
         self._all(args, line)
 
     def _attributes(self, value: Any, line: SourceLine, depth: int = 1) -> None:
@@ -224,6 +247,15 @@ class Calls:
     def _advance(self, iterator: Any, line: SourceLine) -> None:
         path = self._record.path(iterator, type(iterator).__name__)
         self._record.iterator(iterator, path, line)
+
+    def _pin(self, values: Sequence[Any]) -> None:
+        """Code that is not observed gets these objects, and those in them."""
+        for value in values:
+            self._record.pin(value)
+            if isinstance(value, (list, tuple)):
+                self._pin(value if len(value) <= 100 else ())
+            elif isinstance(value, dict):
+                self._pin(list(value.values()) if len(value) <= 100 else ())
 
     def _all(self, values: Sequence[Any], line: SourceLine) -> None:
         for value in values:

@@ -12,18 +12,17 @@ _STORES = {
     "LOAD_DEREF": "STORE_DEREF",
     "BINARY_SUBSCR": "STORE_SUBSCR",
 }
-_PURE = frozenset(
-    {"LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST_LOAD_FAST", "CACHE",
-     "NOP", "EXTENDED_ARG"}
-)  # fmt: skip
 _MOVING = frozenset({"SWAP", "ROT_TWO", "ROT_THREE", "ROT_FOUR"})
 _COMPUTING = ("BINARY_", "INPLACE_")
+_ON_TOP = ("LOAD_", "CALL", "PRECALL", "KW_NAMES", "PUSH_NULL", "BUILD_", "UNARY_", "COMPARE_OP",
+           "CONTAINS_OP", "IS_OP", "CACHE", "NOP", "EXTENDED_ARG", "TO_BOOL")  # fmt: skip
+"""Instructions that take their operands from the top of the stack, and put at most two there."""
 
 
 def counting_pairs(instructions: Sequence[dis.Instruction]) -> tuple[set[int], set[int]]:
     """Offsets of such loads, and of the stores.
 
-    Between the two are only loads and arithmetic, so that nothing else sees the value.
+    What is between the two takes other values than this one, but for the arithmetic.
     """
     loads: set[int] = set()
     stores: set[int] = set()
@@ -47,14 +46,31 @@ def _store(following: Sequence[dis.Instruction], wanted: str) -> dis.Instruction
             return None
         if name == wanted:
             return instruction if computed else None
-        if name == "BINARY_SUBSCR" or (name in _MOVING and not computed):
-            return None
-        if name.startswith(_COMPUTING):
+        if name in _MOVING:
+            if not computed:
+                return None
+        elif name.startswith(_COMPUTING):
+            if height == 2 and name == "BINARY_SUBSCR":
+                return None
             height = max(height - 1, 1)
             computed = computed or height == 1
-        elif name in _PURE:
-            argument = instruction.arg if instruction.opcode >= dis.HAVE_ARGUMENT else None
-            height += dis.stack_effect(instruction.opcode, argument)
-        elif name not in _MOVING and not (name == "LOAD_ATTR" and height > 1):
+        elif not name.startswith(_ON_TOP):
             return None
+        else:
+            effect = _effect(instruction)
+            if height - (_pushed(name) - effect) < 1:
+                return None
+            height += effect
     return None
+
+
+def _effect(instruction: dis.Instruction) -> int:
+    argument = instruction.arg if instruction.opcode >= dis.HAVE_ARGUMENT else None
+    return dis.stack_effect(instruction.opcode, argument)
+
+
+def _pushed(name: str) -> int:
+    """How many results an instruction leaves on the stack, at least."""
+    if name in ("CACHE", "NOP", "EXTENDED_ARG", "KW_NAMES", "PRECALL"):
+        return 0
+    return 2 if name == "LOAD_METHOD" else 1

@@ -9,37 +9,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from operator import contains, getitem, is_
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from graphopt.tracing.object_guards import ModuleGuards
+from graphopt.tracing.outside.held import Entry, Held
 from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.sweeps import prepared
 
 
 class OutsideGuard:
     """Holds what a record holds. Neither the objects read nor their owners are kept alive by it:
-    where one of them is gone, so is all that the guard has, and it never fits again."""
+    where one of them is gone that no place leads to, the guard never fits again."""
 
     def __init__(self, record: Record) -> None:
         self._gone: str | None = None
-        reads = [_settled(read) for read in record.reads.values()]
+        self._entries: list[Entry] = []
+        self._followed: set[Held] = set()
+        self._sweeps: list[Callable[[], bool]] | None = None
         modules = record.modules.values()
         self._owners = [
             weakref.ref(module, _Drop(self, f"{name} is gone")) for name, module in modules
         ]
-        for read in {id(read.owner): read for read in reads}.values():
-            owner = None if read.owner is None else read.owner()
-            if owner is not None:
-                self._owners.append(weakref.ref(owner, _Drop(self, _lost(read))))
-        self._entries = [_Entry(read, _Drop(self, _lost(read))) for read in reads]
+        self._entries = _Entries(record, _Lost(self)).found
+        self._followed = {entry.held for entry in self._entries if entry.held is not None}
         self._modules = ModuleGuards(
             (name, each, _assigned(record, each)) for name, each in modules
         )
-        self._sweeps = self._prepared()
+        self._sweeps = prepared(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -55,30 +54,39 @@ class OutsideGuard:
             yield self._gone
             return
         yield from self._modules.mismatches()
-        if all(sweep() for sweep in self._sweeps):
+        if self._sweeps is not None and all(sweep() for sweep in self._sweeps):
             return
-        changes = [entry.change() for entry in self._entries]
-        if not any(changes):  # equal values in other objects: those are looked for from now on
-            for entry in self._entries:
-                entry.refresh()
-            self._sweeps = self._prepared()
-        yield from filter(None, changes)
+        following = _Following()
+        change = next(filter(None, map(following.change, self._entries)), None)
+        if change is not None:
+            yield change
+            return
+        following.settle(self._entries)  # equal values in other objects are looked for from now on
+        self._sweeps = prepared(self._entries)
+
+    def lost(self, held: Held) -> None:
+        """An object is gone. Another may take its place, if a place leads to it."""
+        if held in self._followed and held.followed:
+            self._sweeps = None
+            for each in self._followed:
+                each.release()
+            return
+        path = next((e for e in self._entries if held in (e.holder, e.holder.owner)), None)
+        if path is not None:
+            line = f"{path.line.file}:{path.line.line}"
+            self.drop(f"the object of {path.path} is gone, read at {line}")
+        self._sweeps = None
 
     def drop(self, reason: str) -> None:
         """Let go of everything."""
         self._gone = reason
-        self._entries, self._sweeps, self._owners = [], [], []
+        self._entries, self._sweeps, self._owners = [], None, []
+        self._followed.clear()
         self._modules = ModuleGuards(())
-
-    def _prepared(self) -> list[Callable[[], bool]]:
-        by_kind: dict[str, list[_Entry]] = {}
-        for entry in self._entries:
-            by_kind.setdefault(_sweep_of(entry), []).append(entry)
-        return [_SWEEPS[kind](entries) for kind, entries in by_kind.items()]
 
 
 class _Drop:
-    """Tells a guard that something it needs is gone."""
+    """Tells a guard that a module it needs is gone."""
 
     def __init__(self, guard: OutsideGuard, reason: str) -> None:
         self._guard, self._reason = weakref.ref(guard), reason
@@ -89,53 +97,89 @@ class _Drop:
             guard.drop(self._reason)
 
 
-class _Held:
-    """An object, kept alive only where it has to be: values, classes, containers."""
+class _Lost:
+    """Tells a guard that an object it looks at is gone."""
 
-    __slots__ = ("stored", "weak")
+    def __init__(self, guard: OutsideGuard) -> None:
+        self._guard = weakref.ref(guard)
 
-    def __init__(self, value: Any, gone: Callable[[Any], None] | None = None) -> None:
-        self.stored, self.weak = value, False
-        if is_value(value) or isinstance(value, (type, ModuleType, frozenset)):
-            return
-        try:
-            self.stored, self.weak = weakref.ref(value, gone), True
-        except TypeError:
-            return
-
-    def get(self) -> Any:
-        return self.stored() if self.weak else self.stored
+    def __call__(self, held: Held) -> None:
+        guard = self._guard()
+        if guard is not None and guard.alive:
+            guard.lost(held)
 
 
-class _Entry:
-    """A place with the value it has to have."""
+class _Entries:
+    """Makes the entries of a record; each object is held once, however many places lead to it."""
 
-    def __init__(self, read: Read, gone: Callable[[Any], None]) -> None:
-        self.kind, self.key, self.path, self.line = (
-            read.place.kind,
-            read.place.key,
-            read.path,
-            read.line,
-        )
-        self.holder = _Held(read.place.holder, gone)
-        self.value = _Held(read.value)
+    def __init__(self, record: Record, gone: Callable[[Held], None]) -> None:
+        self._record, self._gone = record, gone
+        self._objects: dict[int, Held] = {}
+        self.found = [self._entry(_settled(read)) for read in record.reads.values()]
 
-    def now(self) -> Any:
-        return Place(self.kind, self.holder.get(), self.key).now()
+    def _entry(self, read: Read) -> Entry:
+        held = None
+        if read.place.kind in _LEADING and not is_value(read.value) and read.value is not MISSING:
+            held = self._held(read.value)
+        return Entry(read, self._held(read.place.holder), held)
 
-    def refresh(self) -> None:
-        self.value = _Held(self.now())
+    def _held(self, value: Any) -> Held:
+        if id(value) not in self._objects:
+            owner = self._record.owner(value)
+            self._objects[id(value)] = Held(
+                value,
+                self._gone,
+                None if owner is None else self._held(owner),
+                self._record.is_pinned(value),
+            )
+        return self._objects[id(value)]
 
-    def change(self) -> str | None:
-        now, before = self.now(), self.value.get()
-        if same(now, before):
+
+_LEADING = frozenset({"item", "class", "attribute", "cell"})
+"""Kinds of places where an object is, rather than what is found out about one."""
+
+
+class _Following:
+    """Finds every place again, from the first to the last, and objects that stand for others."""
+
+    def __init__(self) -> None:
+        self._found: dict[Held, Any] = {}
+        self._values: list[Any] = []
+
+    def change(self, entry: Entry) -> str | None:
+        """What has changed at a place, if anything."""
+        holder = self._object(entry.holder)
+        line = f"{entry.line.file}:{entry.line.line}"
+        if holder is MISSING:
+            return f"the object of {entry.path} is gone, read at {line}"
+        now = Place(entry.kind, holder, entry.key).now()
+        self._values.append(now)
+        if same(now, entry.value) if entry.held is None else self._is(entry.held, now):
             return None
-        line = f"{self.line.file}:{self.line.line}"
-        return f"{self.path}: {shown(before)} -> {shown(now)}, read at {line}"
+        return f"{entry.path}: {shown(entry.expected())} -> {shown(now)}, read at {line}"
 
+    def settle(self, entries: Sequence[Entry]) -> None:
+        """All that was found is what is expected from now on."""
+        for held, value in self._found.items():
+            if held.owner is None and held.get() is not value:
+                held.take(value)
+        for entry, value in zip(entries, self._values, strict=True):
+            if entry.held is None:
+                entry.value = value
 
-def _lost(read: Read) -> str:
-    return f"the object of {read.path} is gone, read at {read.line.file}:{read.line.line}"
+    def _object(self, held: Held) -> Any:
+        if held not in self._found:
+            owner = held.owner
+            self._found[held] = held.get() if owner is None else held.within(self._object(owner))
+        return self._found[held]
+
+    def _is(self, held: Held, now: Any) -> bool:
+        if held in self._found or held.owner is not None:
+            return self._object(held) is now
+        fits = now is held.get() or held.may_become(now)
+        if fits:
+            self._found[held] = now
+        return fits
 
 
 def _settled(read: Read) -> Read:
@@ -158,102 +202,3 @@ def shown(value: Any) -> str:
     if isinstance(name, str) and not is_value(value):
         text = name
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# ---------------------------------------------------------------------------- sweeps
-
-Entries = Sequence[_Entry]
-
-
-def _sweep_of(entry: _Entry) -> str:
-    if entry.kind in ("item", "class"):
-        if entry.value.stored is MISSING:
-            return "slow" if isinstance(entry.holder.get(), (list, tuple)) else "missing"
-        return "weak item" if entry.value.weak else "item"
-    if entry.kind == "attribute" and entry.holder.weak and not entry.value.weak:
-        return "attribute"
-    return entry.kind if entry.kind in ("has", "size", "type") else "slow"
-
-
-def _items(entries: Entries) -> Callable[[], bool]:
-    holders, keys, values = _columns(entries)
-
-    def hold() -> bool:
-        try:
-            return all(map(is_, map(getitem, holders, keys), values))
-        except (KeyError, IndexError):
-            return False
-
-    return hold
-
-
-def _weak_items(entries: Entries) -> Callable[[], bool]:
-    holders, keys, references = _columns(entries)
-
-    def hold() -> bool:
-        try:
-            return all(map(is_, map(getitem, holders, keys), [each() for each in references]))
-        except (KeyError, IndexError):
-            return False
-
-    return hold
-
-
-def _missing(entries: Entries) -> Callable[[], bool]:
-    holders, keys, _ = _columns(entries)
-    return lambda: not any(map(contains, holders, keys))
-
-
-def _has(entries: Entries) -> Callable[[], bool]:
-    holders, keys, values = _columns(entries)
-    return lambda: list(map(contains, holders, keys)) == values
-
-
-def _sizes(entries: Entries) -> Callable[[], bool]:
-    holders, _, values = _columns(entries)
-    return lambda: list(map(len, holders)) == values
-
-
-def _types(entries: Entries) -> Callable[[], bool]:
-    holders = [entry.holder.get for entry in entries]
-    values = [entry.value.stored for entry in entries]
-    return lambda: [type(holder()) for holder in holders] == values
-
-
-def _attributes(entries: Entries) -> Callable[[], bool]:
-    references, names = [e.holder.stored for e in entries], [e.key for e in entries]
-    values = [entry.value.stored for entry in entries]
-
-    def hold() -> bool:
-        try:
-            holders = [each() for each in references]
-            return all(map(is_, map(getattr, holders, names), values))
-        except AttributeError:
-            return False
-
-    return hold
-
-
-def _others(entries: Entries) -> Callable[[], bool]:
-    return lambda: all(same(entry.now(), entry.value.get()) for entry in entries)
-
-
-def _columns(entries: Entries) -> tuple[list[Any], list[Any], list[Any]]:
-    holders = [entry.holder.get() for entry in entries]
-    return (
-        [vars(h) if e.kind == "class" else h for h, e in zip(holders, entries, strict=True)],
-        [entry.key for entry in entries],
-        [entry.value.stored for entry in entries],
-    )
-
-
-_SWEEPS: dict[str, Callable[[Entries], Callable[[], bool]]] = {
-    "item": _items,
-    "weak item": _weak_items,
-    "missing": _missing,
-    "has": _has,
-    "size": _sizes,
-    "type": _types,
-    "attribute": _attributes,
-    "slow": _others,
-}

@@ -11,6 +11,7 @@ import dis
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class Step(NamedTuple):
     Attributes:
         feeding: it loads a value that only goes into a store to the same place.
         counting: it is that store.
+        discarded: it is a call whose result nothing uses.
     """
 
     handler: str
@@ -38,6 +40,7 @@ class Step(NamedTuple):
     offset: int
     feeding: bool
     counting: bool
+    discarded: bool
 
 
 @lru_cache(maxsize=4096)
@@ -45,6 +48,8 @@ def steps_of(code: CodeType) -> dict[int, Step]:
     """The instructions of a function that are looked at, by offset."""
     instructions = list(dis.get_instructions(code))
     feeding, counting = counting_pairs(instructions)
+    visible = [i for i in instructions if i.opname != "CACHE"]
+    discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
     return {
         i.offset: Step(
             "_in_place" if _is_in_place(i) else _HANDLERS[i.opname],
@@ -54,6 +59,7 @@ def steps_of(code: CodeType) -> dict[int, Step]:
             i.offset,
             i.offset in feeding,
             i.offset in counting,
+            i.offset in discarded,
         )
         for i in instructions
         if i.opname in _HANDLERS
@@ -202,10 +208,23 @@ class Instructions:
         else:
             self._read_contents(frame, changed, line)
 
+    def _same_object(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
+        if operands.top(1) is not None and operands.top(2) is not None:
+            self._record.pin(operands.top(1))
+            self._record.pin(operands.top(2))
+
+    def _compared(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        self._two(frame, step, operands, line)
+        if not (is_container(operands.top(1)) or is_container(operands.top(2))):
+            self._same_object(frame, step, operands, line)
+
     def _three(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
         self._read_contents(frame, operands.top(3), line)
 
     def _contains(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        self._record.pin(operands.top(2))
         self._calls.contains(operands.top(1), operands.top(2), line)
 
     def _truth(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
@@ -235,7 +254,7 @@ class Instructions:
 
     def _call(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
         callee, args = _called_with(step, operands)
-        self._calls.call(callee, args, line)
+        self._calls.call(callee, args, line, step.discarded)
 
     def _call_expanded(
         self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
@@ -297,7 +316,8 @@ _HANDLERS = {
     "DELETE_SUBSCR": "_delete_item",
     "BINARY_SLICE": "_three",
     "BINARY_OP": "_two",
-    "COMPARE_OP": "_two",
+    "COMPARE_OP": "_compared",
+    "IS_OP": "_same_object",
     "CONTAINS_OP": "_contains",
     "GET_ITER": "_contents",
     "GET_YIELD_FROM_ITER": "_contents",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CellType
@@ -41,7 +41,7 @@ class Place:
         """What is there, `MISSING` if nothing is."""
         try:
             return _READERS[self.kind](self.holder, self.key)
-        except (KeyError, IndexError, AttributeError, ValueError):
+        except (KeyError, IndexError, AttributeError, ValueError, TypeError):
             return MISSING
 
 
@@ -77,7 +77,6 @@ class Read(NamedTuple):
     value: Any
     path: str
     line: SourceLine
-    owner: weakref.ref[Any] | None
 
 
 def same(a: Any, b: Any) -> bool:
@@ -88,6 +87,8 @@ def same(a: Any, b: Any) -> bool:
         return False
     if type(a) is tuple:
         return len(a) == len(b) and all(map(same, a, b))
+    if type(a) is float and a == 0.0 == b:
+        return math.copysign(1.0, a) == math.copysign(1.0, b)
     if type(a) is frozenset:
         return bool(a == b)
     if not (is_value(a) and is_value(b)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import types
@@ -42,7 +43,9 @@ class Record:
         self._owners: dict[int, weakref.ref[Any]] = {}
         self._written: set[tuple[Any, ...]] = set()
         self._derived: set[tuple[Any, ...]] = set()
-        self._mutated: set[int] = set()
+        self._mutated: dict[int, Any] = {}
+        self._emptied: set[int] = set()
+        self._pinned: dict[int, Any] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
         self.functions_of_torch: set[types.CodeType] = set()
@@ -89,6 +92,19 @@ class Record:
             except TypeError:
                 return
 
+    def owner(self, holder: Any) -> Any:
+        """What `holder` is a part of; None if of nothing."""
+        reference = self._owners.get(id(holder))
+        return None if reference is None else reference()
+
+    def pin(self, value: Any) -> None:
+        """The step uses an object as such, by code that is not observed, or by its identity."""
+        if not is_value(value) and self.is_outside(value):
+            self._pinned[id(value)] = value
+
+    def is_pinned(self, value: Any) -> bool:
+        return id(value) in self._pinned
+
     # ------------------------------------------------------------------ reads
 
     def read(self, place: Place, path: str, line: SourceLine) -> Any:
@@ -101,9 +117,14 @@ class Record:
         if self.is_own(place.holder):
             self.reached(value, path)
             return value
-        if self._is_derived(place):
+        if identity in self._derived:
             self.counted = self.counted or self._made(place, value, path, line)
-        if identity in self._written or _compat.is_fake(value):
+        if identity in self._written or id(place.holder) in self._emptied:
+            return value
+        if _compat.is_fake(value):
+            return value
+        if id(place.holder) in self._mutated and identity not in self.reads:
+            self._read_before(place, value, path, line)
             return value
         if value is not MISSING:
             self.reached(value, path)
@@ -112,6 +133,13 @@ class Record:
             if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
                 self.contents(value, path, line)
         return value
+
+    def _read_before(self, place: Place, value: Any, path: str, line: SourceLine) -> None:
+        """What the step makes of a container depends on what the container held before."""
+        before = Place(place.kind, self._mutated[id(place.holder)], place.key).now()
+        if before is value:
+            self.reached(value, path)
+        self.reads[place.identity] = self._made(place, before, path, line)
 
     def contents(self, container: Any, path: str, line: SourceLine, depth: int = 3) -> None:
         """The step reads all that a container holds, and containers within it."""
@@ -140,10 +168,6 @@ class Record:
 
     def item(self, container: Any, key: Any, path: str, line: SourceLine) -> Any:
         """The step reads one item of an outside container."""
-        if isinstance(container, tuple):
-            value = container[key]
-            self.reached(value, f"{path}[{key!r}]")
-            return value
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             self.size(container, path, line)
             key += len(container)
@@ -171,8 +195,13 @@ class Record:
 
     def mutated(self, container: Any) -> None:
         """The step adds to or takes from a container."""
+        if self.is_outside(container) and id(container) not in self._mutated:
+            self._mutated[id(container)] = copy.copy(container)
+
+    def emptied(self, container: Any) -> None:
+        """The step takes everything out of a container: what it puts there is its own."""
         if self.is_outside(container):
-            self._mutated.add(id(container))
+            self._emptied.add(id(container))
 
     def has_written(self, table: dict[str, Any], key: str) -> bool:
         """Whether the step wrote to an item of a dictionary."""
@@ -186,13 +215,8 @@ class Record:
                 return read, now
         return None
 
-    def _is_derived(self, place: Place) -> bool:
-        if place.kind in ("size", "keys", "whole") and id(place.holder) in self._mutated:
-            return True
-        return place.identity in self._derived
-
     def _made(self, place: Place, value: Any, path: str, line: SourceLine) -> Read:
-        return Read(place, value, path, line, self._owners.get(id(place.holder)))
+        return Read(place, value, path, line)
 
 
 def is_container(value: Any) -> bool:

@@ -1,0 +1,138 @@
+"""Objects that a guard looks at, and those that take their place.
+
+A configuration that is made anew for every call is another object with equal contents. What the
+step reads of it is guarded itself, so the new object is as good as the one before where all of that
+is found in it again: the guard follows from place to place, as the program does.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
+
+_CONTAINERS = frozenset({dict, list, set})
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+
+
+class Held:
+    """An object, kept alive only where it has to be: values, classes, containers.
+
+    Attributes:
+        owner: the object that it is a part of, and with which it is found: the attributes of an
+            object, a cell of a function's closure.
+        followed: another object may take its place.
+    """
+
+    __slots__ = ("_globals", "_gone", "_object", "_part", "_type", "followed", "owner", "weak")
+
+    def __init__(
+        self, value: Any, gone: Callable[[Held], None], owner: Held | None, pinned: bool
+    ) -> None:
+        self._gone, self._type, self.owner = gone, type(value), owner
+        self._part = None if owner is None else _part(owner.get(), value)
+        self._globals = value.__globals__ if isinstance(value, types.FunctionType) else None
+        self.followed = not pinned and can_follow(value)
+        self.weak, self._object = False, None
+        if owner is None:
+            self.take(value)
+
+    def take(self, value: Any) -> None:
+        """Stand for another object from now on."""
+        self.weak, self._object = False, value
+        if is_value(value) or isinstance(value, (type, types.ModuleType, frozenset)):
+            return
+        try:
+            self._object, self.weak = weakref.ref(value, self._lost), True
+        except TypeError:
+            return
+
+    def get(self) -> Any:
+        """The object; `MISSING` if it is gone."""
+        if self.owner is not None:
+            return self.within(self.owner.get())
+        if not self.weak:
+            return self._object
+        value = self._object()
+        return MISSING if value is None else value
+
+    def within(self, owner: Any) -> Any:
+        """The same part of another owner."""
+        try:
+            return vars(owner) if self._part is None else owner.__closure__[self._part]
+        except (AttributeError, TypeError, IndexError):
+            return MISSING
+
+    def may_become(self, value: Any) -> bool:
+        """Whether another object can take its place, if the places read in it are alike."""
+        if not self.followed or type(value) is not self._type:
+            return False
+        return self._globals is None or value.__globals__ is self._globals
+
+    def release(self) -> None:
+        """Keep nothing alive; the object is found by its place again."""
+        if self.followed and self.owner is None and not self.weak:
+            self._object = MISSING
+
+    @property
+    def reference(self) -> Any:
+        return self._object
+
+    def _lost(self, reference: weakref.ref[Any]) -> None:
+        if reference is self._object:
+            self._gone(self)
+
+
+def can_follow(value: Any) -> bool:
+    """Whether all that an object of this kind does to a step is seen as reads of its places."""
+    if type(value) in _CONTAINERS:
+        return True
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        return True
+    if isinstance(value, tuple):
+        return True
+    if type(value).__module__ == "numpy":
+        return True
+    return not isinstance(value, type) and _is_plain_class(type(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_plain_class(kind: type) -> bool:
+    """Whether the objects of a class are their attributes and nothing else."""
+    if kind.__module__.partition(".")[0] == "torch":
+        return False
+    return all(
+        each is object
+        or (each.__flags__ & _HEAP_TYPE and ("__dict__" in vars(each) or "__slots__" in vars(each)))
+        or (each.__flags__ & _HEAP_TYPE and each.__basicsize__ == object.__basicsize__)
+        for each in kind.__mro__
+    )
+
+
+def _part(owner: Any, value: Any) -> int | None:
+    closure = owner.__closure__ if isinstance(owner, types.FunctionType) else None
+    return next((n for n, cell in enumerate(closure or ()) if cell is value), None)
+
+
+class Entry:
+    """A place with the value it has to have.
+
+    Attributes:
+        held: the object that is there; None for values, which are compared as such.
+    """
+
+    def __init__(self, read: Read, holder: Held, held: Held | None) -> None:
+        self.kind, self.key = read.place.kind, read.place.key
+        self.path, self.line = read.path, read.line
+        self.holder, self.held = holder, held
+        self.value = read.value if held is None else None
+
+    def expected(self) -> Any:
+        return self.value if self.held is None else self.held.get()
+
+    def holds(self) -> bool:
+        return same(Place(self.kind, self.holder.get(), self.key).now(), self.expected())
