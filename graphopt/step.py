@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from graphopt.manager.running import PipelineEntry
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
-    from graphopt.tracing.casts import CastCache
 
 logger = logging.getLogger("graphopt")
 
@@ -91,14 +90,14 @@ class TrainStep:
         self._held: frozenset[str] = frozenset()
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
-        self._casts = _cast_cache()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from graphopt.tracing.call import Call
+        from graphopt.tracing.casts import check_casts
 
         self._calls += 1
         call = Call(self._fn, args, kwargs)
-        self._casts.check(call)
+        check_casts(call)
         mode = self._mode()
         for position, entry in enumerate(self._entries):
             if _fits(entry, call, mode):
@@ -110,8 +109,10 @@ class TrainStep:
         return self._run(self._capture(call, mode), call)
 
     def _run(self, entry: BoundStep, call: Call) -> Any:
+        from graphopt.tracing.casts import note_casts
+
         result = entry(call, self._calls)
-        self._casts.called(entry.captured.casts and bool(entry.captured.signature.stepped))
+        note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
         return result
 
     def _land(self) -> None:
@@ -356,12 +357,6 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
         for meant in difflib.get_close_matches(pipeline, named, 1):
             raise PipelineSyntaxError(f"there is no pipeline {pipeline!r}; did you mean {meant!r}?")
     return PassManager(pipeline, verify=verify)
-
-
-def _cast_cache() -> CastCache:
-    from graphopt.tracing.casts import CastCache
-
-    return CastCache()
 
 
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:

@@ -49,6 +49,8 @@ LATER = frozenset(
         "_out_spec",
         "_opt_called",  # written, not read
         "_wrapped_by_lr_sched",
+        "_is_gil_enabled",  # of Python's own modules, from some version on
+        "_parse_exception_table",
     }
 )
 """Private attributes of objects that cannot be made here."""

@@ -101,17 +101,12 @@ def global_settings() -> tuple[Any, ...]:
     the default device, libraries that are switched off."""
     return (
         [tuple(table) for table in _GLOBAL_HOOKS if table],
-        _default_device(),
+        torch.get_default_device(),
         torch.backends.mkldnn.enabled,
         torch.backends.cudnn.enabled,
         torch.backends.cuda.cudnn_sdp_enabled(),
         torch.is_autocast_cache_enabled(),
     )
-
-
-def _default_device() -> Any:
-    """The mode that `torch.set_default_device` keeps, None without one."""
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 # ---------------------------------------------------------------------------- fake tensors

@@ -33,7 +33,7 @@ class Operands:
     Valid only while the frame is about to execute that instruction.
     """
 
-    __slots__ = ("_stack", "_variables", "code", "function")
+    __slots__ = ("code", "function", "stack", "variables")
 
     def __init__(self, frame: FrameType, offset: int) -> None:
         self.code = code = frame.f_code
@@ -41,28 +41,28 @@ class Operands:
         self.function: FunctionType | None = None
         if _VERSION == (3, 10):
             stack = _word(address + 8 * _WORD)
-            self._variables = stack - _WORD * _variables(code)
-            self._stack = stack + _WORD * _integer(address + 10 * _WORD)
+            self.variables = stack - _WORD * _variables(code)
+            self.stack = stack + _WORD * _integer(address + 10 * _WORD)
             return
         inner = _word(address + 3 * _WORD)
-        self._variables = inner + 9 * _WORD
+        self.variables = inner + 9 * _WORD
         self.function = _object(inner + (0 if _VERSION == (3, 11) else 2 * _WORD))
         depth = _variables(code)
         if _HAS_STACK_POINTER:
             depth = _integer(inner + 8 * _WORD)
         else:
             depth += _depths(code).get(offset, 0)
-        self._stack = self._variables + _WORD * depth
+        self.stack = self.variables + _WORD * depth
 
     def top(self, place: int) -> Any:
         """The object at a place of the stack, counted from the top, from 1; or `NULL`."""
-        return _object(self._stack - place * _WORD)
+        return _object(self.stack - place * _WORD)
 
     def variable(self, index: int) -> Any:
         """The cell or value of a variable by its number in cell and free variable instructions."""
         if _VERSION == (3, 10):
             index += self.code.co_nlocals
-        return _object(self._variables + index * _WORD)
+        return _object(self.variables + index * _WORD)
 
 
 def can_read(frame: FrameType) -> bool:

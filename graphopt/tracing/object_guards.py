@@ -198,7 +198,10 @@ class OptimizerGuard:
         return None
 
 
-_OF_OPTIMIZERS = frozenset({"param_groups", "state", "defaults", "_opt_called", "_step_count"})
+_OF_OPTIMIZERS = frozenset(
+    {"param_groups", "state", "defaults", "_opt_called", "_step_count",
+     "_need_device_dtype_check_for_fused"}
+)  # fmt: skip
 """Attributes of optimizers that have guards of their own, or are bookkeeping of torch's."""
 
 

@@ -26,7 +26,7 @@ from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.leftovers import Effects, HostState, check_effects, drawn_from
 from graphopt.tracing.numbers import ScheduledFloat
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.outside.steps import observed_step, record_for
+from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.signature import (
     ResultCollector,
@@ -269,6 +269,7 @@ class _StepRun:
             stack.enter_context(Redirect(traced, self.tagger, reduce, self.made))
             with observed_step(self.call, self.outside):
                 returned = self.call.fn(*args, **kwargs)
+                gives(self.outside, returned, self.call)
         if self.made.refused is not None:
             raise self.made.refused
         reduce()

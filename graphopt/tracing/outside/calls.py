@@ -21,7 +21,7 @@ from graphopt.tracing.outside.attributes import (
 )
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import Place, is_value
-from graphopt.tracing.outside.record import Record, is_container
+from graphopt.tracing.outside.record import Record, is_container, viewed
 from graphopt.tracing.source import SourceLine
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
@@ -29,6 +29,8 @@ _CHANGING = frozenset(
     {"clear", "sort", "reverse", "pop", "popitem", "popleft", "remove", "discard", "setdefault",
      "rotate", "difference_update", "intersection_update", "move_to_end"}
 )  # fmt: skip
+_GIVING_ITEMS = frozenset({"items", "values", "keys", "copy", "__iter__"})
+_FEW = 100
 _BY_CONTENTS = frozenset({"sort", "remove", "discard", "difference_update", "intersection_update"})
 _BY_KEY = frozenset({"get", "__getitem__"})
 _ONE_ITEM = frozenset({"pop", "setdefault"})
@@ -36,8 +38,8 @@ _IDENTITY = frozenset({id, type, isinstance, issubclass, callable, super, print,
 _OF_ONE_OBJECT = frozenset({id, hash})
 _TAKING_APART = frozenset(
     {isinstance, issubclass, type, callable, super, getattr, hasattr, setattr, len, next, iter,
-     vars, dir, float, int, bool, complex, abs, round, list, tuple, dict, enumerate, zip, map, filter,
-     reversed, sum, min, max, sorted, any, all, operator.getitem, operator.contains}
+     vars, dir, float, int, bool, complex, abs, round, list, tuple, dict, enumerate, zip, map,
+     filter, reversed, sum, min, max, sorted, any, all, operator.getitem, operator.contains}
 )  # fmt: skip
 """Functions that see of an object only what is observed: its places, and its methods in Python."""
 _CLASS = frozenset({isinstance, type})
@@ -61,7 +63,7 @@ class Calls:
             discarded: nothing uses the result.
         """
         if isinstance(callee, types.MethodType):
-            self._method(callee, line)
+            self.method(callee, line)
             callee, args = callee.__func__, [callee.__self__, *args]
         if isinstance(callee, (types.BuiltinMethodType, types.MethodWrapperType)):
             bound = callee.__self__
@@ -121,6 +123,7 @@ class Calls:
     ) -> None:
         """A method of a container or another object without Python code."""
         record = self._record
+        bound = viewed(bound)
         self._pin(args)
         self._all(args if name not in _ADDING else (), line)
         if not record.is_outside(bound):
@@ -154,7 +157,7 @@ class Calls:
         elif name == "__len__":
             record.size(bound, path, line)
         else:
-            record.contents(bound, path, line)
+            record.contents(bound, path, line, 1 if name in _GIVING_ITEMS else 3)
             if name in _CHANGING:
                 record.mutated(bound)
 
@@ -199,8 +202,9 @@ class Calls:
         else:
             record.mutated(container)
 
-    def _method(self, callee: types.MethodType, line: SourceLine) -> None:
-        if self._record.is_outside(callee):
+    def method(self, callee: Any, line: SourceLine) -> None:
+        """The step calls a method that is bound to its object."""
+        if isinstance(callee, types.MethodType) and self._record.is_outside(callee):
             path = self._record.path(callee, getattr(callee, "__name__", "method"))
             self._record.read(Place("attribute", callee, "__self__"), f"{path}.__self__", line)
             self._record.read(Place("attribute", callee, "__func__"), path, line)
@@ -251,14 +255,15 @@ class Calls:
     def _pin(self, values: Sequence[Any]) -> None:
         """Code that is not observed gets these objects, and those in them."""
         for value in values:
-            self._record.pin(value)
-            if isinstance(value, (list, tuple)):
-                self._pin(value if len(value) <= 100 else ())
-            elif isinstance(value, dict):
-                self._pin(list(value.values()) if len(value) <= 100 else ())
+            if type(value) in (list, tuple, set) and len(value) <= _FEW:
+                self._pin(list(value))
+            elif type(value) is dict and len(value) <= _FEW:
+                self._pin(list(value.values()))
+            else:
+                self._record.pin(value)
 
     def _all(self, values: Sequence[Any], line: SourceLine) -> None:
-        for value in values:
+        for value in map(viewed, values):
             if is_container(value) and self._record.is_outside(value):
                 self._record.contents(value, self._record.path(value, type(value).__name__), line)
 

@@ -37,7 +37,8 @@ class Held:
         self._part = None if owner is None else _part(owner.get(), value)
         self._globals = value.__globals__ if isinstance(value, types.FunctionType) else None
         self.followed = not pinned and can_follow(value)
-        self.weak, self._object = False, None
+        self.weak = False
+        self._object: Any = None
         if owner is None:
             self.take(value)
 
@@ -91,16 +92,13 @@ def can_follow(value: Any) -> bool:
     """Whether all that an object of this kind does to a step is seen as reads of its places."""
     if type(value) in _CONTAINERS:
         return True
-    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, tuple)):
         return True
-    if isinstance(value, tuple):
-        return True
-    if type(value).__module__ == "numpy":
+    if type(value).__module__ == "numpy" or type(value) is types.SimpleNamespace:
         return True
     return not isinstance(value, type) and _is_plain_class(type(value))
 
 
-@functools.lru_cache(maxsize=1024)
 def _is_plain_class(kind: type) -> bool:
     """Whether the objects of a class are their attributes and nothing else."""
     if kind.__module__.partition(".")[0] == "torch":

@@ -20,7 +20,7 @@ from graphopt.tracing.outside.attributes import attribute_place, read_attribute,
 from graphopt.tracing.outside.calls import Calls
 from graphopt.tracing.outside.counting import counting_pairs
 from graphopt.tracing.outside.places import Place
-from graphopt.tracing.outside.record import Record, is_container
+from graphopt.tracing.outside.record import Record, is_container, viewed
 from graphopt.tracing.source import SourceLine
 
 
@@ -156,7 +156,7 @@ class Instructions:
     # ------------------------------------------------------------------ containers
 
     def _item(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
-        container, key = operands.top(2), operands.top(1)
+        container, key = viewed(operands.top(2)), operands.top(1)
         record = self._record
         if not record.is_outside(container):
             return
@@ -195,6 +195,10 @@ class Instructions:
 
     def _contents(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
         self._read_contents(frame, operands.top(1), line)
+
+    def _items(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        """The step gets the items, and what it reads in them is seen."""
+        self._read_contents(frame, operands.top(1), line, depth=1)
 
     def _two(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
         for place in (1, 2):
@@ -245,16 +249,26 @@ class Instructions:
             path = f"{self._record.path(value, _called(frame, value))}.{name}"
             read_attribute(self._record, value, name, path, line)
 
-    def _read_contents(self, frame: FrameType, value: Any, line: SourceLine) -> None:
+    def _read_contents(
+        self, frame: FrameType, value: Any, line: SourceLine, depth: int = 3
+    ) -> None:
         record = self._record
+        value = viewed(value)
         if is_container(value) and record.is_outside(value):
-            record.contents(value, record.path(value, _called(frame, value)), line)
+            record.contents(value, record.path(value, _called(frame, value)), line, depth)
 
     # ------------------------------------------------------------------ calls
 
     def _call(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
         callee, args = _called_with(step, operands)
         self._calls.call(callee, args, line, step.discarded)
+
+    def _prepare_call(
+        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+    ) -> None:
+        """Python 3.11 takes bound methods apart before the call."""
+        if operands.top(step.argument + 2) is NULL:
+            self._calls.method(operands.top(step.argument + 1), line)
 
     def _call_expanded(
         self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
@@ -319,25 +333,26 @@ _HANDLERS = {
     "COMPARE_OP": "_compared",
     "IS_OP": "_same_object",
     "CONTAINS_OP": "_contains",
-    "GET_ITER": "_contents",
-    "GET_YIELD_FROM_ITER": "_contents",
+    "GET_ITER": "_items",
+    "GET_YIELD_FROM_ITER": "_items",
     "FOR_ITER": "_next",
-    "UNPACK_SEQUENCE": "_contents",
-    "UNPACK_EX": "_contents",
-    "LIST_EXTEND": "_contents",
-    "SET_UPDATE": "_contents",
-    "DICT_UPDATE": "_contents",
-    "DICT_MERGE": "_contents",
+    "UNPACK_SEQUENCE": "_items",
+    "UNPACK_EX": "_items",
+    "LIST_EXTEND": "_items",
+    "SET_UPDATE": "_items",
+    "DICT_UPDATE": "_items",
+    "DICT_MERGE": "_items",
     "FORMAT_VALUE": "_contents",
     "FORMAT_SIMPLE": "_contents",
     "CONVERT_VALUE": "_contents",
     "TO_BOOL": "_truth",
     "UNARY_NOT": "_truth",
     "GET_LEN": "_truth",
-    "MATCH_SEQUENCE": "_contents",
-    "MATCH_MAPPING": "_contents",
+    "MATCH_SEQUENCE": "_items",
+    "MATCH_MAPPING": "_items",
     "MATCH_CLASS": "_class_pattern",
     "CALL": "_call",
+    "PRECALL": "_prepare_call",
     "CALL_KW": "_call",
     "CALL_FUNCTION": "_call",
     "CALL_METHOD": "_call",

@@ -19,6 +19,12 @@ from graphopt.tracing.source import SourceLine
 _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
 _WHOLE_BYTES = 1 << 16
+_VIEWS: tuple[type, ...] = (
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+    types.MappingProxyType,
+)
 
 
 class Record:
@@ -152,7 +158,7 @@ class Record:
             self.size(container, path, line)
             keys = range(len(container))
         elif hasattr(container, "tobytes"):
-            if container.nbytes <= _WHOLE_BYTES:
+            if memoryview(container).nbytes <= _WHOLE_BYTES:
                 self.read(Place("whole", container), path, line)
             return
         else:
@@ -227,3 +233,10 @@ def is_container(value: Any) -> bool:
         and hasattr(value, "__len__")
         and getattr(value, "ndim", 1) != 0
     )
+
+
+def viewed(value: Any) -> Any:
+    """The dictionary that a view of one shows; other objects themselves."""
+    if isinstance(value, _VIEWS):
+        return next(iter(gc.get_referents(value)), value)
+    return value

@@ -8,11 +8,12 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
+from graphopt.tracing.failures import definition_of
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import Read
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import Record, is_container
 from graphopt.tracing.source import SourceLine
 
 _HINT = (
@@ -64,6 +65,15 @@ def observed_step(call: Call, record: Record) -> Iterator[None]:
             location=str(line),
             hint="take them outside the step, and pass them as arguments",
         )
+
+
+def gives(record: Record, returned: Any, call: Call) -> None:
+    """The step returns objects from outside: those very ones, with what containers hold."""
+    line = definition_of(call) or SourceLine("", 0, "")
+    for value in returned if isinstance(returned, tuple) else (returned,):
+        record.pin(value)
+        if is_container(value) and record.is_outside(value):
+            record.contents(value, record.path(value, "the result"), line)
 
 
 def unchanged(record: Record) -> Record:
