@@ -15,7 +15,8 @@ _STORES = {
 _MOVING = frozenset({"SWAP", "ROT_TWO", "ROT_THREE", "ROT_FOUR"})
 _COMPUTING = ("BINARY_", "INPLACE_")
 _ON_TOP = ("LOAD_", "CALL", "PRECALL", "KW_NAMES", "PUSH_NULL", "BUILD_", "UNARY_", "COMPARE_OP",
-           "CONTAINS_OP", "IS_OP", "LIST_EXTEND", "CACHE", "NOP", "EXTENDED_ARG", "TO_BOOL")  # fmt: skip
+           "CONTAINS_OP", "IS_OP", "LIST_EXTEND", "CACHE", "NOP", "EXTENDED_ARG",
+           "TO_BOOL")  # fmt: skip
 """Instructions that take their operands from the top of the stack, and put at most two there."""
 
 

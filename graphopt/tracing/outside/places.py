@@ -49,8 +49,13 @@ def _whole(holder: Any, key: Any) -> Any:
     if isinstance(holder, _COPIED):
         return frozenset(holder) if isinstance(holder, set) else bytes(holder)
     if hasattr(holder, "tobytes"):
-        return (holder.shape, str(holder.dtype), holder.tobytes())
+        return (getattr(holder, "shape", ()), str(getattr(holder, "dtype", "")), holder.tobytes())
     return tuple(map(id, holder))
+
+
+def _item(holder: Any, key: Any) -> Any:
+    """Without `__missing__`, which may put something there."""
+    return dict.get(holder, key, MISSING) if isinstance(holder, dict) else holder[key]
 
 
 def _cell(holder: CellType, key: Any) -> Any:
@@ -59,7 +64,7 @@ def _cell(holder: CellType, key: Any) -> Any:
 
 _READERS: Mapping[str, Any] = {
     "class": lambda holder, key: vars(holder)[key],
-    "item": lambda holder, key: holder[key],
+    "item": _item,
     "attribute": getattr,
     "has": lambda holder, key: key in holder,
     "type": lambda holder, key: type(holder),

@@ -158,7 +158,7 @@ class Record:
             self.size(container, path, line)
             keys = range(len(container))
         elif hasattr(container, "tobytes"):
-            if memoryview(container).nbytes <= _WHOLE_BYTES:
+            if getattr(container, "nbytes", 0) <= _WHOLE_BYTES:
                 self.read(Place("whole", container), path, line)
             return
         else:

@@ -11,6 +11,9 @@ from graphopt.tracing.outside.places import MISSING
 
 Entries = Sequence[Entry]
 
+_PLAIN = (dict, list, tuple)
+"""Containers whose `[]` does nothing else."""
+
 
 def prepared(entries: Entries) -> list[Callable[[], bool]]:
     """Sweeps over all entries. They keep alive what the entries look at."""
@@ -26,7 +29,9 @@ def _sweep_of(entry: Entry) -> str:
     if entry.kind in ("item", "class"):
         if entry.expected() is MISSING:
             return "slow" if isinstance(entry.holder.get(), (list, tuple)) else "missing"
-        return "slow" if derived else "weak item" if weak else "item"
+        if derived or (entry.kind == "item" and type(entry.holder.get()) not in _PLAIN):
+            return "slow"
+        return "weak item" if weak else "item"
     if entry.kind == "attribute" and entry.holder.weak and entry.held is None:
         return "attribute"
     return entry.kind if entry.kind in ("has", "size", "type") else "slow"
