@@ -22,7 +22,7 @@ from graphopt.processes import announce
 if TYPE_CHECKING:
     from graphopt._joint import JointCapture
     from graphopt._run import BoundStep
-    from graphopt.host import Counts
+    from graphopt.host_counts import Counts
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
@@ -266,13 +266,14 @@ class TrainStep:
         Args:
             agreeing: all ranks agree, before state is updated, that nothing has raised.
         """
-        from graphopt.host import Counts
+        from graphopt.host import share_counts
+        from graphopt.host_counts import Counts
         from graphopt.iter_graph import IterGraphModule
 
         assert isinstance(captured.graph_module, IterGraphModule)
         once = _creates_state(call, captured) or not captured.lasting
         self._counts = self._counts or Counts()
-        self._counts.share(captured.graph_module.graph)
+        share_counts(captured.graph_module.graph, self._counts)
         self._finishing.finish(captured.graph_module, once=once, agreeing=agreeing)
 
     def _joint(self) -> JointCapture:
