@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -29,8 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.pipelining import PipelineStage
 
-from graphopt.demo import DemoError
-from graphopt.demo.launch import Event, Reporter, run_ranks
+from graphopt.demo.launch import Event, Reporter
 from graphopt.pipelining import Pipe, balanced, pipeline
 from graphopt.pipelining.timeline import (
     SCHEDULES,
@@ -83,8 +81,8 @@ class Waiting(nn.Module):
 
 def waiting_schedule(kind: ScheduleKind, task: Figures) -> tuple[Any, Callable[[], None]]:
     """A schedule of stages that wait, and a step of it."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    total = ranks * kind.usual_stages
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = size * kind.usual_stages
     forward, half = (task[name] / kind.usual_stages / 1e3 for name in ("forward", "half_backward"))
 
     def weight_gradients() -> Callable[[], None]:
@@ -102,7 +100,7 @@ def waiting_schedule(kind: ScheduleKind, task: Figures) -> tuple[Any, Callable[[
             dw_builder=weight_gradients,
         )
 
-    stages = [stage(index) for index in kind.stages_of(rank, ranks, total)]
+    stages = [stage(index) for index in kind.stages_of(rank, size, total)]
     count = task["microbatches"]
     schedule = kind.make(stages, count, loss_fn=lambda output, target: output.sum())
     x = [torch.zeros(ROWS * count, WIDTH)] if rank == 0 else []
@@ -129,19 +127,17 @@ def computing_schedule(kind: ScheduleKind, task: Figures) -> tuple[Any, Callable
 def work(task: Figures, folder: Path) -> None:
     """Run every schedule; rank 0 reports the slots of every step that counts."""
     reporter = Reporter(folder)
-    store = dist.FileStore(str(folder / "store"), reporter.ranks)
-    dist.init_process_group("gloo", store=store, rank=reporter.rank, world_size=reporter.ranks)
     make = computing_schedule if task["compute"] else waiting_schedule
-    for name in task["schedules"]:
-        schedule, step = make(SCHEDULES[name], task)
-        for number in range(WARM_UP_STEPS + task["steps"]):
-            dist.barrier()
-            with record_schedule(schedule) as recording:
-                step()
-            timeline = recording.timeline()
-            if reporter.rank == 0 and number >= WARM_UP_STEPS:
-                reporter.send("step", schedule=name, slots=timeline.slots)
-    dist.destroy_process_group()
+    with ranks.process_group(folder, reporter):
+        for name in task["schedules"]:
+            schedule, step = make(SCHEDULES[name], task)
+            for number in range(WARM_UP_STEPS + task["steps"]):
+                dist.barrier()
+                with record_schedule(schedule) as recording:
+                    step()
+                timeline = recording.timeline()
+                if reporter.rank == 0 and number >= WARM_UP_STEPS:
+                    reporter.send("step", schedule=name, slots=timeline.slots)
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[ScheduleTimeline]]:
@@ -160,15 +156,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[ScheduleTimeline]]:
         name, slots = event["schedule"], tuple(Slot(*slot) for slot in event["slots"])
         found[name].append(ScheduleTimeline(name, "measured", options.ranks, slots))
 
-    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        run_ranks(
-            [__file__, "--work", json.dumps(task)],
-            options.ranks,
-            Path(folder),
-            on_event,
-            environment=environment,
-        )
+    ranks.run_work(__file__, task, options.ranks, on_event=on_event)
     return found
 
 
@@ -235,8 +223,7 @@ def write_pictures(
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--work", nargs=2, metavar=("TASK", "FOLDER"), help=argparse.SUPPRESS)
+    parser = ranks.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="that count, of each schedule")
@@ -244,7 +231,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--forward", type=float, default=20.0, help="ms on one rank")
     parser.add_argument("--backward", type=float, default=40.0, help="ms on one rank")
     parser.add_argument("--compute", action="store_true", help="stages compute instead of waiting")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write pictures as well")
     return parser.parse_args()
 
@@ -252,15 +238,11 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Predict, measure, and print a table."""
     options = parse()
-    if options.work:
-        task, folder = options.work
-        work(json.loads(task), Path(folder))
+    if ranks.works(options, work):
         return
     predicted = {name: predict(name, options) for name in options.schedules}
-    try:
+    with ranks.failures_shown():
         steps = measure(options)
-    except DemoError as error:
-        sys.exit(str(error))
     results = {name: figures(predicted[name], steps[name]) for name in options.schedules}
     Console().print(table_of(results, options))
     if options.json:

@@ -8,32 +8,26 @@ What the figures mean and how they are taken: benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from spread import Figures, show_spread, spread
 from step_models import MODELS, batch, train_step
-from step_time import ROUND, WARM_UP_STEPS, Training, process_group
+from step_time import Training
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import graphopt
-from graphopt.demo import DemoError
-from graphopt.demo.launch import Event, Reporter, run_ranks
-from graphopt.demo.link import SlowLink, parse_rate
+from graphopt.demo.launch import Reporter
 
 FREE, HELD, FLUSHED = "nothing held", "list held", "flushed"
 
@@ -70,77 +64,33 @@ class Variant(Training):
 def work(task: Figures, folder: Path) -> None:
     """Train all variants in turns, on the same batches."""
     reporter = Reporter(folder)
-    with process_group(folder, reporter):
+    with ranks.process_group(folder, reporter):
         names = [FREE, HELD, FLUSHED]
         variants = {name: Variant(name, task["model"], task["pause"]) for name in names}
         generator = torch.Generator().manual_seed(dist.get_rank())
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(WARM_UP_STEPS + task["rounds"]):
-            length = ROUND if number >= WARM_UP_STEPS else 1
-            batches = [batch(task["model"], generator) for _ in range(length)]
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                dist.barrier()
-                seconds[name].append(variants[name].seconds(batches))
-        reporter.send("seconds", seconds=seconds)
-
-
-def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each turn's steps by variant; of each turn the slowest rank counts."""
-    task = {"model": options.model, "rounds": options.rounds, "pause": options.pause / 1e3}
-    results: list[Event] = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-")))
-        prefixes, environment = None, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        if options.link:
-            link = stack.enter_context(SlowLink(parse_rate(options.link), options.ranks))
-            prefixes, environment = link.prefixes, environment | link.environment
-        command = [__file__, "--work", json.dumps(task)]
-        run_ranks(
-            command,
-            options.ranks,
-            folder,
-            lambda rank, event: results.append(event),
-            prefixes=prefixes,
-            environment=environment,
+        seconds = ranks.in_turns(
+            names,
+            lambda name, batches: variants[name].seconds(batches),
+            lambda: batch(task["model"], generator),
+            task["rounds"],
         )
-    return {
-        name: [max(turn) for turn in zip(*(r["seconds"][name] for r in results), strict=True)]
-        for name in (FREE, HELD, FLUSHED)
-    }
-
-
-def parse() -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--work", nargs=2, metavar=("TASK", "FOLDER"), help=argparse.SUPPRESS)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--link", metavar="RATE", help="emulate a slow link, such as 200mbit")
-    parser.add_argument("--model", choices=MODELS, default="gpt")
-    parser.add_argument("--pause", type=float, default=0.0, help="between two steps, in ms")
-    parser.add_argument("--rounds", type=int, default=12, help="turns of six steps, at least 2")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
-    return parser.parse_args()
+        reporter.send("seconds", seconds=seconds)
 
 
 def main() -> None:
     """Measure and print a table."""
-    options = parse()
-    if options.work:
-        task, folder = options.work
-        work(json.loads(task), Path(folder))
+    parser = ranks.training_parser(__doc__, MODELS)
+    parser.add_argument("--pause", type=float, default=0.0, help="between two steps, in ms")
+    options = parser.parse_args()
+    if ranks.works(options, work):
         return
-    try:
-        turns = measure(options)
-    except DemoError as error:
-        sys.exit(str(error))
-    steady = {name: seconds[WARM_UP_STEPS:] for name, seconds in turns.items()}
+    steady = ranks.run_trainings(__file__, options, pause=options.pause / 1e3)
     table = Table(title=f"{options.model}, {options.ranks} ranks, {options.link or 'loopback'}")
     for heading in ("program", "step (median)", f"/ {FREE}, paired"):
         table.add_column(heading)
     ratios = {}
     for name, seconds in steady.items():
-        ratios[name] = spread([a / b for a, b in zip(seconds, steady[FREE], strict=True)])
+        ratios[name] = spread(ranks.paired(seconds, steady[FREE]))
         shown = show_spread(ratios[name], len(seconds))
         table.add_row(name, f"{1e3 * median(seconds):.1f} ms", shown)
     Console().print(table)

@@ -8,28 +8,22 @@ What the figures mean and how they are taken: benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
+import ranks
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from spread import Figures, show_spread, spread
 from step_models import MODELS, batch, train_step
-from step_time import ROUND, WARM_UP_STEPS, Training, process_group
+from step_time import Training
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import graphopt
-from graphopt.demo import DemoError
-from graphopt.demo.launch import Event, Reporter, run_ranks
-from graphopt.demo.link import SlowLink, parse_rate
+from graphopt.demo.launch import Reporter
 
 VARIANTS = {
     "eager DDP": None,
@@ -42,7 +36,7 @@ VARIANTS = {
 def work(task: Figures, folder: Path) -> None:
     """Train all variants in turns, on the same batches."""
     reporter = Reporter(folder)
-    with process_group(folder, reporter):
+    with ranks.process_group(folder, reporter):
         trainings = {}
         for name, options in VARIANTS.items():
             trainings[name] = Training("eager", task["model"], "adamw")
@@ -50,72 +44,28 @@ def work(task: Figures, folder: Path) -> None:
                 trainings[name].trained = trainings[name].model
                 trainings[name].step = graphopt.compile(train_step, **options)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-        names = list(VARIANTS)
-        for number in range(WARM_UP_STEPS + task["rounds"]):
-            length = ROUND if number >= WARM_UP_STEPS else 1
-            batches = [batch(task["model"], generator) for _ in range(length)]
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                dist.barrier()
-                seconds[name].append(trainings[name].seconds(batches))
-        reporter.send("seconds", seconds=seconds)
-
-
-def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each turn's steps by variant; of each turn the slowest rank counts."""
-    task = {"model": options.model, "rounds": options.rounds}
-    results: list[Event] = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-")))
-        prefixes, environment = None, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        if options.link:
-            link = stack.enter_context(SlowLink(parse_rate(options.link), options.ranks))
-            prefixes, environment = link.prefixes, environment | link.environment
-        run_ranks(
-            [__file__, "--work", json.dumps(task)],
-            options.ranks,
-            folder,
-            lambda rank, event: results.append(event),
-            prefixes=prefixes,
-            environment=environment,
+        seconds = ranks.in_turns(
+            list(VARIANTS),
+            lambda name, batches: trainings[name].seconds(batches),
+            lambda: batch(task["model"], generator),
+            task["rounds"],
         )
-    return {
-        name: [max(turn) for turn in zip(*(r["seconds"][name] for r in results), strict=True)]
-        for name in VARIANTS
-    }
-
-
-def parse() -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--work", nargs=2, metavar=("TASK", "FOLDER"), help=argparse.SUPPRESS)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--link", metavar="RATE", help="emulate a slow link, such as 200mbit")
-    parser.add_argument("--model", choices=MODELS, default="gpt")
-    parser.add_argument("--rounds", type=int, default=12, help="turns of six steps, at least 2")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
-    return parser.parse_args()
+        reporter.send("seconds", seconds=seconds)
 
 
 def main() -> None:
     """Measure and print a table."""
-    options = parse()
-    if options.work:
-        task, folder = options.work
-        work(json.loads(task), Path(folder))
+    options = ranks.training_parser(__doc__, MODELS).parse_args()
+    if ranks.works(options, work):
         return
-    try:
-        turns = measure(options)
-    except DemoError as error:
-        sys.exit(str(error))
+    steady = ranks.run_trainings(__file__, options)
     table = Table(title=f"{options.model}, {options.ranks} ranks, {options.link or 'loopback'}")
     for heading in ("variant", "step (median)", "/ eager DDP, paired", "/ graphopt, paired"):
         table.add_column(heading)
-    steady = {name: seconds[WARM_UP_STEPS:] for name, seconds in turns.items()}
     ratios = {}
     for name, seconds in steady.items():
         ratios[name] = {
-            other: spread([a / b for a, b in zip(seconds, steady[other], strict=True)])
+            other: spread(ranks.paired(seconds, steady[other]))
             for other in ("eager DDP", "graphopt")
         }
         shown = [show_spread(found, len(seconds)) for found in ratios[name].values()]

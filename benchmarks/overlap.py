@@ -13,31 +13,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+import ranks
 import torch
 import torch.distributed as dist
 from overlap_models import OVERLAP_MODELS, clipped_step, overlap_batch
+from ranks import paired, slowest
 from rich.console import Console
 from rich.table import Table
 from spread import Figures, spread
 from step_models import train_step
-from step_time import WARM_UP_STEPS, process_group
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
-from graphopt.demo import DemoError
-from graphopt.demo.launch import Event, Reporter, run_ranks
-from graphopt.demo.link import SlowLink
+from graphopt.demo.launch import Event, Reporter
 from graphopt.demo.replica import RandomState
 from graphopt.step import MIN_BUCKETS, default_pipeline
 
@@ -144,15 +141,18 @@ def turns(task: Figures) -> Figures:
     """Seconds per step of each turn by variant, and how far parameters are from DDP's."""
     made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    names = list(made)
-    for number in range(WARM_UP_STEPS + task["rounds"]):
-        length = task["turn"] if number >= WARM_UP_STEPS else 1
-        batches = [overlap_batch(task["model"], generator) for _ in range(length)]
-        batches = [(inputs.to(device()), targets.to(device())) for inputs, targets in batches]
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            dist.barrier()
-            seconds[name].append(timed(made[name], batches))
+
+    def given() -> tuple[Tensor, Tensor]:
+        inputs, targets = overlap_batch(task["model"], generator)
+        return inputs.to(device()), targets.to(device())
+
+    seconds = ranks.in_turns(
+        list(made),
+        lambda name, batches: timed(made[name], batches),
+        given,
+        task["rounds"],
+        task["turn"],
+    )
     return {"seconds": seconds, "differences": differences(made)}
 
 
@@ -184,47 +184,16 @@ def differences(made: dict[str, Variant]) -> dict[str, float]:
 def work(task: Figures, folder: Path) -> None:
     """What an emulated host does."""
     reporter = Reporter(folder)
-    with process_group(folder, reporter):
+    with ranks.process_group(folder, reporter):
         reporter.send("turns", **turns(task))
 
 
 # ------------------------------------------------------------------------------------ launching
 
 
-def on_hosts(task: Figures, options: argparse.Namespace, rate: float | None) -> list[Event]:
-    """Run `task` on every rank; with a rate in bit/s, each on an emulated host of its own."""
-    results: list[Event] = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-")))
-        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        prefixes = None
-        if rate is not None:
-            link = stack.enter_context(SlowLink(round(rate), options.ranks))
-            prefixes, environment = link.prefixes, environment | link.environment
-        run_ranks(
-            [__file__, "--work", json.dumps(task)],
-            options.ranks,
-            folder,
-            lambda rank, event: results.append(event),
-            prefixes=prefixes,
-            environment=environment,
-        )
-    return results
-
-
-def slowest(results: Sequence[Event]) -> dict[str, list[float]]:
-    """Of each turn the slowest rank counts; warm-up is left out."""
-    return {
-        name: [max(turn) for turn in zip(*(r["seconds"][name] for r in results), strict=True)][
-            WARM_UP_STEPS:
-        ]
-        for name in results[0]["seconds"]
-    }
-
-
-def link_rate(model: str, compute_seconds: float, ratio: float, ranks: int) -> float:
+def link_rate(model: str, compute_seconds: float, ratio: float, hosts: int) -> float:
     """Bit/s at which a ring sends a step's gradients in `ratio` times the compute."""
-    sent = 8 * gradient_bytes(model) * 2 * (ranks - 1) / ranks
+    sent = 8 * gradient_bytes(model) * 2 * (hosts - 1) / hosts
     return sent / (ratio * compute_seconds)
 
 
@@ -239,11 +208,11 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
     """One row of figures for each model and ratio."""
     for model in options.models:
         task = task_of(model, options) | {"compute_only": True}
-        alone = slowest(on_hosts(task, options, None))[COMPUTE]
+        alone = slowest(ranks.run_work(__file__, task, options.ranks))[COMPUTE]
         task["compute_only"] = False
         for ratio in options.ratios:
             rate = link_rate(model, median(alone), ratio, options.ranks) if ratio else None
-            results = on_hosts(task, options, rate)
+            results = ranks.run_work(__file__, task, options.ranks, rate)
             yield figures(model, ratio, rate, results)
 
 
@@ -263,11 +232,6 @@ def figures(model: str, ratio: float, rate: float | None, results: list[Event]) 
         "per_best": {name: spread(paired(times, seconds[best])) for name, times in seconds.items()},
         "differences": results[0]["differences"],
     }
-
-
-def paired(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """Ratios of each round."""
-    return [x / y for x, y in zip(a, b, strict=True)]
 
 
 # -------------------------------------------------------------------------------------- showing
@@ -348,8 +312,7 @@ def on_real_hosts(options: argparse.Namespace) -> list[Figures]:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--work", nargs=2, metavar=("TASK", "FOLDER"), help=argparse.SUPPRESS)
+    parser = ranks.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="emulated hosts")
     parser.add_argument("--models", nargs="+", choices=OVERLAP_MODELS, default=["stack"])
     parser.add_argument(
@@ -366,7 +329,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--clip", action="store_true", help="clip by the norm of all gradients")
     parser.add_argument("--rounds", type=int, default=10, help="turns, at least 2")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw step time against the bound"
     )
@@ -376,20 +338,16 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure, print tables, write files."""
     options = parse()
-    if options.work:
-        task, folder = options.work
-        work(json.loads(task), Path(folder))
+    if ranks.works(options, work):
         return
     rows: list[Figures] = []
-    try:
+    with ranks.failures_shown():
         if "TORCHELASTIC_RUN_ID" in os.environ:
             rows = on_real_hosts(options)
         else:
             for row in measure(options):
                 Console().print(table(row))
                 rows.append(row)
-    except DemoError as error:
-        sys.exit(str(error))
     if not rows:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:

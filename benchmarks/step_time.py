@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, median_low
 
+import ranks
 import torch
 import torch.distributed as dist
+from ranks import ROUND, WARM_UP_STEPS
 from rich.console import Console
 from rich.table import Table
 from spread import Figures, Row, show_spread, spread
@@ -32,16 +31,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
-from graphopt.demo import DemoError
 from graphopt.demo.compare import compare
-from graphopt.demo.launch import Event, Reporter, run_ranks
+from graphopt.demo.launch import Event, Reporter
 from graphopt.demo.memory import peak_memory
 from graphopt.demo.replica import RandomState
 
 CPU = torch.device("cpu")
-WARM_UP_STEPS = 3
-ROUND = 6
-"""Steps of one variant before the other's turn: steps overlap, and must not with the other's."""
 MEMORY_STEPS = 5
 MEMORY_RUNS = 3
 
@@ -82,23 +77,11 @@ class Training:
 def work(task: Figures, folder: Path) -> None:
     """What a process does for `--model`: paired steps, or one variant alone."""
     reporter = Reporter(folder)
-    with process_group(folder, reporter):
+    with ranks.process_group(folder, reporter):
         if task["alone"] is None:
             reporter.send("paired", **paired(task))
         else:
             reporter.send("alone", **alone(task))
-
-
-@contextmanager
-def process_group(folder: Path, reporter: Reporter) -> Iterator[None]:
-    """A gloo group of all ranks; none for a single process, which trains without DDP."""
-    if reporter.ranks == 1:
-        yield
-        return
-    store = dist.FileStore(str(folder / "rendezvous"), reporter.ranks)
-    dist.init_process_group("gloo", store=store, rank=reporter.rank, world_size=reporter.ranks)
-    yield
-    dist.destroy_process_group()
 
 
 def paired(task: Figures) -> Figures:
@@ -153,13 +136,9 @@ def import_what_a_capture_imports() -> None:
 # --------------------------------------------------------------------------------- measurements
 
 
-def start_ranks(task: Figures, ranks: int) -> list[Event]:
-    """Run `work` in fresh processes; one result per rank."""
-    results: list[Event] = []
-    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        command = [__file__, "--work", json.dumps(task)]
-        run_ranks(command, ranks, Path(folder), lambda rank, event: results.append(event))
-    return results
+def start_ranks(task: Figures, count: int) -> list[Event]:
+    """Run `work` in fresh processes, which share the cores; one result per rank."""
+    return ranks.run_work(__file__, task, count, one_thread=False)
 
 
 def measure_steps(options: argparse.Namespace, console: Console) -> tuple[Figures, list[Row]]:
@@ -167,18 +146,18 @@ def measure_steps(options: argparse.Namespace, console: Console) -> tuple[Figure
     task: Figures = {"model": options.model, "optimizer": options.optimizer}
     task |= {"steps": options.steps, "alone": None}
     with console.status("paired steps"):
-        ranks = start_ranks(task, options.ranks)
+        results = start_ranks(task, options.ranks)
     with console.status("peak memory of each variant alone"):
         memory = measure_memory(task, options.ranks)
-    figures = step_figures(ranks) | {"memory": memory}
+    figures = step_figures(results) | {"memory": memory}
     return figures, step_rows(figures)
 
 
-def measure_memory(task: Figures, ranks: int) -> dict[str, dict[str, int]]:
+def measure_memory(task: Figures, count: int) -> dict[str, dict[str, int]]:
     """Bytes by kind and variant, each variant in processes of its own."""
 
     def peak(variant: str, kind: str) -> int:
-        results = start_ranks(task | {"alone": variant, "memory": kind}, ranks)
+        results = start_ranks(task | {"alone": variant, "memory": kind}, count)
         peaks: list[int] = [result["peak"] for result in results]
         return min(peaks) if kind == "tensors" else max(peaks)
 
@@ -189,10 +168,10 @@ def measure_memory(task: Figures, ranks: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def step_figures(ranks: list[Event]) -> Figures:
+def step_figures(results: list[Event]) -> Figures:
     """Of each step the slowest rank counts."""
     slowest = {
-        variant: [max(step) for step in zip(*(r["seconds"][variant] for r in ranks), strict=True)]
+        variant: [max(step) for step in zip(*(r["seconds"][variant] for r in results), strict=True)]
         for variant in ("eager", "graphopt")
     }
     eager, captured = slowest["eager"][WARM_UP_STEPS:], slowest["graphopt"][WARM_UP_STEPS:]
@@ -200,9 +179,9 @@ def step_figures(ranks: list[Event]) -> Figures:
         "seconds": {"eager": eager, "graphopt": captured},
         "ratio": spread([c / e for c, e in zip(captured, eager, strict=True)]),
         "first_calls_seconds": slowest["graphopt"][:WARM_UP_STEPS],
-        "nodes": ranks[0]["nodes"],
-        "largest_difference": max(rank["largest_difference"] for rank in ranks),
-        "differing_tensors": sum(rank["differing_tensors"] for rank in ranks),
+        "nodes": results[0]["nodes"],
+        "largest_difference": max(rank["largest_difference"] for rank in results),
+        "differing_tensors": sum(rank["differing_tensors"] for rank in results),
     }
 
 
@@ -236,28 +215,24 @@ def step_rows(figures: Figures) -> list[Row]:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = ranks.parser(__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--capture-only", action="store_true", help="capture time and graph size")
     what.add_argument(
         "--import-time", action="store_true", help="import graphopt over import torch"
     )
-    what.add_argument("--work", nargs=2, metavar=("TASK", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help="1: eager; more: eager DDP on gloo")
     parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--steps", type=int, default=12, help="pairs of six steps each, at least 2")
     parser.add_argument("--layers", type=int, default=12, help="of the GPT of --capture-only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
     return parser.parse_args()
 
 
 def main() -> None:
     """Measure what the command line asks for and print it."""
     options = parse()
-    if options.work:
-        task, folder = options.work
-        work(json.loads(task), Path(folder))
+    if ranks.works(options, work):
         return
     console = Console()
     title = f"{options.model}, {options.optimizer}, ranks: {options.ranks}"
@@ -266,10 +241,8 @@ def main() -> None:
     elif options.capture_only:
         title, (figures, rows) = "capture", measure_captures(options.layers, console)
     else:
-        try:
+        with ranks.failures_shown():
             figures, rows = measure_steps(options, console)
-        except DemoError as error:
-            sys.exit(str(error))
     table = Table("", "", title=f"{title} (torch {torch.__version__})", show_header=False)
     for row in rows:
         table.add_row(*row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.failed_runs import broadcast_explained
-from graphopt.host import calls_host
-from graphopt.host_votes import Votes
+from graphopt.host_votes import Agreement, Votes
 from graphopt.meeting import Channel, Meeting
 from graphopt.parallel import DataParallel
 from graphopt.spmd import check_same, collective_plan, merged_order
@@ -34,8 +33,10 @@ from graphopt.tracing.trace import trace
 Optimize = Callable[[CapturedStep], None]
 """Checks a captured step and applies the passes to its graph."""
 
-Finish = Callable[[Call, CapturedStep, bool], None]
+Finish = Callable[[Call, CapturedStep, Agreement], None]
 """Makes a captured step ready to run."""
+
+_NOTHING = Agreement()
 
 
 @dataclass
@@ -46,16 +47,23 @@ class Agreed:
         guards: recognise the structure again.
         order: parameters whose gradients are averaged, in launch order.
         plan: every collective, one line each.
-        votes: how the ranks agree in each call that no function called by `graphopt.callback` has
-            raised; None where no rank calls any.
+        votes: how the ranks agree that no function called by `graphopt.callback` has raised.
+        agreement: when in each call they do.
         current: False once the ranks have agreed on more; graphs made for it must not run then.
     """
 
     guards: Guards
     order: tuple[str, ...]
     plan: list[str]
-    votes: Votes | None = None
+    votes: Votes
+    agreement: Agreement
     current: bool = True
+
+    def hear(self) -> None:
+        """Before a call: raise where a function has raised on another rank when the last call, of
+        another graph maybe, was over. Graphs whose calls end in an agreement ask themselves."""
+        if not self.agreement.at_end:
+            self.votes.hear()
 
 
 class JointCapture:
@@ -77,6 +85,7 @@ class JointCapture:
         self._finish = finish if finish is not None else _nothing
         self._agreed: list[Agreed] = []
         self._joined: WeakSet[nn.Module] = WeakSet()
+        self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
 
     def capture(
         self,
@@ -91,17 +100,19 @@ class JointCapture:
         if joined and not sync:
             captured = capture_call(call, settled=settled)
             self._optimize(captured)
-            self._finish(call, captured, False)
+            self._finish(call, captured, _NOTHING)
             return captured, None
         earlier = self._earlier(call, mode)
         if earlier is not None:
             agreeing = self._as_agreed(call, parallel, earlier, settled)
             if agreeing is not None:
-                self._finish(call, agreeing, earlier.votes is not None)
+                self._finish(call, agreeing, earlier.agreement)
                 return agreeing, earlier
         group = _compat.group_or_default(parallel.group)
+        votes = self._votes.setdefault(group, Votes(group))
+        votes.hear()
         with Channel(group, self._topic, parallel.timeout).meeting() as meeting:
-            captured, agreed = self._agree(meeting, call, parallel, sync, mode, earlier)
+            captured, agreed = self._agree(meeting, call, parallel, sync, mode, earlier, votes)
         if not joined:
             self._join(call, parallel, group)
         return captured, agreed if sync else None
@@ -129,7 +140,8 @@ class JointCapture:
         captured = finish(call, inputs, communication, raw, settled)
         self._optimize(captured)
         same = collective_plan(captured.graph_module.graph) == agreed.plan
-        same &= agreed.votes is not None or not calls_host(captured.graph_module.graph)
+        needed = Agreement.needed_by(captured.graph_module.graph)
+        same &= Agreement.of_all([needed.said, agreed.agreement.said]) == agreed.agreement
         return captured if same else None
 
     def _agree(
@@ -140,6 +152,7 @@ class JointCapture:
         sync: bool,
         mode: tuple[Any, ...],
         earlier: Agreed | None,
+        votes: Votes,
     ) -> tuple[CapturedStep, Agreed]:
         inputs = prepare(call)
         raw = trace(call, inputs, communication_for(parallel) if sync else None)
@@ -154,18 +167,14 @@ class JointCapture:
         captured = finish(call, inputs, communication, again)
         self._optimize(captured)
         plan = collective_plan(captured.graph_module.graph)
-        calls = calls_host(captured.graph_module.graph)
-        everyone = meeting.exchange({"plan": plan, "callbacks": calls})
+        needed = Agreement.needed_by(captured.graph_module.graph)
+        everyone = meeting.exchange({"plan": plan, "callbacks": needed.said})
         check_same("collectives", [theirs["plan"] for theirs in everyone])
-        calling = any(theirs["callbacks"] for theirs in everyone)
-        self._finish(call, captured, calling)
+        agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
+        self._finish(call, captured, agreement)
         meeting.exchange({"ready": True})
         guards = Guards(call, inputs, mode, captured.signature.attributes)
-        votes: Votes | None = None
-        if calling:
-            group = _compat.group_or_default(parallel.group)
-            votes = Votes(group, self._topic, parallel.timeout)
-        agreed = Agreed(guards, order, plan, votes)
+        agreed = Agreed(guards, order, plan, votes, agreement)
         if earlier is not None:
             earlier.current = False
             self._agreed.remove(earlier)
@@ -182,7 +191,7 @@ class JointCapture:
             self._joined.add(root)
 
 
-def _nothing(call: Call, captured: CapturedStep, agreeing: bool) -> None:
+def _nothing(call: Call, captured: CapturedStep, agreement: Agreement) -> None:
     """For graphs that do not run as they are."""
 
 

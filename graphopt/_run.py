@@ -84,21 +84,21 @@ class BoundStep:
         """
         with self._lock:  # other threads that use late tensors wait until the step is over
             check_usable(self._groups)
-            votes = None if self.agreed is None else self.agreed.votes
-            if votes is not None:
-                votes.cast()  # a function may have raised when the last call was over
+            if self.agreed is not None:
+                self.agreed.hear()
             leave = self._may_leave_in_flight()
             with without_torch_function():
                 flat = self._values(call)
             settle(flat, besides=self._unsettled)
-            host = HostRun(lambda: self._storages(flat), votes, _compat.rank_among_several())
+            host = self._host_run(flat, step)
             self._running = True
             try:
                 with torch.no_grad(), without_autocast(), running(host):
                     # Not as a module: hooks of all modules are not meant for it.
                     user, _, carried = self.module.forward(*flat, last_iter=not leave)
+                host.say()
             except BaseException as error:
-                self._raise_explained(error, step)
+                self._raise_explained(error, step, host)
                 raise
             finally:
                 self._running = False
@@ -108,6 +108,13 @@ class BoundStep:
                 returned = self._apply(call, flat, [*user, *carried])
             host.end()
             return returned
+
+    def _host_run(self, flat: list[Any], step: int) -> HostRun:
+        rank = _compat.rank_among_several()
+        votes, agreement = (
+            (self.agreed.votes, self.agreed.agreement) if self.agreed else (None,) * 2
+        )
+        return HostRun(lambda: self._storages(flat), rank, step, votes, agreement)
 
     def _storages(self, flat: list[Any]) -> frozenset[int]:
         """The storages among `flat` that the step may be updating."""
@@ -156,8 +163,10 @@ class BoundStep:
             return "it is late until the next call, or flush() on every rank"
         return "it is updated in its own step, and no update overlaps with the next one"
 
-    def _raise_explained(self, error: BaseException, step: int) -> None:
-        failure = explained(self.module, error, step) if self._groups else None
+    def _raise_explained(
+        self, error: BaseException, step: int, host: HostRun | None = None
+    ) -> None:
+        failure = explained(self.module, error, step, host) if self._groups else None
         if failure is not None:
             raise failure from error
 

@@ -15,6 +15,7 @@ from graphopt import _compat
 from graphopt.comm import SENDS, argument, kind_of
 from graphopt.errors import CollectiveError
 from graphopt.graph_utils import find_nodes, is_collective, is_wait
+from graphopt.host_run import HostRun, agree, hear
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.running import GROUP
 from graphopt.rank_failures import learn_causes, mark_unusable, tell
@@ -28,7 +29,9 @@ def group_names(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(argument(node, "group_name")) for node in launches))
 
 
-def explained(module: IterGraphModule, error: BaseException, step: int) -> CollectiveError | None:
+def explained(
+    module: IterGraphModule, error: BaseException, step: int, host: HostRun | None = None
+) -> CollectiveError | None:
     """What to raise for an error of a run; None for the error itself.
 
     The other ranks are told, and where this rank has left the step between two collectives its
@@ -36,6 +39,7 @@ def explained(module: IterGraphModule, error: BaseException, step: int) -> Colle
 
     Args:
         step: which call of the step it was, counted from 1.
+        host: how functions of the program's ran in it.
     """
     node = module.failed_at(error)
     if node is not None and isinstance(error, Exception) and (is_collective(node) or is_wait(node)):
@@ -47,6 +51,8 @@ def explained(module: IterGraphModule, error: BaseException, step: int) -> Colle
         tell(group, step, error)
         if node is not None and _is_between_launches(node):
             mark_unusable(group, f"rank {group.rank()} left step {step}: {_first_line(error)}")
+    if host is not None and node is not None and _is_behind_launches(node):
+        host.say_failed(error)
     return None
 
 
@@ -58,6 +64,16 @@ def broadcast_explained(group: dist.ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         reason = f"broadcast of what all ranks start from failed{_in(group, group.group_name)}"
         raise _failure(f"{reason}: {_first_line(error)}", group, 1, "broadcast") from error
+
+
+@contextmanager
+def said_explained(group: dist.ProcessGroup, step: int) -> Iterator[None]:
+    """While active, a failure to agree on whether functions have raised is a `CollectiveError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = f"agreement of the ranks in step {step} failed{_in(group, group.group_name)}"
+        raise _failure(f"{reason}: {_first_line(error)}", group, step, "all_reduce") from error
 
 
 def _collective_failed(
@@ -122,6 +138,13 @@ def _is_between_launches(node: fx.Node) -> bool:
         return True
     launches = find_nodes(node.graph, is_collective)
     return any(launch < node for launch in launches) and any(node < launch for launch in launches)
+
+
+def _is_behind_launches(node: fx.Node) -> bool:
+    """Whether a node, which makes ranks agree on nothing itself, follows all collectives."""
+    if node.target in (agree, hear):
+        return False
+    return all(launch < node for launch in find_nodes(node.graph, is_collective))
 
 
 def _of(names: tuple[str, ...]) -> str:

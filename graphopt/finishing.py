@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -10,6 +11,7 @@ from torch import fx
 from graphopt.errors import LoweringError
 
 if TYPE_CHECKING:
+    from graphopt.host_votes import Agreement
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.cudagraphs import CudaGraphs
@@ -34,17 +36,19 @@ class Finishing:
         """The compiled regions; one that several graphs have is listed once."""
         return [] if self._lowering is None else list(self._lowering.subgraphs.values())
 
-    def finish(self, module: IterGraphModule, once: bool = False, agreeing: bool = False) -> None:
+    def finish(
+        self, module: IterGraphModule, once: bool = False, agreement: Agreement | None = None
+    ) -> None:
         """Make the graph of `module` final, and say how the graphs derived from it run.
 
         Args:
             once: it runs a single time, so that compiling it would take longer than it saves.
-            agreeing: all ranks agree, before state is updated, that nothing has raised.
+            agreement: when all ranks agree that no function of the program's has raised.
         """
         from graphopt.iter_graph.module import DERIVED
 
         options = self._options
-        finalize = _finalize_agreeing if agreeing else _finalize
+        finalize = partial(_finalize, agreement=agreement)
         if options is None or once:
             module.finalize_setup(lambda derived: finalize(derived, derived.meta[DERIVED]))
             return
@@ -81,17 +85,17 @@ class Finishing:
         )
 
 
-def _finalize(graph_module: fx.GraphModule, name: str) -> fx.GraphModule:
+def _finalize(
+    graph_module: fx.GraphModule, name: str, agreement: Agreement | None
+) -> fx.GraphModule:
     from graphopt.executable import finalize
 
-    return finalize(graph_module)
-
-
-def _finalize_agreeing(graph_module: fx.GraphModule, name: str) -> fx.GraphModule:
+    final = finalize(graph_module)
+    if not agreement or name == "drain":
+        return final
     from graphopt.host_votes import with_agreement
 
-    final = _finalize(graph_module, name)
-    return final if name == "drain" else with_agreement(final)
+    return with_agreement(final, agreement)
 
 
 def options_for(lower: str | Options | None) -> Options | None:

@@ -11,8 +11,6 @@ nothing.
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.fx.node import has_side_effect
 
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
+from graphopt.host_counts import Counts, Place
 from graphopt.host_functions import is_same, name_of
 from graphopt.host_modes import Modes
 from graphopt.host_run import current_run
@@ -37,17 +36,6 @@ class _Given:
 _GIVEN = _Given()
 
 
-class Count:
-    """How often a place in the program was reached."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-
-    def is_due(self, every: int) -> bool:
-        """Count once more; whether that is the n-th, 2n-th, … time for n = `every`."""
-        return next(self._numbers) % every == 0
-
-
 class HostCall:
     """The target of a node that calls a function of the user's.
 
@@ -56,15 +44,16 @@ class HostCall:
         arguments: what it is called with: pytrees with values of the graph at some leaves (tensors,
             symbolic numbers or nodes), and any other objects, which are handed on as they are.
         every: call it every so many times only.
-        place: where in the program it was called, the same in each capture; None: nowhere.
+        place: where in the program it was called, the same in each capture; empty: nowhere.
 
     Attributes:
-        count: how often it was reached; all graphs of one step share it.
+        counts: how often places were reached; all graphs of one step share them.
+        first: no update of state comes before it in the program.
         last: no update of state follows it in the program.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], arguments: Sequence[Any], every: int = 1, place: object = None
+        self, fn: Callable[..., Any], arguments: Sequence[Any], every: int = 1, place: Place = ()
     ) -> None:
         if not callable(fn):
             raise TypeError(f"graphopt.callback takes a function first, not {type(fn).__name__}")
@@ -74,8 +63,8 @@ class HostCall:
         self.__name__ = self.__qualname__ = "callback"
         self.__module__ = "graphopt"
         self.fn, self.every, self.place = fn, every, place
-        self.count = Count()
-        self.last = False
+        self.counts = Counts()
+        self.first = self.last = False
         self.values: list[Any] = []
         self._arguments = [self._taken_apart(argument) for argument in arguments]
         self._number_of_values = len(self.values)
@@ -107,7 +96,7 @@ class HostCall:
 
     def run(self, values: Sequence[Any]) -> None:
         """Call the function now, if it is its turn."""
-        if not self.count.is_due(self.every):
+        if self.every > 1 and not self.counts.is_due(self.place, self.every):
             return
         arguments = self._with(map(_owned, values))
         run = current_run()
@@ -195,31 +184,23 @@ def insert_callback(
     return node
 
 
-def note_last(graph: fx.Graph, updates: Sequence[fx.Node]) -> None:
-    """Note which calls no update of state follows, while nodes stand in the program's order."""
-    for node in reversed(graph.nodes):
+def note_order(graph: fx.Graph, updates: Sequence[fx.Node]) -> None:
+    """Note which calls no update of state precedes or follows, while nodes stand in the program's
+    order."""
+    places = {node: index for index, node in enumerate(graph.nodes)}
+    updated = [places[update] for update in updates]
+    for node, place in places.items():
         call = host_call_of(node)
-        if node in updates:
-            return
         if call is not None:
-            call.last = True
+            call.first = all(place < other for other in updated)
+            call.last = all(place > other for other in updated)
 
 
-class Counts:
-    """The counts of one step, which its graphs share: those of the same place go on."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, int], Count] = {}
-
-    def share(self, graph: fx.Graph) -> None:
-        """Let the calls in a graph use the counts of their places: of a place that is reached
-        several times in a step, one each."""
-        seen: Counter[object] = Counter()
-        for call in filter(None, map(host_call_of, graph.nodes)):
-            if call.place is not None:
-                key = (call.place, seen[call.place])
-                seen[call.place] += 1
-                call.count = self._known.setdefault(key, call.count)
+def share_counts(graph: fx.Graph, counts: Counts) -> None:
+    """Let the calls of the program's in a graph count with those of other graphs of the step."""
+    for call in filter(None, map(host_call_of, graph.nodes)):
+        if call.place:
+            call.counts = counts
 
 
 def calls_host(graph: fx.Graph) -> bool:

@@ -12,7 +12,7 @@ memory does), nor communicate. What one of them raises ends the step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -34,11 +34,20 @@ _READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIE
 class Votes(Protocol):
     """How ranks agree; see `graphopt.host_votes`."""
 
-    def cast(self) -> None:
-        """Say that all is well, and wait for the others to say so."""
+    def say(self, step: int, error: BaseException | None) -> None:
+        """Tell all ranks that this one goes on, or why it does not."""
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell the others why this rank does not come."""
+    def hear(self) -> None:
+        """Wait for what all ranks have said last; raise where one does not go on."""
+
+
+class Agreement(Protocol):
+    """When ranks agree; see `graphopt.host_votes`."""
+
+    @property
+    def before_updates(self) -> bool: ...
+    @property
+    def at_end(self) -> bool: ...
 
 
 class _NoState(TorchFunctionMode):
@@ -87,20 +96,26 @@ class HostRun:
 
     Args:
         storages: finds the storages that the step updates, by `_compat.storage_key`.
-        votes: how ranks agree that nothing was raised; None where they do not.
         rank: this process's among several; None where it is alone.
+        step: which call of the step it is, counted from 1.
+        votes: how ranks agree that nothing was raised; None where they do not.
+        agreement: when they do.
     """
 
     def __init__(
         self,
         storages: Callable[[], frozenset[int]],
-        votes: Votes | None,
         rank: int | None,
+        step: int = 0,
+        votes: Votes | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
-        self._storages, self._votes, self._rank = storages, votes, rank
+        self._storages, self._rank, self._step = storages, rank, step
+        self._votes, self._agreement = votes, agreement
         self._known: frozenset[int] | None = None
         self._failure: BaseException | None = None
         self._last = False
+        self._agreed = False
 
     def call(self, fn: Callable[..., Any], arguments: Sequence[Any], last: bool) -> None:
         """Call a function. `last`: no update of state follows it in the program."""
@@ -128,22 +143,37 @@ class HostRun:
         """Raise what a function has raised here or on another rank, before state is updated."""
         if self._votes is None:
             return
-        if self._failure is None or self._last:
-            self._votes.cast()
-        else:
-            self._raise()
+        self._agreed = True
+        failure = None if self._last else self._failure
+        self._votes.say(self._step, failure)
+        if failure is not None:
+            raise failure
+        self._votes.hear()
+
+    def hear(self) -> None:
+        """Raise what a function has raised on another rank when the last call was over."""
+        if self._votes is not None:
+            self._votes.hear()
+
+    def say(self) -> None:
+        """Tell the other ranks how this call has ended here: all but its results are there."""
+        if self._votes is not None and self._agreement is not None and self._agreement.at_end:
+            self._votes.say(self._step, self._failure)
+
+    def say_failed(self, error: BaseException) -> None:
+        """Tell the other ranks of an error behind all launches: where they agree next, they end
+        the step too."""
+        due = self._agreement
+        if due is None or self._votes is None:
+            return
+        if due.at_end if self._agreed else (due.before_updates or due.at_end):
+            with suppress(GraphOptError):  # the error is what counts
+                self._votes.say(self._step, error)
 
     def end(self) -> None:
         """Raise what a function has raised: the step is over."""
         if self._failure is not None:
-            self._raise()
-
-    def _raise(self) -> None:
-        failure, self._failure = self._failure, None
-        assert failure is not None
-        if self._votes is not None:
-            self._votes.give_up(failure)
-        raise failure
+            raise self._failure
 
 
 _current: ContextVar[HostRun | None] = ContextVar("host_run", default=None)
@@ -155,6 +185,14 @@ def agree() -> None:
     run = _current.get()
     if run is not None:
         run.agree()
+
+
+@has_side_effect
+def hear() -> None:
+    """Learn how the last call has ended on the other ranks. The target of a node."""
+    run = _current.get()
+    if run is not None:
+        run.hear()
 
 
 def current_run() -> HostRun | None:

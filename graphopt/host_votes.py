@@ -1,90 +1,120 @@
 """Ranks tell each other that no function called by `graphopt.callback` has raised.
 
-A rank whose function raises goes on until all ranks have launched the same collectives, and says
-then through the group's store that it ends the step. The others, which ask there, end it as well:
-no rank waits in a collective that another does not launch, and none has updated its parameters.
+    callback(…)   launch   launch   agree      update   callback(…)
+    └─ raises ──────────────────── ▲ says so            └─ raises ─ the end of the call ▲ says so
+
+Nobody may leave a step between its collectives: the others would wait for what is never sent. So a
+rank whose function raises goes on until all collectives are launched. Then every rank *says* in one
+number, a collective of its own, whether it goes on. Two kinds of places need that:
+
+- before state is updated, if a function may raise before that: all ranks say and hear there, and
+  where one has failed none of them updates anything;
+- at the end of the call, if a function may raise after an update. Nobody waits for this: it is
+  heard in the next call before its first collective, which the rank that failed might not join.
+
+What was raised stands in the store of the process group, where errors of running steps are told.
 """
 
 from __future__ import annotations
 
-import traceback
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
-from graphopt.graph_utils import get_output, is_collective, written
-from graphopt.host_run import agree
+from graphopt.failed_runs import said_explained
+from graphopt.graph_utils import find_nodes, get_output, is_collective, written
+from graphopt.host import host_call_of
+from graphopt.host_run import agree, hear
 from graphopt.iter_graph.running import GROUP
-from graphopt.spmd import next_round
+from graphopt.rank_failures import reasons, tell
 from graphopt.storage import Storages
 
 _STATE = ("parameter", "buffer", "optimizer_state", "gradient")
 
 
-@dataclass
-class Votes:
-    """The votes of one step function on the ranks of one group.
+@dataclass(frozen=True)
+class Agreement:
+    """When in each call the ranks say whether a function has raised.
 
     Attributes:
-        topic: the same text on all ranks, different for different step functions.
-        timeout: seconds to wait for the other ranks.
+        before_updates: before state is updated, where nobody goes on until all have said it.
+        at_end: when the call is over.
     """
 
-    group: dist.ProcessGroup
-    topic: str
-    timeout: float
-    _number: int = field(default=0, init=False)
-    _before: int = field(default=0, init=False)
+    before_updates: bool = False
+    at_end: bool = False
 
-    def cast(self) -> None:
-        """Say that all is well here, and wait until all other ranks have said so.
+    @classmethod
+    def needed_by(cls, graph: fx.Graph) -> Agreement:
+        """For the functions that one rank's graph calls."""
+        calls = [call for call in map(host_call_of, graph.nodes) if call is not None]
+        return cls(any(not call.last for call in calls), any(not call.first for call in calls))
+
+    @classmethod
+    def of_all(cls, everyone: Sequence[Sequence[bool]]) -> Agreement:
+        """For all ranks, given `said` of each."""
+        return cls(*map(any, zip(*everyone, strict=True)))
+
+    @property
+    def said(self) -> list[bool]:
+        """For the other ranks."""
+        return [self.before_updates, self.at_end]
+
+    def __bool__(self) -> bool:
+        return self.before_updates or self.at_end
+
+
+class Votes:
+    """What the ranks of one group say about the calls of one step function."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._said: tuple[dist.Work, torch.Tensor, int] | None = None
+
+    def say(self, step: int, error: BaseException | None) -> None:
+        """Tell all ranks that this one goes on, or why it does not. Waits for nobody.
+
+        Args:
+            step: which call of the step function it is about, counted from 1.
+        """
+        failed = 0
+        if error is not None:
+            tell(self._group, step, error)
+            failed = self._group.rank() + 1
+        number = torch.tensor([failed], device=_compat.device_of(self._group))
+        with said_explained(self._group, step):
+            work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        # Who has failed itself is not told of others that failed in the same call.
+        self._said = (work, number, step) if error is None else None
+
+    def hear(self) -> None:
+        """Wait until all have said what this rank has said last, if it has not heard them yet.
 
         Raises:
-            SpmdMismatchError: a function has raised on another rank, or a rank did not come.
+            SpmdMismatchError: a function has raised on another rank.
+            CollectiveError: another rank has gone.
         """
-        store, keys, rank = self._say("")
-        if not _arrived(store, keys, self.timeout):
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            raise SpmdMismatchError(
-                f"rank {rank} waited {self.timeout:g} s for rank(s) {missing} at {self.topic}\n"
-                "  hint:  every rank has to call the step equally often"
-            )
-        for other, key in enumerate(keys):
-            said = store.get(key).decode()
-            if other != rank and said:
-                raise SpmdMismatchError(
-                    f"a function called by graphopt.callback raised on rank {other}, so rank {rank}"
-                    f" ends the step as well\n  rank {other} said:  {said}"
-                )
-        if self._before:  # everybody has read what was said before
-            store.delete_key(self._key(self._before, rank))
+        said, self._said = self._said, None
+        if said is None:
+            return
+        work, number, step = said
+        with said_explained(self._group, step):
+            work.wait()
+            other = int(number.item()) - 1
+        if other >= 0:
+            self._raise(other, step)
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks, at their next vote, that this one does not come, and why."""
-        self._say("".join(traceback.format_exception_only(error)).strip() or "an error")
-
-    def _say(self, what: str) -> tuple[dist.Store, list[str], int]:
-        self._before, self._number = self._number, next_round(self.group, f"votes {self.topic}")
-        store, rank = _compat.default_store(), self.group.rank()
-        keys = [self._key(self._number, other) for other in range(self.group.size())]
-        store.set(keys[rank], what)
-        return store, keys, rank
-
-    def _key(self, number: int, rank: int) -> str:
-        return f"graphopt/callbacks/{self.group.group_name}/{self.topic}/{number}/{rank}"
-
-
-def _arrived(store: dist.Store, keys: list[str], seconds: float) -> bool:
-    """Whether all keys are in the store before the time is over."""
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:  # DistStoreError for TCPStore, a bare RuntimeError for FileStore
-        return bool(store.check(keys))
-    return True
+    def _raise(self, other: int, step: int) -> None:
+        reason = reasons(self._group, step).get(other, "an error")
+        raise SpmdMismatchError(
+            f"a function called by graphopt.callback raised on rank {other}, so rank"
+            f" {self._group.rank()} ends the step as well\n  rank {other} said:  {reason}"
+        )
 
 
 def commit_before(graph: fx.Graph) -> fx.Node:
@@ -105,9 +135,27 @@ def _updates_state(node: fx.Node, storages: Storages) -> bool:
     return any(owner is not None and owner.meta.get("kind") in _STATE for owner in owners)
 
 
-def with_agreement(gm: fx.GraphModule) -> fx.GraphModule:
-    """Let all ranks agree, before a graph updates state, that no function has raised; in place."""
-    with gm.graph.inserting_before(commit_before(gm.graph)):
-        gm.graph.call_function(agree).meta["val"] = None
+def with_agreement(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
+    """Let all ranks agree in a graph that no function has raised; in place."""
+    graph = gm.graph
+    if agreement.before_updates:
+        with graph.inserting_before(commit_before(graph)):
+            graph.call_function(agree).meta["val"] = None
+    if agreement.at_end:
+        launches = find_nodes(graph, lambda node: is_collective(node) or node.target is agree)
+        first = launches[0] if launches else get_output(graph)
+        with graph.inserting_before(_outside_late_work(graph, first)):
+            graph.call_function(hear).meta["val"] = None
     gm.recompile()
     return gm
+
+
+def _outside_late_work(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The last place up to a node where no late work has begun: what raises in it loses it."""
+    nodes = list(graph.nodes)
+    place = nodes.index(node)
+    for group in {n.meta[GROUP] for n in nodes if n.meta.get(GROUP) is not None}:
+        places = [index for index, n in enumerate(nodes) if n.meta.get(GROUP) == group]
+        if places[0] < place <= places[-1]:
+            return _outside_late_work(graph, nodes[places[0]])
+    return nodes[place]

@@ -7,9 +7,7 @@ hang.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import fx
@@ -18,15 +16,6 @@ from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
 from graphopt.meeting import Channel
-
-_rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-
-
-def next_round(group: dist.ProcessGroup, topic: str) -> int:
-    """How often this rank has met the others of a group for a topic, this time included."""
-    rounds = _rounds.setdefault(group, Counter())
-    rounds[topic] += 1
-    return rounds[topic]
 
 
 def collective_plan(graph: fx.Graph) -> list[str]:

@@ -22,7 +22,8 @@ from graphopt.processes import announce
 if TYPE_CHECKING:
     from graphopt._joint import JointCapture
     from graphopt._run import BoundStep
-    from graphopt.host import Counts
+    from graphopt.host_counts import Counts
+    from graphopt.host_votes import Agreement
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
@@ -269,20 +270,23 @@ class TrainStep:
         captured.graph_module = IterGraphModule(captured.graph_module)
         self._manager.run(captured.graph_module)
 
-    def _finish(self, call: Call, captured: CapturedStep, agreeing: bool = False) -> None:
+    def _finish(
+        self, call: Call, captured: CapturedStep, agreement: Agreement | None = None
+    ) -> None:
         """Make the graph final, and say how it runs.
 
         Args:
-            agreeing: all ranks agree, before state is updated, that nothing has raised.
+            agreement: when all ranks agree that no function of the program's has raised.
         """
-        from graphopt.host import Counts
+        from graphopt.host import share_counts
+        from graphopt.host_counts import Counts
         from graphopt.iter_graph import IterGraphModule
 
         assert isinstance(captured.graph_module, IterGraphModule)
         once = _creates_state(call, captured) or not captured.lasting
         self._counts = self._counts or Counts()
-        self._counts.share(captured.graph_module.graph)
-        self._finishing.finish(captured.graph_module, once=once, agreeing=agreeing)
+        share_counts(captured.graph_module.graph, self._counts)
+        self._finishing.finish(captured.graph_module, once=once, agreement=agreement)
 
     def _joint(self) -> JointCapture:
         if self._joint_capture is None:

@@ -74,7 +74,8 @@ def _bits(tensor: torch.Tensor) -> Any:
         return None
     if tensor.device.type != "cpu" or tensor.numel() > 10_000:
         return None
-    return hash(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return hash(flat.view(torch.uint8).numpy().tobytes())
 
 
 def _key(value: Any) -> Any:

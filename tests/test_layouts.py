@@ -84,6 +84,7 @@ def _seeded_by_its_wrapper(name: str) -> bool:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # torch calls some of what its database does deprecated
 @pytest.mark.parametrize("part", range(16))
 def test_all_in_place_operators(part: int, seed: int) -> None:
     names = sorted(name for name, op in database().items() if op.get_inplace() is not None)
@@ -156,6 +157,7 @@ def _forward_and_backward(function: Any, leaf: Tensor, args: Any, kwargs: Any) -
     torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 
 
+ONLY_ON_CUDA = "jiterator"
 RULES = [
     "copysign",
     "div.floor_rounding",
@@ -180,10 +182,12 @@ def test_a_capture_believes_what_kernels_do() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # torch calls some of what its database does deprecated
 @pytest.mark.parametrize("part", range(8))
 def test_a_capture_believes_what_all_kernels_do(part: int, seed: int) -> None:
     torch.manual_seed(seed)
-    against = believed_and_real(sorted(database())[part::8], EVERY, 2)
+    names = sorted(name for name in database() if not name.startswith(ONLY_ON_CUDA))
+    against = believed_and_real(names[part::8], EVERY, 2)
     print(f"{against.compared} calls of operators, {len(against.wrong)} believed to be otherwise")
     assert not against.wrong
 

@@ -488,6 +488,14 @@ def group_named(name: str) -> dist.ProcessGroup | None:
         return None
 
 
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where small tensors that a group sends are made: on the CPU, if it can send those."""
+    kinds = group._device_types
+    if not kinds or torch.device("cpu") in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0].type, torch.accelerator.current_device_index())
+
+
 # ---------------------------------------------------------------------------- optimizers
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.host import Count, HostCall
+from graphopt.host import HostCall
+from graphopt.host_counts import EagerCounts, place_of
 from graphopt.host_functions import traced_in
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_user_line, is_around_step
@@ -35,8 +34,9 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
             ends the step, as in eager code.
         *tensors: tensors, numbers read from tensors by ``.item()`` (it gets the real number), and
             pytrees of them with constants. Any other object is handed on as it is.
-        every: call `fn` in every n-th step only: in steps n, 2n, 3n, … Each call in the program
-            counts for itself.
+        every: call `fn` only at the n-th, 2n-th, 3n-th, … time that the program comes by. Each
+            place counts for itself: a call of `callback`, and where the function or module that
+            it stands in is called. A loop comes by several times in a step.
 
     Raises:
         TypeError, ValueError: `fn` is not callable, or `every` is not a whole number of at least 1.
@@ -60,13 +60,18 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
     """
     if _compat.is_recording():
         _refuse_traced(fn)
-        call = HostCall(original(fn), tensors, every, _path(sys._getframe(1)))
+        place = place_of(sys._getframe(1), is_around_step)
+        call = HostCall(original(fn), tensors, every, place)
         call(*map(_detached, call.take_values()))
         return
     call = HostCall(fn, tensors, every)
     if every > 1:
-        call.count = _count_of(sys._getframe(1))
+        call.place = place_of(sys._getframe(1))
+        call.counts = _counts.of(call.place)
     call(*call.take_values())
+
+
+_counts = EagerCounts()
 
 
 def _refuse_traced(fn: Callable[..., Any]) -> None:
@@ -81,24 +86,3 @@ def _refuse_traced(fn: Callable[..., Any]) -> None:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _path(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
-    """Where in the traced step the frame is: the calls from the step to it."""
-    found = []
-    while frame is not None and not is_around_step(frame):
-        found.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
-
-
-_counts: WeakKeyDictionary[CodeType, dict[Any, Count]] = WeakKeyDictionary()
-"""How often each call of `callback` in eager code was reached, which nobody else could remember."""
-
-
-def _count_of(frame: FrameType) -> Count:
-    """The count of a call in eager code: of its line, and of the line that called that function, so
-    that several uses of a function that logs do not share one."""
-    caller = frame.f_back
-    key = frame.f_lasti, caller and (id(caller.f_code), caller.f_lasti)
-    return _counts.setdefault(frame.f_code, {}).setdefault(key, Count())

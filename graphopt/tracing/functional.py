@@ -32,7 +32,7 @@ from graphopt.graph_utils import (
     set_outputs,
     without_autocast,
 )
-from graphopt.host import HostCall, note_last
+from graphopt.host import HostCall, note_order
 from graphopt.tracing import fused, inplace, numbers
 from graphopt.tracing.rewriting import (
     expanded_write,
@@ -95,7 +95,7 @@ def functionalize(raw: RawTrace) -> Functional:
             node.meta.setdefault("val", None)
     _place_updates(graph)
     _place_launches(graph)
-    note_last(graph, get_outputs(graph).updates)
+    note_order(graph, get_outputs(graph).updates)
     graph.lint()
     graph_module.recompile()
     return Functional(graph_module, updated)

@@ -1,0 +1,77 @@
+"""How often the places of a program were reached that call `graphopt.callback`.
+
+    for layer in layers:               every=2 with three layers calls
+        layer(x)    # forward:           step 1:  the second
+            callback(…, every=2)         step 2:  the first and the third
+
+A captured step counts as eager code does, which cannot know where a step begins: a place counts for
+itself, over all times that it is reached. A place is a call of `callback`, and the line of the
+program that called the function or module in which it stands: what a logging function is called for
+at two places is counted apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import CodeType, FrameType
+from weakref import WeakKeyDictionary
+
+Place = tuple[tuple[CodeType, int], ...]
+"""Instructions of the program, innermost first: of two functions at the most. With fewer, the step
+that was captured is the outer one."""
+
+_FUNCTIONS = 2
+
+
+def place_of(frame: FrameType, is_end: Callable[[FrameType], bool] | None = None) -> Place:
+    """Where the program is that has called `callback` in a frame.
+
+    Args:
+        is_end: frames from which on nothing belongs to the step.
+    """
+    return ((frame.f_code, frame.f_lasti), *_outside(frame.f_back, _FUNCTIONS - 1, is_end))
+
+
+def _outside(
+    frame: FrameType | None, count: int, is_end: Callable[[FrameType], bool] | None = None
+) -> Place:
+    """The first `count` functions from a frame outwards that belong to the user."""
+    from graphopt.tracing.source import is_library_file
+
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < count and not (is_end and is_end(frame)):
+        if not is_library_file(frame.f_code.co_filename):
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+class Counts:
+    """How often each of some places was reached."""
+
+    def __init__(self) -> None:
+        self._reached: Counter[Place] = Counter()
+
+    def is_due(self, place: Place, every: int) -> bool:
+        """Count once more; whether that is the n-th, 2n-th, … time for n = `every`.
+
+        Where the place is in the captured step itself, who calls the step now is the rest of it.
+        """
+        if 0 < len(place) < _FUNCTIONS:
+            place += _outside(sys._getframe(1), _FUNCTIONS - len(place))
+        self._reached[place] += 1
+        return self._reached[place] % every == 0
+
+
+class EagerCounts:
+    """The counts of eager code, which nobody else could remember."""
+
+    def __init__(self) -> None:
+        # The code that calls knows the code that is called, and lives no longer.
+        self._known: WeakKeyDictionary[CodeType, Counts] = WeakKeyDictionary()
+
+    def of(self, place: Place) -> Counts:
+        """The counts that a place belongs to."""
+        return self._known.setdefault(place[-1][0], Counts())

@@ -1,0 +1,70 @@
+"""Hooks that a model installs in its first forward, on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from gloo import Pool, pool
+from twins import assert_same
+
+pytestmark = [pytest.mark.slow, pytest.mark.hf]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Pool]:
+    with pool(2) as ranks:
+        yield ranks
+
+
+def hidden_states_step(model: nn.Module, optimizer: Any, tokens: Tensor) -> tuple[Tensor, int]:
+    output = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
+    loss = output.loss + sum(h.square().mean() for h in output.hidden_states)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, len(output.hidden_states)
+
+
+def fresh_model() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **heads)).train()
+
+
+def train(rank: int, pipeline: str | None) -> tuple[list[Any], dict[str, Tensor], list[int]]:
+    """Losses, parameters, and how many hooks each module has; DistributedDataParallel for None."""
+    model = fresh_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given: nn.Module = model
+    step: Any = hidden_states_step
+    if pipeline is None:
+        given = nn.parallel.DistributedDataParallel(model)
+    else:
+        step = graphopt.compile(step, pipeline=pipeline)
+    losses = []
+    for number in range(4):
+        generator = torch.Generator().manual_seed(2 * number + rank)
+        losses.append(step(given, optimizer, torch.randint(48, (2, 8), generator=generator)))
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    return losses, {name: p.detach() for name, p in model.named_parameters()}, hooks
+
+
+def against_ddp(rank: int) -> tuple[int, int]:
+    expected = train(rank, None)
+    for pipeline in ("none", "default"):
+        assert_same(train(rank, pipeline), expected, pipeline)
+    return max(expected[2]), expected[0][0][1]
+
+
+def test_hidden_states_of_a_fresh_model(two_ranks: Pool) -> None:
+    pytest.importorskip("transformers")
+    assert two_ranks.run(against_ddp) == [(1, 3)] * 2
