@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import _compat
-from graphopt.failed_runs import broadcast_explained
+from graphopt.failed_runs import sending_explained
 from graphopt.host_votes import Agreement, Votes
 from graphopt.meeting import Channel, Meeting
 from graphopt.parallel import DataParallel
@@ -86,6 +86,7 @@ class JointCapture:
         self._agreed: list[Agreed] = []
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
+        self.alone = False  # whether the last capture was one of this rank alone
 
     def capture(
         self,
@@ -96,8 +97,8 @@ class JointCapture:
         settled: Collection[str],
     ) -> tuple[CapturedStep, Agreed | None]:
         """Capture `call`; the agreement it stands on is None under `no_sync`."""
-        joined = all(root in self._joined for _, root in call.named_roots())
-        if joined and not sync:
+        self.alone = True
+        if self._has_joined(call) and not sync:
             captured = capture_call(call, settled=settled)
             self._optimize(captured)
             self._finish(call, captured, _NOTHING)
@@ -108,13 +109,13 @@ class JointCapture:
             if agreeing is not None:
                 self._finish(call, agreeing, earlier.agreement)
                 return agreeing, earlier
+        self.alone = False
         group = _compat.group_or_default(parallel.group)
         votes = self._votes.setdefault(group, Votes(group))
         votes.hear()
         with Channel(group, self._topic, parallel.timeout).meeting() as meeting:
             captured, agreed = self._agree(meeting, call, parallel, sync, mode, earlier, votes)
-        if not joined:
-            self._join(call, parallel, group)
+        self.join(call, parallel)
         return captured, agreed if sync else None
 
     def forget_dead(self) -> None:
@@ -182,13 +183,20 @@ class JointCapture:
             self._agreed.append(agreed)
         return captured, agreed
 
-    def _join(self, call: Call, parallel: DataParallel, group: dist.ProcessGroup) -> None:
-        """What DDP does when it is constructed: everybody starts from rank 0's values."""
+    def join(self, call: Call, parallel: DataParallel) -> None:
+        """What DDP does when it is constructed: everybody starts from rank 0's values. Nothing
+        where all modules have."""
+        if self._has_joined(call):
+            return
+        group = _compat.group_or_default(parallel.group)
         for _, root in call.named_roots():
             if parallel.broadcast:
-                with broadcast_explained(group):
+                with sending_explained(group, 1, "broadcast", "what all ranks start from"):
                     _broadcast(root, group)
             self._joined.add(root)
+
+    def _has_joined(self, call: Call) -> bool:
+        return all(root in self._joined for _, root in call.named_roots())
 
 
 def _nothing(call: Call, captured: CapturedStep, agreement: Agreement) -> None:

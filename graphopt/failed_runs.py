@@ -57,13 +57,21 @@ def explained(
 
 
 @contextmanager
-def broadcast_explained(group: dist.ProcessGroup) -> Iterator[None]:
-    """While active, a failure to send what all ranks start from is a `CollectiveError`."""
+def sending_explained(
+    group: dist.ProcessGroup, step: int, collective: str, what: str
+) -> Iterator[None]:
+    """While active, a failure to communicate outside of a graph is a `CollectiveError`.
+
+    Args:
+        step: which call of the step it is, counted from 1.
+        collective: such as ``"broadcast"``.
+        what: what is sent, in words.
+    """
     try:
         yield
     except RuntimeError as error:
-        reason = f"broadcast of what all ranks start from failed{_in(group, group.group_name)}"
-        raise _failure(f"{reason}: {_first_line(error)}", group, 1, "broadcast") from error
+        reason = f"{collective} of {what} failed{_in(group, group.group_name)}"
+        raise _failure(f"{reason}: {_first_line(error)}", group, step, collective) from error
 
 
 @contextmanager

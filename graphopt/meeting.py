@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from graphopt import _compat
-from graphopt.errors import SpmdMismatchError
+from graphopt.errors import CaptureError, SpmdMismatchError
 from graphopt.processes import ended_ranks, is_registered, learn, register
 
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
@@ -46,6 +46,10 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.2
 _SECONDS_BETWEEN_LOOKS = 0.5
 # How long the rank that may host the store stays for the others to learn what was decided.
 _LINGER_SECONDS = 5.0
+
+
+class RefusedElsewhereError(SpmdMismatchError):
+    """Another rank of a meeting cannot capture the step, so that this one does not run it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ class Meeting:
     ) -> None:
         try:
             if error is not None and not self._failed:
-                self._give_up({"error": str(error) or type(error).__name__})
+                refused = isinstance(error, CaptureError)
+                self._give_up({"error": str(error) or type(error).__name__, "refused": refused})
             self._leave(held=error is None)
         except RuntimeError as gone:  # of the store: nobody is left to be told
             logger.debug("the store is gone at the end of a meeting: %s", gone)
@@ -109,7 +114,7 @@ class Meeting:
 
         Raises:
             SpmdMismatchError: a rank did not come in time, has ended or has given up, or the store
-                is gone.
+                is gone; a `RefusedElsewhereError` where it gave up on a `CaptureError`.
         """
         self._round += 1
         with _store_errors(self._channel):
@@ -121,7 +126,8 @@ class Meeting:
         if not verdict["held"]:
             self._failed = True
             self._given_up_on = verdict.get("missing", [])
-            raise SpmdMismatchError(self._explanation(verdict))
+            kind = RefusedElsewhereError if verdict.get("refused") else SpmdMismatchError
+            raise kind(self._explanation(verdict))
         return everyone
 
     def _come(self, mine: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from graphopt.errors import GraphOptError, PipelineSyntaxError
 from graphopt.finishing import Finishing, options_for
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
 from graphopt.processes import announce
+from graphopt.runtime.eager import Fallback
 
 if TYPE_CHECKING:
     from graphopt._joint import JointCapture
@@ -54,6 +55,7 @@ class TrainStep:
         parallel: Parallel | None = None,
         lower: str | Options | None = None,
         verify: str | None = None,
+        fallback: str | None = None,
     ) -> None:
         if not callable(fn) or isinstance(fn, (torch.nn.Module, torch.optim.Optimizer)):
             raise TypeError(
@@ -69,6 +71,7 @@ class TrainStep:
         self._calls = 0
         self._entries: list[BoundStep] = []
         self._manager = manager_for(pipeline, verify)
+        self._fallback = Fallback(getattr(fn, "__qualname__", repr(fn)), fallback)
         if not isinstance(parallel, Manual):
             announce(parallel.group if isinstance(parallel, DataParallel) else None)
         self._counts: Counts | None = None
@@ -86,6 +89,7 @@ class TrainStep:
             else:
                 entry.drop()
         self._entries = []
+        self._fallback.forget()
         self._finishing = Finishing(self._lower)
         self._captured = 0
         self._held: frozenset[str] = frozenset()
@@ -98,6 +102,8 @@ class TrainStep:
 
         self._calls += 1
         call = Call(self._fn, args, kwargs)
+        if self._fallback.active:
+            return self._run_eagerly(call)
         check_casts(call)
         mode = self._mode()
         for position, entry in enumerate(self._entries):
@@ -107,7 +113,8 @@ class TrainStep:
                     self._entries.insert(0, self._entries.pop(position))
                 return self._run(entry, call)
         self._land()
-        return self._run(self._capture(call, mode), call)
+        captured = self._captured_or_refused(call, mode)
+        return self._run_eagerly(call) if captured is None else self._run(captured, call)
 
     def _run(self, entry: BoundStep, call: Call) -> Any:
         from graphopt.tracing.casts import note_casts
@@ -115,6 +122,30 @@ class TrainStep:
         result = entry(call, self._calls)
         note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
         return result
+
+    def _captured_or_refused(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
+        """Capture a call; None where it cannot be captured, and the step runs eagerly then."""
+        try:
+            return self._capture(call, mode)
+        except BaseException as error:
+            parallel, joint = resolve(self._parallel), self._joint_capture
+            alone = joint is not None and joint.alone
+            if self._fallback.take(error, call, parallel, alone):
+                self._entries = []
+                return None
+            _tell(parallel, self._calls, error)
+            raise
+
+    def _run_eagerly(self, call: Call) -> Any:
+        parallel = resolve(self._parallel)
+        try:
+            return self._fallback.run(call, parallel, self._sync, self._calls, self._join)
+        except BaseException as error:
+            _tell(parallel, self._calls, error)
+            raise
+
+    def _join(self, call: Call, parallel: DataParallel) -> None:
+        self._joint().join(call, parallel)
 
     def _land(self) -> None:
         """Flush before another graph runs, which other ranks may not do now."""
@@ -172,8 +203,12 @@ class TrainStep:
         """The graph of the latest call after all passes, in the captured dialect.
 
         Raises:
-            GraphOptError: the step has not been called.
+            GraphOptError: the step has not been called, or runs eagerly.
         """
+        if self._fallback.active:
+            raise GraphOptError(
+                f"there is no graph: the step runs eagerly\n{self._fallback.reason}"
+            )
         if not self._entries:
             raise GraphOptError("the step has not been called yet, so there is no graph")
         return self._entries[0].module
@@ -223,8 +258,7 @@ class TrainStep:
         settled = {entry.captured.fingerprint for entry in self._entries}
         if isinstance(parallel, DataParallel):
             joint = self._joint()
-            with _told_of_failures(parallel, self._calls):
-                captured, agreed = joint.capture(call, parallel, self._sync, mode, settled)
+            captured, agreed = joint.capture(call, parallel, self._sync, mode, settled)
         else:
             captured, agreed = capture_call(call, settled=settled), None
             self._optimize(captured)
@@ -372,17 +406,13 @@ def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
             step._joint_capture.forget_dead()
 
 
-@contextmanager
-def _told_of_failures(parallel: DataParallel, step: int) -> Iterator[None]:
-    """While active, a failure is told to ranks that need no capture, and run their step."""
+def _tell(parallel: Parallel, step: int, error: BaseException) -> None:
+    """Tell a failure to ranks that run their step meanwhile."""
     from graphopt import _compat
     from graphopt.rank_failures import tell
 
-    try:
-        yield
-    except BaseException as error:
+    if isinstance(parallel, DataParallel):
         tell(_compat.group_or_default(parallel.group), step, error)
-        raise
 
 
 def _creates_state(call: Call, captured: CapturedStep) -> bool:
@@ -432,7 +462,9 @@ def compile(
             `(pass, options)`, a `PassManager`), ``parallel`` (None, `DataParallel` or `Manual`),
             ``lower`` (None, "inductor", "inductor+cudagraphs" or `graphopt.lowering.Options`),
             ``verify`` ("equivalence", which None means: each pass is shown to compute the same;
-            "dependencies"; "off"; a `PassManager` brings its own; docs/verification.md).
+            "dependencies"; "off"; a `PassManager` brings its own; docs/verification.md),
+            ``fallback`` (None: a step that cannot be captured raises; "eager": after one warning
+            it runs as it is, with DDP's averages on several ranks, until `TrainStep.reset`).
 
     Raises:
         TypeError: `fn` is not a function, or an option is unknown.

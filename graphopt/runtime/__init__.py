@@ -1,0 +1,1 @@
+"""Running steps: today those that are not captured."""

@@ -1,0 +1,131 @@
+"""Steps that run as the user wrote them: on request, or because they cannot be captured."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphopt.errors import CaptureError, GraphOptError, PipelineSyntaxError
+from graphopt.parallel import DataParallel, Parallel
+
+if TYPE_CHECKING:
+    from graphopt.tracing.call import Call
+
+logger = logging.getLogger("graphopt")
+
+OFF = "GRAPHOPT_OFF"
+
+Join = Callable[["Call", DataParallel], None]
+"""Makes all ranks start from the same values, once for each module."""
+
+
+class Fallback:
+    """Whether a step runs eagerly instead of being captured, and the way it then runs.
+
+    Args:
+        name: of the step, for messages.
+        mode: None, or ``"eager"``: a step that cannot be captured runs eagerly.
+
+    Raises:
+        ValueError: there is no such mode.
+        PipelineSyntaxError: `GRAPHOPT_OFF` is neither 0 nor 1.
+    """
+
+    def __init__(self, name: str, mode: str | None) -> None:
+        if mode not in (None, "eager"):
+            raise ValueError(f"fallback={mode!r}: None or 'eager' is expected")
+        self._name, self._mode = name, mode
+        self._off = _is_off()
+        self.refusal: GraphOptError | None = None
+        if self._off:
+            logger.warning("%s runs eagerly: %s is set", name, OFF)
+
+    @property
+    def active(self) -> bool:
+        """Whether the step runs eagerly."""
+        return self._off or self.refusal is not None
+
+    @property
+    def reason(self) -> str:
+        """Why it does."""
+        return f"{OFF} is set" if self._off else str(self.refusal)
+
+    def take(self, error: BaseException, call: Call, parallel: Parallel, alone: bool) -> bool:
+        """Whether the step runs eagerly from now on because of an error; warns if so.
+
+        Args:
+            alone: whether other ranks may go on with a graph meanwhile.
+        """
+        from graphopt.meeting import RefusedElsewhereError
+
+        if self._mode is None or not isinstance(error, (CaptureError, RefusedElsewhereError)):
+            return False
+        if alone or not _can_average(call, parallel):
+            return False
+        self.refusal = error
+        logger.warning("%s runs eagerly from now on, until reset(): %s", self._name, error)
+        return True
+
+    def forget(self) -> None:
+        """Let the next call be captured, if that is not turned off."""
+        self.refusal = None
+
+    def run(self, call: Call, parallel: Parallel, sync: bool, step: int, join: Join) -> Any:
+        """The function itself, with DDP's averages; its results without autograd history.
+
+        Args:
+            sync: whether gradients are averaged.
+            step: which call of the step it is, counted from 1.
+
+        Raises:
+            CaptureError: nothing among the arguments says what to average.
+            CollectiveError: another rank has failed.
+        """
+        from graphopt._compat import tree_map
+
+        args, kwargs = call.rebuild(call.leaves)
+        averaging: Any = nullcontext()
+        if isinstance(parallel, DataParallel):
+            if not _can_average(call, parallel):
+                raise CaptureError(
+                    "it runs eagerly, and has no module or optimizer among its arguments whose"
+                    " gradients the ranks could average",
+                    hint="pass the model and the optimizer to the step",
+                )
+            join(call, parallel)
+            averaging = _averaging(call, parallel, sync, step)
+        with averaging:
+            returned = call.fn(*args, **kwargs)
+        return tree_map(_without_history, returned)
+
+
+def _averaging(call: Call, parallel: DataParallel, sync: bool, step: int) -> Any:
+    from graphopt import _compat
+    from graphopt.runtime.averages import Averages
+
+    group = _compat.group_or_default(parallel.group)
+    if not sync or group.size() == 1:
+        return nullcontext()
+    return Averages(call, group, step).active(parallel.broadcast_buffers)
+
+
+def _can_average(call: Call, parallel: Parallel) -> bool:
+    return not isinstance(parallel, DataParallel) or bool(call.modules or call.optimizers)
+
+
+def _without_history(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return value.detach()
+    return value
+
+
+def _is_off() -> bool:
+    value = os.environ.get(OFF, "")
+    if value not in ("", "0", "1"):
+        raise PipelineSyntaxError(f"{OFF}={value!r}: 1 turns graphopt off, 0 leaves it on")
+    return value == "1"
