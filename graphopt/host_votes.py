@@ -152,7 +152,7 @@ def with_agreement(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
 
 def _outside_late_work(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The last place up to a node where no late work has begun: what raises in it loses it."""
-    nodes = list(graph.nodes)
+    nodes: list[fx.Node] = list(graph.nodes)
     place = nodes.index(node)
     for group in {n.meta[GROUP] for n in nodes if n.meta.get(GROUP) is not None}:
         places = [index for index, n in enumerate(nodes) if n.meta.get(GROUP) == group]
