@@ -43,7 +43,7 @@ def fresh_model() -> nn.Module:
 def train(rank: int, pipeline: str | None) -> tuple[list[Any], dict[str, Tensor], list[int]]:
     """Losses, parameters, and how many hooks each module has; DistributedDataParallel for None."""
     model = fresh_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # one capture
     given: nn.Module = model
     step: Any = hidden_states_step
     if pipeline is None:
@@ -51,7 +51,7 @@ def train(rank: int, pipeline: str | None) -> tuple[list[Any], dict[str, Tensor]
     else:
         step = graphopt.compile(step, pipeline=pipeline)
     losses = []
-    for number in range(4):
+    for number in range(3):
         generator = torch.Generator().manual_seed(2 * number + rank)
         losses.append(step(given, optimizer, torch.randint(48, (2, 8), generator=generator)))
     hooks = [len(module._forward_hooks) for module in model.modules()]
@@ -60,8 +60,7 @@ def train(rank: int, pipeline: str | None) -> tuple[list[Any], dict[str, Tensor]
 
 def against_ddp(rank: int) -> tuple[int, int]:
     expected = train(rank, None)
-    for pipeline in ("none", "default"):
-        assert_same(train(rank, pipeline), expected, pipeline)
+    assert_same(train(rank, "default"), expected, "default")
     return max(expected[2]), expected[0][0][1]
 
 
