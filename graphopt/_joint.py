@@ -89,7 +89,7 @@ class JointCapture:
         """Capture `call`; the agreement it stands on is None under `no_sync`."""
         joined = all(root in self._joined for _, root in call.named_roots())
         if joined and not sync:
-            captured = capture_call(call, settled=settled)
+            captured = capture_call(call, settled=settled, lasts=True)
             self._optimize(captured)
             self._finish(call, captured, False)
             return captured, None
@@ -126,7 +126,7 @@ class JointCapture:
             raw = trace(call, inputs, communication)
         except UnagreedParameterError:
             return None
-        captured = finish(call, inputs, communication, raw, settled)
+        captured = finish(call, inputs, communication, raw, settled, lasts=True)
         self._optimize(captured)
         same = collective_plan(captured.graph_module.graph) == agreed.plan
         same &= agreed.votes is not None or not calls_host(captured.graph_module.graph)
@@ -151,7 +151,7 @@ class JointCapture:
         order = merged_order([before, *(theirs["used"] for theirs in everyone)])
         communication = communication_for(parallel, order) if sync else None
         again = raw if order == raw.used else trace(call, inputs, communication)
-        captured = finish(call, inputs, communication, again)
+        captured = finish(call, inputs, communication, again, lasts=True)
         self._optimize(captured)
         plan = collective_plan(captured.graph_module.graph)
         calls = calls_host(captured.graph_module.graph)
