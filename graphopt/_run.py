@@ -70,7 +70,6 @@ class BoundStep:
         self._warned, self._collects = False, True
         self._stream: torch.cuda.Stream | None = None
         self._late = _updated_late(module)
-        self._new_state = captured.state
         reference = weakref.ref(self)
         self._unsettled = LateTensors(lambda: _finish_unasked(reference))
 
@@ -92,7 +91,7 @@ class BoundStep:
             with without_torch_function():
                 flat = self._values(call)
             settle(flat, besides=self._unsettled)
-            state, self._new_state = self._new_state, None
+            state, self.captured.state = self.captured.state, None
             host = HostRun(lambda: self._storages(flat), votes, _compat.rank_among_several())
             self._running = True
             try:

@@ -52,12 +52,14 @@ class Creation:
     """How one trace makes optimizer state.
 
     Attributes:
+        states: all of it, in the order in which it appears.
         made: per node that makes a tensor of the state, which one it is.
         copies: those of them that copy a value of the step.
         constants: entries of the state that are no tensors, with their values after the step.
         needed: nodes from which the others of `made` are computed, in order.
     """
 
+    states: list[StateResult]
     made: dict[fx.Node, StateResult]
     copies: frozenset[fx.Node]
     constants: list[tuple[StateResult, Any]]
@@ -79,8 +81,8 @@ class Creation:
         """The state, made of the live inputs; None where a kernel makes another kind of tensor than
         the trace says."""
         values = dict(zip(_placeholders(graph_module.graph), inputs, strict=True))
-        entries = list(self.constants)
-        with torch.no_grad(), without_autocast(), _compat.without_modes():
+        entries = {(s.optimizer, s.owner, s.key): value for s, value in self.constants}
+        with _compat.without_modes(), torch.no_grad(), without_autocast():
             for node in self.needed:
                 if node not in values:
                     values[node] = _computed(graph_module, node, values)
@@ -88,8 +90,8 @@ class Creation:
                 value = _negative_zeros(node) if node in self.copies else values[node]
                 if not _is_like(value, node.meta["val"]):
                     return None
-                entries.append((state, value))
-        return entries
+                entries[state.optimizer, state.owner, state.key] = value
+        return [(s, entries[s.optimizer, s.owner, s.key]) for s in self.states]
 
 
 def creation_of(raw: RawTrace) -> Creation | None:
@@ -107,15 +109,15 @@ def creation_of(raw: RawTrace) -> Creation | None:
         if node is None or node in made:
             return None
         made[node] = state
-    return _divided(raw.graph_module.graph, made, constants)
+    return _divided(raw, made, constants)
 
 
 def _divided(
-    graph: fx.Graph,
+    raw: RawTrace,
     made: dict[fx.Node, StateResult],
     constants: list[tuple[StateResult, Any]],
 ) -> Creation | None:
-    position = {node: index for index, node in enumerate(graph.nodes)}
+    position = {node: index for index, node in enumerate(raw.graph_module.graph.nodes)}
     writes = _first_writes(position)
     needed: set[fx.Node] = set()
     copies: set[fx.Node] = set()
@@ -128,7 +130,7 @@ def _divided(
         else:
             return None
     ordered = sorted(needed, key=position.__getitem__)
-    return Creation(made, frozenset(copies), constants, ordered)
+    return Creation(raw.signature.states, made, frozenset(copies), constants, ordered)
 
 
 def _maker(results: Any, state: StateResult, first: Mapping[int, fx.Node]) -> fx.Node | None:

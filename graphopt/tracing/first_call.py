@@ -99,9 +99,20 @@ def _same_recipes(first: RawTrace, following: RawTrace) -> bool:
         return False
     if first.signature.stepped != following.signature.stepped:
         return False
-    if _owners(first) != _owners(following):
+    if _owners(first) != _owners(following) or not _same_attributes(first, following):
         return False
     return len(ours) == len(theirs) and all(map(_same_recipe, ours, theirs))
+
+
+def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
+    """Whether the next call sets the attributes that the first one sets, to the same constants. It
+    need not set constants that it finds."""
+    before = {(id(a.attributes), a.name): a.recipe for a in first.signature.attributes}
+    for attribute in following.signature.attributes:
+        recipe = before.pop((id(attribute.attributes), attribute.name), None)
+        if recipe is None or not _same_recipe(recipe, attribute.recipe):
+            return False
+    return all(isinstance(recipe, Constant) for recipe in before.values())
 
 
 def _owners(raw: RawTrace) -> list[tuple[int | None, int | None]]:

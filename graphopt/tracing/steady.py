@@ -25,10 +25,13 @@ from graphopt.graph_utils import get_output
 from graphopt.tracing.call import Call
 from graphopt.tracing.creation import Creation, creation_of, empty_like
 from graphopt.tracing.first_call import repeats_but_creation
+from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs, collect
 from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.signature import Computed, Constant
 from graphopt.tracing.trace import Communication, RawTrace, trace
+
+_MISSING: Any = object()
 
 Entries = list[tuple[dict[torch.Tensor, Any], torch.Tensor, str, Any]]
 """State tables of optimizers, with the parameters, keys and values to put there."""
@@ -41,13 +44,21 @@ class NewState:
     Attributes:
         entries: optimizer state that has been made.
         gradients: parameters that will have a gradient, each with a tensor of its kind.
+        constants: attributes that the first call sets to something else than a tensor: where, name,
+            value.
     """
 
     entries: Entries
     gradients: list[tuple[torch.Tensor, torch.Tensor]]
+    constants: list[tuple[dict[str, Any], str, Any]]
+
+    def __bool__(self) -> bool:
+        return bool(self.entries or self.gradients or self.constants)
 
     def put(self) -> None:
-        """Let the optimizers have the state."""
+        """Let optimizers and objects have it, but for the gradients."""
+        for attributes, name, value in self.constants:
+            attributes[name] = value
         for table, parameter, key, value in self.entries:
             table.setdefault(parameter, {})[key] = value
 
@@ -56,6 +67,7 @@ class NewState:
         """While active, everything is as the next call finds it; nobody reads the gradients."""
         tables = {id(table): table for table, *_ in self.entries}.values()
         before = [(table, {of: set(keys) for of, keys in table.items()}) for table in tables]
+        attributes = [(of, name, of.get(name, _MISSING)) for of, name, _ in self.constants]
         try:
             self.put()
             for parameter, like in self.gradients:
@@ -66,6 +78,11 @@ class NewState:
                 set_gradient(parameter, None)
             for table, known in before:
                 _forget(table, known)
+            for of, name, value in attributes:
+                if value is _MISSING:
+                    del of[name]
+                else:
+                    of[name] = value
 
 
 def _forget(table: dict[torch.Tensor, Any], known: dict[torch.Tensor, set[str]]) -> None:
@@ -98,7 +115,7 @@ def steady_step(
     if creation is None or (communication is not None and _reads_tensors(creation)):
         return None
     state = _made(call, inputs, first, creation)
-    if state is None or not (state.entries or state.gradients):
+    if not state:
         return None
     with state.present(), first.effects.applied():
         following = collect(call)
@@ -138,7 +155,12 @@ def _made(call: Call, inputs: Inputs, first: RawTrace, creation: Creation) -> Ne
     ]
     tensors = [entry.tensor for entry in inputs.module_tensors]
     entries = [(tables[s.optimizer], tensors[s.owner], s.key, value) for s, value in made]
-    return NewState(entries, gradients)
+    constants = [
+        (attributes, name, value)
+        for attributes, name, value in first.signature.constant_attributes()
+        if not same_constant(attributes.get(name, _MISSING), value)
+    ]
+    return NewState(entries, gradients, constants)
 
 
 def _left_gradients(
