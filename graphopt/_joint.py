@@ -99,7 +99,7 @@ class JointCapture:
         """Capture `call`; the agreement it stands on is None under `no_sync`."""
         self.alone = True
         if self._has_joined(call) and not sync:
-            captured = capture_call(call, settled=settled)
+            captured = capture_call(call, settled=settled, lasts=True)
             self._optimize(captured)
             self._finish(call, captured, _NOTHING)
             return captured, None
@@ -138,7 +138,7 @@ class JointCapture:
             raw = trace(call, inputs, communication)
         except UnagreedParameterError:
             return None
-        captured = finish(call, inputs, communication, raw, settled)
+        captured = finish(call, inputs, communication, raw, settled, lasts=True)
         self._optimize(captured)
         same = collective_plan(captured.graph_module.graph) == agreed.plan
         needed = Agreement.needed_by(captured.graph_module.graph)
@@ -165,7 +165,7 @@ class JointCapture:
         order = merged_order([before, *(theirs["used"] for theirs in everyone)])
         communication = communication_for(parallel, order) if sync else None
         again = raw if order == raw.used else trace(call, inputs, communication)
-        captured = finish(call, inputs, communication, again)
+        captured = finish(call, inputs, communication, again, lasts=True)
         self._optimize(captured)
         plan = collective_plan(captured.graph_module.graph)
         needed = Agreement.needed_by(captured.graph_module.graph)

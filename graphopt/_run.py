@@ -90,6 +90,7 @@ class BoundStep:
             with without_torch_function():
                 flat = self._values(call)
             settle(flat, besides=self._unsettled)
+            state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step)
             self._running = True
             try:
@@ -105,6 +106,8 @@ class BoundStep:
                 self._watch_flight()
             self._step = step
             with without_torch_function():
+                if state is not None:
+                    state.put()
                 returned = self._apply(call, flat, [*user, *carried])
             host.end()
             return returned

@@ -60,7 +60,7 @@ def finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
-    result = fx.GraphModule(graph_module, graph)
+    result = _compat.lazy_graph_module(graph_module, graph)
     _Reuse(result.graph).run()
     result.graph.lint()
     result.recompile()

@@ -260,13 +260,15 @@ class TrainStep:
             joint = self._joint()
             captured, agreed = joint.capture(call, parallel, self._sync, mode, settled)
         else:
-            captured, agreed = capture_call(call, settled=settled), None
+            captured, agreed = capture_call(call, settled=settled, lasts=True), None
             self._optimize(captured)
             self._finish(call, captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
         captured.effects.apply()
-        guards = Guards(call, captured.live, mode, captured.signature.attributes, captured.outside)
+        with captured.state_present():
+            attributes = captured.signature.attributes
+            guards = Guards(call, captured.live, mode, attributes, captured.outside)
         if agreed is not None:
             agreed.guards = guards
         self._captured += 1

@@ -27,7 +27,7 @@ def run(step: Callable[..., Any], model: str = "mlp") -> None:
     twins = Twins(lambda: world(step, model))
     for i in range(STEPS):
         twins.step(*MODELS[model].batch(i))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 @pytest.mark.parametrize("step", GRADIENT_STEPS, ids=lambda step: step.__name__)
@@ -54,7 +54,7 @@ def test_clip_with_parameters_the_step_closes_over(clip: Callable[..., Any]) -> 
     twins = Twins(build)
     for i in range(STEPS):
         twins.step(*MLP_CASE.batch(i))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 def halve(gradient: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def test_hooks(hook: str) -> None:
     twins = Twins(build)
     for i in range(STEPS):
         twins.step(*MLP_CASE.batch(i))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 @pytest.mark.parametrize("model", ["mlp", "partial", "convnet"])
@@ -166,7 +166,7 @@ def test_autocast_around_the_step(model: str) -> None:
     for i in range(STEPS):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             twins.step(*MODELS[model].batch(i))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 def test_bf16_and_float64_parameters() -> None:
@@ -180,4 +180,4 @@ def test_bf16_and_float64_parameters() -> None:
         for i in range(STEPS):
             x, y = MLP_CASE.batch(i)
             twins.step(x.to(dtype), y)
-        twins.finish(captures=2)
+        twins.finish(captures=1)

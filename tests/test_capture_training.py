@@ -23,7 +23,7 @@ def test_new_batch_shape() -> None:
     twins = Twins(lambda: world(model="convnet"))
     for i, size in enumerate([4, 4, 6, 4, 6, 3, 4]):
         twins.step(*MODELS["convnet"].batch(i, size))
-    twins.finish(captures=4)
+    twins.finish(captures=3)
 
 
 def test_sequence_length_changes() -> None:
@@ -31,7 +31,7 @@ def test_sequence_length_changes() -> None:
     for i, length in enumerate([8, 8, 5, 8, 5]):
         x, y = MODELS["gpt"].batch(i)
         twins.step(x[:, :length], y[:, :length])
-    twins.finish(captures=3)
+    twins.finish(captures=2)
 
 
 @pytest.mark.parametrize("model", ["convnet", "running-mean"])
@@ -49,7 +49,7 @@ def test_eval_in_between(model: str) -> None:
     for i in range(STEPS):
         twins.step(*case.batch(i))
         twins.both(evaluate)
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 def test_training_in_eval_mode() -> None:
@@ -58,7 +58,7 @@ def test_training_in_eval_mode() -> None:
     for i, training in enumerate([True, True, False, True, False]):
         twins.both(lambda w, t=training: w.model.train(t) and None)
         twins.step(*MODELS["convnet"].batch(i))
-    twins.finish(captures=3)
+    twins.finish(captures=2)
 
 
 def test_one_layer_in_eval_mode() -> None:
@@ -66,7 +66,7 @@ def test_one_layer_in_eval_mode() -> None:
     for i, training in enumerate([True, True, False, False]):
         twins.both(lambda w, t=training: w.model.features[1].train(t) and None)
         twins.step(*MODELS["convnet"].batch(i))
-    twins.finish(captures=3)
+    twins.finish(captures=2)
 
 
 def test_state_dict_in_between() -> None:
@@ -77,7 +77,7 @@ def test_state_dict_in_between() -> None:
     for i in range(STEPS):
         twins.step(*MODELS["convnet"].batch(i))
         twins.both(states)
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach", "adamw-loop"])
@@ -100,7 +100,7 @@ def test_load_state_dict(optimizer: str) -> None:
             twins.both(save)
         if i == STEPS:
             twins.both(load)
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 def test_load_state_dict_with_assign() -> None:
@@ -154,7 +154,7 @@ def test_add_parameter_group() -> None:
         if i == 3:
             twins.both(add_head)
     # The new group's state is made by its first step.
-    twins.finish(captures=4)
+    twins.finish(captures=3)
 
 
 def add_head(w: World) -> None:
@@ -172,7 +172,7 @@ def test_unfreezing_and_freezing() -> None:
         if i == 5:
             twins.both(lambda w: w.model.body.requires_grad_(False) and None)
     # Frozen; unfrozen, first without and then with state; the body frozen instead.
-    twins.finish(captures=5)
+    twins.finish(captures=3)
 
 
 def test_dropout_probability_changes() -> None:
@@ -186,7 +186,7 @@ def test_dropout_probability_changes() -> None:
         twins.step(*MODELS["gpt"].batch(i))
         if i in (1, 3):
             twins.both(lambda w, p=0.5 if i == 1 else 0.1: set_dropout(w, p))
-    twins.finish(captures=3)
+    twins.finish(captures=2)
 
 
 def test_weight_decay_changes() -> None:
@@ -212,7 +212,7 @@ def test_a_layer_is_replaced() -> None:
         twins.step(*MLP_CASE.batch(i))
         if i == 2:
             twins.both(grow)
-    twins.finish(captures=4)
+    twins.finish(captures=2)
 
 
 def test_weights_initialised_anew_between_steps() -> None:
@@ -224,7 +224,7 @@ def test_weights_initialised_anew_between_steps() -> None:
     for i in range(STEPS):
         twins.step(*MODELS["gpt"].batch(i))
         twins.both(reset)
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 def test_averaged_model_beside_the_training() -> None:
@@ -237,7 +237,7 @@ def test_averaged_model_beside_the_training() -> None:
     for i in range(STEPS):
         twins.step(*MODELS["convnet"].batch(i))
         twins.both(lambda w: w.extra["average"].update_parameters(w.model))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
     averages = [dict(w.extra["average"].named_parameters()) for w in (twins.captured, twins.eager)]
     assert_same(averages[0], averages[1], "average")
 

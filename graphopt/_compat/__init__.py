@@ -250,10 +250,34 @@ def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
-    """`make_fx` on fake tensors, without decompositions."""
+    """`make_fx` on fake tensors, without decompositions. The code of the graph is made when it is
+    asked for."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
 
-    return torch_make_fx(fn, tracing_mode="fake")
+    traced = torch_make_fx(fn, tracing_mode="fake")
+
+    def make(*args: Any) -> fx.GraphModule:
+        with _use_lazy_graph_module(True):
+            return traced(*args)
+
+    return make
+
+
+def lazy_graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module whose code is made when it is asked for."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
+
+
+def forward_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
+    """The code of a graph as it is now."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    graph_module.recompile()
+    _LazyGraphModule.force_recompile(graph_module)
+    return graph_module.forward
 
 
 def current_tracer() -> Any:

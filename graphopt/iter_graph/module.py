@@ -239,7 +239,7 @@ class IterGraphModule(fx.GraphModule):
 
     def _derived(self, name: str, *options: Any) -> fx.GraphModule:
         derivation = Derivation(self.graph, self._current_plan())
-        derived = fx.GraphModule(self, getattr(derivation, name)(*options))
+        derived = _compat.lazy_graph_module(self, getattr(derivation, name)(*options))
         derived.meta.update(self.meta)
         derived.meta[DERIVED] = name
         return derived

@@ -169,9 +169,8 @@ class Program:
             self._takes = True
             _take_from_flight(graph_module)
         graph_module.graph.lint()
-        graph_module.recompile()
         self._graph_module = graph_module
-        self._call = graph_module.forward
+        self._call = _compat.forward_of(graph_module)
 
     def run(
         self, args: Sequence[Any], flight: Flight | None

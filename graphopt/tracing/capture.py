@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -23,6 +24,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import Group, UnagreedParameterError
 from graphopt.tracing.signature import Live, Signature, View
+from graphopt.tracing.steady import NewState, steady_step
 from graphopt.tracing.trace import Communication, RawTrace, trace
 
 
@@ -41,6 +43,8 @@ class CapturedStep:
         lasting: whether the graph holds for further calls as well, after the effects.
         outside: holds what the step read outside its arguments.
         casts: it makes tensors of half precision, as autocast does.
+        state: optimizer state among the inputs, to be put into the optimizers when the graph has
+            run for the first time; None where there is none.
     """
 
     graph_module: fx.GraphModule
@@ -52,6 +56,11 @@ class CapturedStep:
     lasting: bool
     outside: OutsideGuard
     casts: bool
+    state: NewState | None = None
+
+    def state_present(self) -> AbstractContextManager[None]:
+        """While active, the optimizers have all state that is among the inputs."""
+        return nullcontext() if self.state is None else self.state.present()
 
 
 def finish(
@@ -60,10 +69,14 @@ def finish(
     communication: Communication | None,
     raw: RawTrace,
     settled: Collection[str] = (),
+    *,
+    lasts: bool = False,
 ) -> CapturedStep:
     """Trace once more to see that nothing outside the arguments decides the graph; rewrite.
 
     Args:
+        lasts: a first step that makes optimizer state is captured as the steps after it, where it
+            differs from them in nothing else.
         settled: fingerprints of earlier captures; a trace with one of them has been repeated.
 
     Raises:
@@ -71,9 +84,31 @@ def finish(
     """
     kinds = list(inputs.kinds_and_names(call))
     mark = fingerprint(raw.graph_module, kinds)
-    outside, lasting = raw.outside, True
-    if mark not in settled or outside.changed is not None:
-        raw, outside, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
+    steady = steady_step(call, inputs, communication, raw) if lasts else None
+    if steady is not None:
+        record, effects = unchanged(steady.raw.outside), raw.effects
+        found = _Repeated(steady.raw, record, _complete(raw), effects, steady.state)
+        with steady.state.present():
+            return _rewritten(call, steady.inputs, found, mark)
+    found = _Repeated(raw, raw.outside, True, raw.effects)
+    if mark not in settled or raw.outside.changed is not None:
+        raw, record, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
+        found = _Repeated(raw, record, lasting, raw.effects)
+    return _rewritten(call, inputs, found, mark)
+
+
+class _Repeated(NamedTuple):
+    """A trace that further calls repeat; the other fields are those of `CapturedStep`."""
+
+    raw: RawTrace
+    outside: Record
+    lasting: bool
+    effects: Effects
+    state: NewState | None = None
+
+
+def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> CapturedStep:
+    raw, kinds = found.raw, list(inputs.kinds_and_names(call))
     functional = functionalize(raw)
     _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)
@@ -84,18 +119,19 @@ def finish(
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
     _note_held(functional.graph_module, inputs)
-    with raw.effects.applied():
-        guard = OutsideGuard(outside)
+    with found.effects.applied():
+        guard = OutsideGuard(found.outside)
     return CapturedStep(
         functional.graph_module,
         specs,
         raw.signature,
         inputs,
         mark,
-        raw.effects,
-        lasting,
+        found.effects,
+        found.lasting,
         guard,
         _casts(functional.graph_module.graph),
+        found.state,
     )
 
 
@@ -275,11 +311,16 @@ def capture(
 
 
 def capture_call(
-    call: Call, communication: Communication | None = None, settled: Collection[str] = ()
+    call: Call,
+    communication: Communication | None = None,
+    settled: Collection[str] = (),
+    *,
+    lasts: bool = False,
 ) -> CapturedStep:
-    """`capture`, of arguments already taken apart."""
+    """`capture`, of arguments already taken apart; `settled` and `lasts`: see `finish`."""
     inputs = prepare(call)
-    return finish(call, inputs, communication, trace(call, inputs, communication), settled)
+    raw = trace(call, inputs, communication)
+    return finish(call, inputs, communication, raw, settled, lasts=lasts)
 
 
 def prepare(call: Call) -> Inputs:

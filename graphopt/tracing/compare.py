@@ -30,9 +30,18 @@ def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
     Whether autograd takes a gradient over or copies it depends on reference counts; copies that
     change nothing are therefore passed over.
     """
-    number_a, nodes_a = _significant(a.graph)
-    number_b, nodes_b = _significant(b.graph)
-    for x, y in zip(nodes_a, nodes_b, strict=False):
+    return difference_of(a, significant(a.graph), b, significant(b.graph))
+
+
+Said = tuple[fx.Node, Any]
+"""A node that computes something, and its arguments in a form that can be compared."""
+
+
+def difference_of(
+    a: fx.GraphModule, nodes_a: Sequence[Said], b: fx.GraphModule, nodes_b: Sequence[Said]
+) -> Difference | None:
+    """The first difference between what two graphs compute, given by `significant`."""
+    for (x, arguments_x), (y, arguments_y) in zip(nodes_a, nodes_b, strict=False):
         source = x.meta.get("source") or y.meta.get("source")
         if x.op == "get_attr" and y.op == "get_attr":
             if not _same_constant(getattr(a, str(x.target)), getattr(b, str(y.target))):
@@ -42,7 +51,7 @@ def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
             if isinstance(x.target, HostCall) and isinstance(y.target, HostCall):
                 return Difference("what a function given to graphopt.callback holds", source)
             return Difference(f"{x.target} in one, {y.target} in the other", source)
-        if _comparable(x, number_a) != _comparable(y, number_b):
+        if arguments_x != arguments_y:
             return Difference(f"the arguments of {x.target}", source)
     if len(nodes_a) != len(nodes_b):
         return Difference(f"{len(nodes_a)} operations in one, {len(nodes_b)} in the other", None)
@@ -93,18 +102,38 @@ def _constant_bytes(value: Any) -> bytes:
     return repr((value.dtype, value.shape, value.tolist())).encode()
 
 
-def _significant(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[fx.Node]]:
-    """Nodes that compute something, and a number per node: that of the value it holds."""
-    numbers: dict[fx.Node, int] = {}
-    nodes: list[fx.Node] = []
-    for node in graph.nodes:
+class Labels:
+    """What the nodes of a graph are called in a comparison: their position among those that compute
+    something, where this class says nothing else."""
+
+    def __init__(self) -> None:
+        self.of: dict[fx.Node, Any] = {}
+
+    def passes_over(self, node: fx.Node, position: int) -> bool:
+        """Whether a node is not compared. It has a label then.
+
+        Args:
+            position: how many nodes before it are compared.
+        """
         source = _copied(node)
         if source is not None:
-            numbers[node] = numbers[source]
-            continue
-        numbers[node] = len(nodes)
-        nodes.append(node)
-    return numbers, nodes
+            self.of[node] = self.of[source]
+        return source is not None
+
+    def arguments(self, node: fx.Node) -> Any:
+        """The arguments of a node in a form that can be compared."""
+        return _comparable(node, self.of)
+
+
+def significant(graph: fx.Graph, labels: Labels | None = None) -> list[Said]:
+    """Nodes that compute something, each with its arguments in a form that can be compared."""
+    labels = Labels() if labels is None else labels
+    nodes: list[Said] = []
+    for node in graph.nodes:
+        if not labels.passes_over(node, len(nodes)):
+            labels.of[node] = len(nodes)
+            nodes.append((node, labels.arguments(node)))
+    return nodes
 
 
 def _copied(node: fx.Node) -> fx.Node | None:

@@ -143,6 +143,9 @@ def _holders(tensors: list[torch.Tensor]) -> list[object]:
 class Redirect(TorchFunctionMode):
     """See the module's docstring.
 
+    Attributes:
+        gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
+
     Args:
         traced: stand-ins of the real tensors.
         tagger: told about backward phases.
@@ -163,6 +166,8 @@ class Redirect(TorchFunctionMode):
         self._before_gradient_read = before_gradient_read
         self._made = made
         self._tracer = _compat.current_tracer()
+        self._differentiated = False
+        self.gradients_first = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -171,6 +176,8 @@ class Redirect(TorchFunctionMode):
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
         args, kwargs = untraced(self._prepared, args, kwargs)
+        if self._tagger.phase == "optimizer" and _writes(func):
+            _forget_constants(self._tracer, args[:1])
         result = self._call(func, args, kwargs)
         untraced(self._made.add, result)
         return result
@@ -182,8 +189,10 @@ class Redirect(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func == _GRADIENT:
+            self.gradients_first |= not self._differentiated
             self._before_gradient_read()
         elif func in _BACKWARDS:
+            self._differentiated = True
             with self._tagger.during("backward"):
                 return func(*args, **kwargs)
         elif func in (torch.Tensor.item, torch.Tensor.tolist):
@@ -228,6 +237,20 @@ class Redirect(TorchFunctionMode):
                 " or register it as a buffer of the model",
             )
         return known
+
+
+def _writes(func: Any) -> bool:
+    """Whether a torch function updates its first argument in place."""
+    name: str = getattr(func, "__name__", "")
+    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
+
+
+def _forget_constants(tracer: Any, values: Any) -> None:
+    """Let a count that an optimizer has just made (`torch.tensor(0.0)`) be what it is in all later
+    steps once it counts: a value to be read."""
+    for value in _compat.tree_leaves(values):
+        if isinstance(value, torch.Tensor) and _compat.is_constant(tracer, value):
+            _compat.forget_constant(tracer, value)
 
 
 def _forget_stale_constants(tracer: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -61,6 +61,7 @@ class RawTrace:
 
     Attributes:
         used: parameters whose gradients were averaged here, in the order they were ready.
+        gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
         effects: what the step changed on the host, which has been put back.
         outside: what the step read outside its arguments.
     """
@@ -70,6 +71,7 @@ class RawTrace:
     fakes: list[torch.Tensor]
     used: tuple[str, ...]
     outside: Record
+    gradients_first: bool
     effects: Effects = field(default_factory=Effects)
 
 
@@ -143,7 +145,8 @@ def _traced(
     assert run.signature is not None
     _refuse_kept_numbers(run.made, call, set())
     _refuse_kept(run.made, fakes, call)
-    raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside)
+    first = run.gradients_first
+    raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, first)
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 
 
@@ -198,6 +201,7 @@ class _StepRun:
         self.made = Made()
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
+        self.gradients_first = False
         self.outside = record_for(call)
         self._caching = torch.is_autocast_cache_enabled()
 
@@ -266,10 +270,11 @@ class _StepRun:
             if averager is not None:
                 stack.enter_context(averager.watching())
                 stack.enter_context(self._buffers_broadcast())
-            stack.enter_context(Redirect(traced, self.tagger, reduce, self.made))
+            redirect = stack.enter_context(Redirect(traced, self.tagger, reduce, self.made))
             with observed_step(self.call, self.outside):
                 returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
+            self.gradients_first = redirect.gradients_first
         if self.made.refused is not None:
             raise self.made.refused
         reduce()

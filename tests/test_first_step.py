@@ -1,0 +1,266 @@
+"""The first call of a step runs the graph of the later ones; the optimizer's state, which that
+graph finds, is made beforehand and seen when the step has succeeded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import graphopt
+from first_step_cases import ONCE, TWICE, Rule, one_for_all, python_count, replaced
+from gloo import Pool, pool
+from refusal import Snapshot
+from twins import SEED, Twins, World, world
+from zoo import MODELS, train_step
+
+CASE = MODELS["mlp"]
+
+
+def zeroed_first(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def by_rule(rule: Callable[..., None]) -> Callable[[], World]:
+    def build() -> World:
+        model = CASE.make()
+        return World(train_step, [model], [Rule(model.parameters(), rule)])
+
+    return build
+
+
+def trained(build: Callable[[], World], steps: int = 3, **options: Any) -> Twins:
+    twins = Twins(build, **options)
+    for i in range(steps):
+        twins.step(*CASE.batch(i))
+        assert_same_order(twins)
+    return twins
+
+
+def assert_same_order(twins: Twins) -> None:
+    """State is made for the parameters in eager's order, with eager's keys and strides."""
+    described = [
+        [
+            [
+                (key, value.stride() if isinstance(value, Tensor) else value)
+                for key, value in entries.items()
+            ]
+            for entries in w.optimizer.state.values()
+        ]
+        for w in (twins.captured, twins.eager)
+    ]
+    assert described[0] == described[1]
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw-loop", "adamw-fused", "sgd-momentum-foreach", "nadam-loop"]
+)
+def test_one_capture(optimizer: str) -> None:
+    trained(lambda: world(optimizer=optimizer)).finish(captures=1)
+
+
+@pytest.mark.parametrize("rule", ONCE.values(), ids=lambda rule: rule.__name__)
+def test_state_is_made_beforehand(rule: Callable[..., None]) -> None:
+    trained(by_rule(rule)).finish(captures=1)
+
+
+@pytest.mark.parametrize("rule", TWICE.values(), ids=lambda rule: rule.__name__)
+def test_a_first_step_that_differs_is_captured_for_itself(rule: Callable[..., None]) -> None:
+    trained(by_rule(rule)).finish(captures=2)
+
+
+@pytest.mark.parametrize("rule", [one_for_all, replaced], ids=lambda rule: rule.__name__)
+def test_other_state_is_as_in_eager_code(rule: Callable[..., None]) -> None:
+    with suppress(graphopt.CaptureError):
+        trained(by_rule(rule))
+
+
+def test_signs_of_zeros_in_a_first_momentum() -> None:
+    """A gradient of negative zeros is the first momentum, bit for bit."""
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        (model.weight * x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    momenta = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x = torch.tensor([[-0.0, 0.0, 1e-42, -1.0]])
+        (graphopt.compile(step) if compiled else step)(model, optimizer, x)
+        momenta.append(optimizer.state[model.weight]["momentum_buffer"].view(torch.int32))
+    assert torch.equal(*momenta)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "sgd-foreach", "sgd-momentum-loop"])
+def test_a_step_that_begins_with_zero_grad_is_captured_once(optimizer: str) -> None:
+    trained(lambda: world(zeroed_first, optimizer=optimizer)).finish(captures=1)
+
+
+def test_gradients_kept_by_zeroing_them_are_another_step() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    trained(lambda: world(step)).finish(captures=2)
+
+
+def test_parameters_that_are_unfrozen_later_get_their_state() -> None:
+    def build() -> World:
+        w = world(optimizer="adamw-loop")
+        w.model.head.requires_grad_(False)
+        return w
+
+    twins = trained(build)
+    twins.both(lambda w: w.model.head.requires_grad_(True) and None)
+    for i in range(3):
+        twins.step(*CASE.batch(i))
+        assert_same_order(twins)
+    twins.finish(captures=2)
+
+
+def test_a_refused_capture_leaves_no_state() -> None:
+    """What the second call would be refused for, the first one is, before it changes anything."""
+    torch.manual_seed(0)
+    w = by_rule(python_count)()
+    before = Snapshot(w.models, w.optimizers)
+    compiled = graphopt.compile(train_step)
+    with pytest.raises(graphopt.CaptureError, match="counts in the Python number"):
+        compiled(w.model, w.optimizer, *CASE.batch(0))
+    before.assert_unchanged()
+    assert not w.optimizer.state
+
+
+def test_an_exception_in_the_first_step_leaves_no_state() -> None:
+    seen: list[int] = []
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        graphopt.callback(look, loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    torch.manual_seed(0)
+    w = world(step)
+    torch.manual_seed(0)
+    twin = world()
+
+    def look(loss: Tensor) -> None:
+        seen.append(len(w.optimizer.state))
+        if len(seen) == 1:
+            raise ValueError("not now")
+
+    compiled = graphopt.compile(step)
+    with pytest.raises(ValueError, match="not now"):
+        compiled(w.model, w.optimizer, *CASE.batch(0))
+    assert not w.optimizer.state
+    for i in range(2):
+        compiled(w.model, w.optimizer, *CASE.batch(i))
+        train_step(twin.model, twin.optimizer, *CASE.batch(i))
+    compiled.flush()
+    assert seen[:2] == [0, 0]
+    for mine, theirs in zip(w.model.parameters(), twin.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("toggles", [False, True])
+def test_attributes_that_the_first_step_sets(toggles: bool) -> None:
+    """An attribute set once is set by the first call; one that changes in every call is refused or
+    followed, but never wrong."""
+
+    def rule(p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        p.add_(g, alpha=-lr)
+
+    class Flagged(Rule):
+        ready = False
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.ready = not self.ready if toggles else True
+
+    def build() -> World:
+        model = CASE.make()
+        return World(train_step, [model], [Flagged(model.parameters(), rule)])
+
+    twins = Twins(build)
+    for i in range(4):
+        twins.step(*CASE.batch(i))
+        assert twins.captured.optimizer.ready == twins.eager.optimizer.ready
+    assert toggles or len(twins.compiled.captures) == 1
+
+
+def test_passes_meet_the_steady_step_at_once() -> None:
+    """An explicit pass that needs the optimizer's state among the inputs."""
+    w = world(optimizer="adamw-fused")
+    compiled = graphopt.compile(train_step)
+    compiled(w.model, w.optimizer, *CASE.batch(0))
+    (captured,) = compiled.captures
+    assert any(spec.kind == "optimizer_state" for spec in captured.inputs)
+    assert captured.state is None
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Pool]:
+    with pool(2) as ranks:
+        yield ranks
+
+
+def _train(rank: int, optimizer: str) -> int:
+    twins = Twins(
+        lambda: world(optimizer=optimizer), ddp=True, seed=SEED + rank, pipeline="default"
+    )
+    for i in range(4):
+        twins.step_unseen(*CASE.batch(10 * rank + i))
+    twins.finish()
+    return len(twins.compiled.captures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw-loop", "sgd-momentum-foreach"])
+def test_one_capture_on_several_ranks(two_ranks: Pool, optimizer: str) -> None:
+    assert two_ranks.run(_train, optimizer) == [1, 1]
+
+
+def _slow_weights(rank: int) -> int:
+    """State made of parameters, which all ranks get from rank 0 in the first call."""
+    twins = Twins(by_rule(ONCE["slow_weights"]), ddp=True, seed=SEED + rank)
+    for i in range(3):
+        twins.step(*CASE.batch(10 * rank + i))
+    twins.finish()
+    return len(twins.compiled.captures)
+
+
+@pytest.mark.slow
+def test_state_made_of_parameters_on_several_ranks(two_ranks: Pool) -> None:
+    assert two_ranks.run(_slow_weights) == [2, 2]
+
+
+def _refused_on_one(rank: int) -> int:
+    torch.manual_seed(rank)
+    w = by_rule(python_count if rank else ONCE["a_flag"])()
+    compiled = graphopt.compile(train_step)
+    with pytest.raises(graphopt.GraphOptError):
+        compiled(w.model, w.optimizer, *CASE.batch(0))
+    return len(w.optimizer.state)
+
+
+@pytest.mark.slow
+def test_a_capture_refused_on_one_rank_leaves_no_state_on_any(two_ranks: Pool) -> None:
+    assert two_ranks.run(_refused_on_one) == [0, 0]
