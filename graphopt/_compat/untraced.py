@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +26,12 @@ class OwnTracer:
     """
 
     alone: bool
+
+
+def without_overrides() -> AbstractContextManager[Any]:
+    """While active, neither tensor subclasses nor function modes see what is asked of a tensor."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
 
 
 def untraced(function: Callable[..., T], *args: Any) -> T:

@@ -6,6 +6,7 @@ import contextvars
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -226,11 +227,19 @@ class Calls:
         if isinstance(callee, (operator.attrgetter, operator.itemgetter)):
             for value in args:
                 self._attributes(value, line, depth=4)
+        elif isinstance(callee, weakref.ref):
+            self._target(callee, line)
         else:
             read_method(self._record, type(callee), "__call__", line)
             if not isinstance(type(callee).__call__, types.FunctionType):
                 self._pin(args)
         self._all(args, line)
+
+    def _target(self, reference: weakref.ref[Any], line: SourceLine) -> None:
+        """The step asks a weak reference for its object."""
+        if self._record.is_outside(reference):
+            path = self._record.path(reference, "a weak reference")
+            self._record.read(Place("target", reference), f"{path}()", line)
 
     def _attributes(self, value: Any, line: SourceLine, depth: int = 1) -> None:
         """All attributes of an outside object, and of those that it holds."""

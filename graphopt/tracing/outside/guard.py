@@ -135,7 +135,7 @@ class _Entries:
         return self._objects[id(value)]
 
 
-_LEADING = frozenset({"item", "class", "attribute", "cell"})
+_LEADING = frozenset({"item", "class", "attribute", "cell", "target"})
 """Kinds of places where an object is, rather than what is found out about one."""
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphopt.tracing.guard_values import is_plain
+from graphopt._compat.untraced import without_overrides
+from graphopt.tracing.guard_values import is_plain, tensor_kind
 from graphopt.tracing.source import SourceLine
 
 MISSING = object()
@@ -26,7 +27,8 @@ class Place:
     Attributes:
         kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
             has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "keys" of
-            a dictionary in order; "cell" of a closure; "whole" contents.
+            a dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
+            that is known of it but its values; "target" of a weak reference.
     """
 
     kind: str
@@ -62,6 +64,13 @@ def _cell(holder: CellType, key: Any) -> Any:
     return holder.cell_contents
 
 
+def _kind(holder: torch.Tensor, key: Any) -> Any:
+    with without_overrides():
+        if holder.layout is not torch.strided:
+            return (holder.shape, holder.dtype, holder.device, holder.requires_grad)
+        return (*tensor_kind(holder), holder.is_leaf, holder.grad is None)
+
+
 _READERS: Mapping[str, Any] = {
     "class": lambda holder, key: vars(holder)[key],
     "item": _item,
@@ -72,6 +81,8 @@ _READERS: Mapping[str, Any] = {
     "keys": lambda holder, key: tuple(holder),
     "cell": _cell,
     "whole": _whole,
+    "kind": _kind,
+    "target": lambda holder, key: holder(),
 }
 
 

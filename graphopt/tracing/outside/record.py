@@ -136,7 +136,9 @@ class Record:
             self.reached(value, path)
         if identity not in self.reads:
             self.reads[identity] = self._made(place, value, path, line)
-            if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+            if isinstance(value, torch.Tensor):
+                self.read(Place("kind", value), path, line)
+            elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
                 self.contents(value, path, line)
         return value
 
