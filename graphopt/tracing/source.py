@@ -50,6 +50,12 @@ def is_library_file(filename: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def is_own_file(filename: str) -> bool:
+    """Whether a file belongs to graphopt."""
+    return str(Path(filename).resolve()).startswith(_GRAPHOPT)
+
+
+@lru_cache(maxsize=4096)
 def is_torch_file(filename: str) -> bool:
     """Whether a file belongs to torch."""
     return str(Path(filename).resolve()).startswith(_TORCH)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from graphopt.tracing.outside.places import MISSING, Place
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.source import SourceLine
+from graphopt.tracing.source import SourceLine, is_own_file
 
 _FIXED = frozenset({object, type, torch.nn.Module, types.ModuleType})
 """Classes that nobody gives new attributes to hide those of their subclasses."""
@@ -50,8 +50,9 @@ def read_class(record: Record, value: Any, path: str, line: SourceLine) -> None:
 
 
 def read_function(record: Record, function: types.FunctionType, line: SourceLine) -> None:
-    """The step runs a function: its code, default arguments and closure."""
-    if not record.is_outside(function):
+    """The step runs a function: its code, default arguments and closure. Those of graphopt are
+    not looked at: some stand for functions of torch during a trace, and are gone after it."""
+    if not record.is_outside(function) or is_own_file(function.__code__.co_filename):
         return
     name = function.__qualname__
     for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
