@@ -12,12 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import _compat
+from graphopt.errors import CollectiveError
 from graphopt.failed_runs import broadcast_explained
 from graphopt.host import calls_host
 from graphopt.host_votes import Votes
+from graphopt.manager import records_of
 from graphopt.meeting import Channel, Meeting
 from graphopt.parallel import DataParallel
-from graphopt.spmd import check_same, collective_plan, merged_order
+from graphopt.spmd import (
+    check_same,
+    check_same_plans,
+    collective_plan,
+    launches_digest,
+    merged_order,
+)
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import (
     CapturedStep,
@@ -86,7 +94,17 @@ class JointCapture:
         mode: tuple[Any, ...],
         settled: Collection[str],
     ) -> tuple[CapturedStep, Agreed | None]:
-        """Capture `call`; the agreement it stands on is None under `no_sync`."""
+        """Capture `call`; the agreement it stands on is None under `no_sync`.
+
+        Raises:
+            CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
+        """
+        if _compat.fake_world_size() is not None:
+            raise CollectiveError(
+                "the process group is a fake one, whose other ranks will never come to agree",
+                hint="in fake_ranks use graphopt.capture and graphopt.testing.check_pass, which"
+                " run graphs for all ranks",
+            )
         joined = all(root in self._joined for _, root in call.named_roots())
         if joined and not sync:
             captured = capture_call(call, settled=settled)
@@ -152,11 +170,15 @@ class JointCapture:
         communication = communication_for(parallel, order) if sync else None
         again = raw if order == raw.used else trace(call, inputs, communication)
         captured = finish(call, inputs, communication, again)
+        history = [("the capture", launches_digest(captured.graph_module.graph))]
         self._optimize(captured)
+        history += [(record.name, record.launches) for record in records_of(captured.graph_module)]
         plan = collective_plan(captured.graph_module.graph)
         calls = calls_host(captured.graph_module.graph)
-        everyone = meeting.exchange({"plan": plan, "callbacks": calls})
-        check_same("collectives", [theirs["plan"] for theirs in everyone])
+        everyone = meeting.exchange({"plan": plan, "passes": history, "callbacks": calls})
+        check_same_plans(
+            [theirs["plan"] for theirs in everyone], [theirs["passes"] for theirs in everyone]
+        )
         calling = any(theirs["callbacks"] for theirs in everyone)
         self._finish(call, captured, calling)
         meeting.exchange({"ready": True})

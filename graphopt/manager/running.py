@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from graphopt.errors import GraphOptError, PassOrderError, PipelineSyntaxError
+from graphopt.errors import IterationError, PassOrderError, PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager.callbacks import (
@@ -23,7 +23,7 @@ from graphopt.manager.declaration import Pass
 from graphopt.manager.failures import crash, refusal
 from graphopt.manager.options import PassArgumentError, bind
 from graphopt.manager.order import check_order
-from graphopt.manager.problems import Refused
+from graphopt.manager.problems import Refused, refusing_what_fails
 from graphopt.manager.records import (
     PassRecord,
     add_record,
@@ -34,8 +34,9 @@ from graphopt.manager.records import (
 from graphopt.manager.registry import PassRegistry, default_registry
 from graphopt.manager.settings import read_settings
 from graphopt.manager.snapshot import Snapshot
-from graphopt.manager.text import Pipeline, Step, parse_pipeline
+from graphopt.manager.text import Pipeline, Step, marked_text, parse_pipeline
 from graphopt.manager.wellformed import find_problem
+from graphopt.spmd import launches_digest
 from graphopt.verify import Problem
 from graphopt.waits import split_waits
 
@@ -106,12 +107,15 @@ class PassManager:
             PassOrderError: the passes may not be applied to this graph; nothing is changed.
             PassError: a pass raised something else than an error of graphopt.
             VerificationError: a pass left a broken graph, or one that means something else.
+            IterationError: one of the passes needs an `IterGraphModule`; nothing is changed.
+            GraphOptError: of another type, that a pass raised.
         """
         _check_graph_module(gm)
         indices = self._enabled()
         if not indices:
             return []
         _check_open(gm)
+        _check_iterations(gm, self.pipeline, indices)
         check_order(
             [self.pipeline[index].pass_ for index in indices],
             applied_passes(gm),
@@ -160,7 +164,8 @@ class PassManager:
             for callback in callbacks:
                 callback.before_pass(context)
             _call(context)
-            _finish(context)
+            with refusing_what_fails():
+                _finish(context)
             for callback in reversed(callbacks):
                 callback.after_pass(context)
         except BaseException as error:
@@ -169,14 +174,15 @@ class PassManager:
                 callback.failed(context, error)
             folder = self._settings.dump_dir or Path()
             if isinstance(error, Refused):
-                raise refusal(context, error, folder) from None
+                raise refusal(context, error, folder) from error.__cause__
             if isinstance(error, _Raised):
-                raise crash(context, error.cause, folder) from error.cause
+                raised = crash(context, error.cause, folder)
+                raise raised from raised.__cause__
             raise
 
 
 class _Raised(Exception):
-    """A pass raised `cause`, which is not an error of graphopt."""
+    """A pass raised `cause`."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
@@ -198,13 +204,8 @@ def run_alone(
 
 def _call(context: PassContext) -> None:
     """Run the function of a pass, and take what it returns."""
-    name = context.pass_.name
     try:
         changes = context.pass_.function(context.gm, **context.arguments)
-    except PassArgumentError as error:
-        raise PassArgumentError(f"pass {name!r} does not take this: {error}") from error
-    except GraphOptError:
-        raise
     except Exception as error:
         raise _Raised(error) from error
     if changes is None or (type(changes) is int and changes >= 0):
@@ -229,6 +230,7 @@ def _finish(context: PassContext) -> None:
             node.meta = {**node.meta, "provenance": made_by}
         gm.recompile()
     record.after = count(gm.graph)
+    record.launches = launches_digest(gm.graph)
     add_record(gm, record)
 
 
@@ -284,6 +286,20 @@ def _check_graph_module(gm: object) -> None:
         f"a pass runs on an fx.GraphModule or an IterGraphModule, not on a {type(gm).__name__}"
         f"\n  hint:     {hint}"
     )
+
+
+def _check_iterations(gm: fx.GraphModule, pipeline: Pipeline, indices: Sequence[int]) -> None:
+    if isinstance(gm, IterGraphModule):
+        return
+    for index in indices:
+        pass_ = pipeline[index].pass_
+        if pass_.needs_iterations:
+            raise IterationError(
+                f"pass {pass_.name!r} takes an IterGraphModule, and this is a plain"
+                f" {type(gm).__name__}, which has no next iteration\n"
+                f"  pipeline: {marked_text(pipeline, index)}\n"
+                "  hint:     wrap the graph: gm = graphopt.IterGraphModule(gm)"
+            )
 
 
 def _check_open(gm: fx.GraphModule) -> None:
