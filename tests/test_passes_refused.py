@@ -204,6 +204,39 @@ def test_errors_of_operators_name_pass_and_line() -> None:
     assert "pass 'puts_in' was refused" in str(refused(puts_in))
 
 
+def test_work_that_is_dead_code() -> None:
+    def observes(gm: fx.GraphModule) -> int:
+        node = call(gm)
+        with gm.graph.inserting_after(node):
+            call_function_with_meta(gm.graph, torch.ops.aten.sum.default, (node,))
+        return 1
+
+    error = refused(observes)
+    assert isinstance(error, PassError)
+    assert "it reports 1 change, but nobody reads %sum_default" in str(error)
+    assert "graphopt.host.insert_callback" in str(error)
+
+
+def test_python_functions_are_no_operators() -> None:
+    def log(value: object) -> None: ...
+
+    def by_helper(gm: fx.GraphModule) -> int:
+        node = call(gm)
+        with gm.graph.inserting_after(node):
+            call_function_with_meta(gm.graph, log, (node,))
+        return 1
+
+    def by_hand(gm: fx.GraphModule) -> int:
+        node = call(gm)
+        with gm.graph.inserting_after(node):
+            gm.graph.call_function(log, (node,))
+        return 1
+
+    assert "log is a Python function" in str(refused(by_helper))
+    for wrong in (by_helper, by_hand):
+        assert "graphopt.host.insert_callback" in str(refused(wrong))
+
+
 def test_a_pass_for_iterations_on_a_plain_graph() -> None:
     ran = []
 

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from graphopt.errors import IterationError, PassOrderError, PipelineSyntaxError
+from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
-from graphopt.iter_graph import IterGraphModule
+from graphopt.manager.admission import check_graph_module, check_iterations, check_open
 from graphopt.manager.callbacks import (
     Dump,
     PassCallback,
@@ -21,7 +21,7 @@ from graphopt.manager.callbacks import (
 )
 from graphopt.manager.declaration import Pass
 from graphopt.manager.failures import crash, refusal
-from graphopt.manager.options import PassArgumentError, bind
+from graphopt.manager.options import bind
 from graphopt.manager.order import check_order
 from graphopt.manager.problems import Refused, refusing_what_fails
 from graphopt.manager.records import (
@@ -34,7 +34,7 @@ from graphopt.manager.records import (
 from graphopt.manager.registry import PassRegistry, default_registry
 from graphopt.manager.settings import read_settings
 from graphopt.manager.snapshot import Snapshot
-from graphopt.manager.text import Pipeline, Step, marked_text, parse_pipeline
+from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.spmd import launches_digest
 from graphopt.verify import Problem
@@ -110,12 +110,12 @@ class PassManager:
             IterationError: one of the passes needs an `IterGraphModule`; nothing is changed.
             GraphOptError: of another type, that a pass raised.
         """
-        _check_graph_module(gm)
+        check_graph_module(gm)
         indices = self._enabled()
         if not indices:
             return []
-        _check_open(gm)
-        _check_iterations(gm, self.pipeline, indices)
+        check_open(gm)
+        check_iterations(gm, self.pipeline, indices)
         check_order(
             [self.pipeline[index].pass_ for index in indices],
             applied_passes(gm),
@@ -222,8 +222,11 @@ def _finish(context: PassContext) -> None:
     found = find_problem(gm, before)
     if found is not None:
         raise Refused([found])
+    inserted = [node.name for node in before.new_nodes()]
     eliminate_dead_code(gm.graph)
     record.changed = not before.unchanged()
+    if inserted and record.changes and not record.changed:
+        _refuse_unread(context, inserted)
     if record.changed:
         for node in before.new_nodes():
             made_by = (*node.meta.get("provenance", ()), record.name)
@@ -232,6 +235,18 @@ def _finish(context: PassContext) -> None:
     record.after = count(gm.graph)
     record.launches = launches_digest(gm.graph)
     add_record(gm, record)
+
+
+def _refuse_unread(context: PassContext, inserted: Sequence[str]) -> None:
+    """Refuse a pass all of whose work is dead code."""
+    count = context.record.changes
+    problem = Problem(
+        f"it reports {count} change{'s' * (count != 1)}, but nobody reads %{inserted[0]}, which it"
+        " put in, so that nothing is left of them",
+        hint="let a node read it; graphopt.host.insert_callback(graph, function, *nodes) gives"
+        " values of every step to a function, and stays",
+    )
+    raise Refused([problem], broken=False)
 
 
 def _read_pipeline(pipeline: object, registry: PassRegistry) -> Pipeline:
@@ -271,44 +286,3 @@ def _steps(entry: object, registry: PassRegistry) -> Sequence[Step]:
 
 def _decorate(value: object) -> str:
     return "; decorate it with @graph_optimization_pass()" if callable(value) else ""
-
-
-def _check_graph_module(gm: object) -> None:
-    if isinstance(gm, fx.GraphModule):
-        return
-    if isinstance(getattr(gm, "graph_module", None), fx.GraphModule):
-        hint = "give its graph_module"
-    elif isinstance(gm, fx.Graph):
-        hint = "give the fx.GraphModule that it belongs to"
-    else:
-        hint = "graphopt.capture(step, …).graph_module is one"
-    raise PassArgumentError(
-        f"a pass runs on an fx.GraphModule or an IterGraphModule, not on a {type(gm).__name__}"
-        f"\n  hint:     {hint}"
-    )
-
-
-def _check_iterations(gm: fx.GraphModule, pipeline: Pipeline, indices: Sequence[int]) -> None:
-    if isinstance(gm, IterGraphModule):
-        return
-    for index in indices:
-        pass_ = pipeline[index].pass_
-        if pass_.needs_iterations:
-            raise IterationError(
-                f"pass {pass_.name!r} takes an IterGraphModule, and this is a plain"
-                f" {type(gm).__name__}, which has no next iteration\n"
-                f"  pipeline: {marked_text(pipeline, index)}\n"
-                "  hint:     wrap the graph: gm = graphopt.IterGraphModule(gm)"
-            )
-
-
-def _check_open(gm: fx.GraphModule) -> None:
-    if not isinstance(gm, IterGraphModule):
-        return
-    if gm.frozen:
-        raise PassOrderError(
-            "the graph is final: apply passes before finalize_setup()\n"
-            f"  applied:  {' -> '.join(applied_passes(gm)) or 'nothing'}"
-        )
-    if gm.in_flight:
-        raise PassOrderError("an iteration of this graph is in flight: call flush() first")

@@ -16,11 +16,16 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.errors import CollectiveError
+from graphopt.errors import CollectiveError, GraphOptError
 from graphopt.graph_utils import is_collective, is_random, is_wait, without_autocast
 from graphopt.host import is_host_call
 from graphopt.replicas.exchange import exchange
 from graphopt.replicas.generators import ReplicaGenerators
+
+
+class ReplicaError(GraphOptError, RuntimeError):
+    """A node cannot be computed; names it."""
+
 
 Environment = dict[fx.Node, Any]
 
@@ -56,6 +61,7 @@ class Lockstep:
 
         Raises:
             CollectiveError: a collective cannot be computed: ranks send different shapes, say.
+            ReplicaError: any other node cannot.
         """
         environments: list[Environment] = [{} for _ in range(self.count)]
         unused = _last_uses(graph_module.graph)
@@ -67,12 +73,22 @@ class Lockstep:
                 elif node.op == "output":
                     return [_arguments(node, values)[0][0] for values in environments]
                 else:
-                    results = self._run_node(graph_module, node, environments)
+                    results = self._results(graph_module, node, environments)
                 for environment, result in zip(environments, results, strict=True):
                     environment[node] = result
                     for done in unused.get(node, ()):
                         del environment[done]
         raise AssertionError("a graph ends in an output")
+
+    def _results(
+        self, graph_module: fx.GraphModule, node: fx.Node, environments: Sequence[Environment]
+    ) -> list[Any]:
+        try:
+            return self._run_node(graph_module, node, environments)
+        except GraphOptError:
+            raise
+        except Exception as error:
+            raise ReplicaError(f"{error}\n  > {node.format_node()}") from error
 
     def _run_node(
         self, graph_module: fx.GraphModule, node: fx.Node, environments: Sequence[Environment]

@@ -18,7 +18,7 @@ from graphopt.manager import Pass, PassManager, PassRecord, applied_passes, defa
 from graphopt.parallel import resolve
 from graphopt.readable import compact_text, text_diff
 from graphopt.testing.comparing import TOLERANCE as TOLERANCE
-from graphopt.testing.comparing import Values, difference, rough_difference
+from graphopt.testing.comparing import Values, constant_factor, difference, rough_difference
 from graphopt.testing.runs import run
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import capture_call, communication_for
@@ -152,7 +152,7 @@ class StepUnderTest:
         late = isinstance(rewritten, IterGraphModule) and bool(rewritten.graph.late)
         iterations = _ITERATIONS if late else 1
         expected = self._run(untouched, iterations, prepared_by)
-        actual = run(rewritten, self._inputs, iterations)
+        actual = _run_rewritten(rewritten, self._inputs, iterations, pass_)
         if expected.keys() != actual.keys():
             raise AssertionError(
                 f"{pass_.name} changes what the graph returns: {list(actual)} instead of"
@@ -161,14 +161,15 @@ class StepUnderTest:
         disturbed: Values = {}
         if pass_.changes_numerics:
             disturbed = self._run(untouched, iterations, prepared_by, disturbed=True)
+        _compare_ranks(expected, actual, pass_.name)
         for where, value in expected.items():
             if disturbed:
                 problem = rough_difference(actual[where], value, disturbed[where])
             else:
                 problem = difference(actual[where], value)
             if problem is not None:
-                raise AssertionError(f"{pass_.name} changes {where}: {problem}")
-        _compare_ranks(expected, actual, pass_.name)
+                hint = _factor_hint(expected, actual)
+                raise AssertionError(f"{pass_.name} changes {where}: {problem}{hint}")
 
     def _run(
         self,
@@ -185,6 +186,38 @@ class StepUnderTest:
         return self._runs[key]
 
 
+def _run_rewritten(
+    rewritten: fx.GraphModule, inputs: Sequence[Any], iterations: int, pass_: Pass
+) -> Values:
+    try:
+        return run(rewritten, inputs, iterations)
+    except Exception as error:
+        raise AssertionError(
+            f"the graph that {pass_.name} leaves fails when it runs:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def _factor_hint(expected: Values, actual: Values) -> str:
+    """What it may mean that something is a multiple of what it was."""
+    ranks = _compat.fake_world_size() or 1
+    for where, value in expected.items():
+        factor = constant_factor(actual[where], value)
+        if factor is None:
+            continue
+        what = f"\n  {where} changes by {factor:.3g} times as much as it did"
+        if ranks > 1 and abs(factor * ranks - 1) < _NEAR:
+            return f"{what}: an average over {ranks} ranks is divided by {ranks} twice?"
+        if ranks > 1 and abs(factor / ranks - 1) < _NEAR:
+            return f"{what}: a sum over {ranks} ranks that is not divided, or is made twice?"
+        return what
+    return ""
+
+
+_NEAR = 0.05
+"""How far a factor may be from one that has a meaning."""
+
+
 def _compare_ranks(expected: Values, actual: Values, name: str) -> None:
     """What the untouched graph leaves the same on all ranks has to be so still."""
     for where, value in expected.items():
@@ -196,7 +229,7 @@ def _compare_ranks(expected: Values, actual: Values, name: str) -> None:
         if problem is not None:
             raise AssertionError(
                 f"{name} lets ranks differ: {head} is not the same on ranks 0 and {rank} any more"
-                f" ({problem})"
+                f" ({problem}): does each rank use its own gradient in place of the average?"
             )
 
 

@@ -55,6 +55,22 @@ def rough_difference(actual: Value, expected: Value, disturbed: Value) -> str | 
     return _difference(actual, expected, disturbed)
 
 
+def constant_factor(actual: Value, expected: Value) -> float | None:
+    """By what constant other than one all elements, of state their changes, are multiplied; None
+    if there is no such constant."""
+    if not isinstance(expected.value, torch.Tensor) or not expected.value.is_floating_point():
+        return None
+    was, now = expected.change.flatten(), actual.change.flatten()
+    large = was.abs() > TOLERANCE * was.abs().max() if was.numel() else was.bool()
+    if not bool(large.any()):
+        return None
+    ratios = now.to(was.dtype)[large] / was[large]
+    middle = float(ratios.median())
+    if not bool(((ratios - middle).abs() <= TOLERANCE * abs(middle)).all()):
+        return None
+    return middle if abs(middle - 1) > 2 * TOLERANCE else None
+
+
 def _difference(actual: Value, expected: Value, disturbed: Value | None) -> str | None:
     now, was = actual.value, expected.value
     if not isinstance(was, torch.Tensor):
