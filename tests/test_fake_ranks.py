@@ -119,6 +119,7 @@ def on_real_ranks(rank: int, world: int) -> list[Tensor]:
     return [result.clone() for result in results]
 
 
+@pytest.mark.slow
 def test_collectives_give_what_real_ranks_get() -> None:
     with gloo.pool(2) as pool:
         expected = pool.run(on_real_ranks, 2)
