@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import gloo
 import graphopt
-from graphopt.comm import get_all_comm_blocks
+from graphopt.comm import get_all_comm_blocks, parameters_of
 from graphopt.errors import CollectiveError
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator, is_wait
 from graphopt.iter_graph import IterGraphModule
@@ -334,6 +334,27 @@ def test_late_work_runs_on_all_ranks(ranks: FakeRanks, monkeypatch: pytest.Monke
             declared(own_gradients, prerequisites=["iter_move_grads_and_optimizers"]),
             idempotent=False,
         )
+
+
+def test_a_gradient_of_rounding_errors_is_not_scaled_either(
+    ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BatchNorm takes out what a bias before it adds: its gradient is next to nothing."""
+    monkeypatch.setenv("GRAPHOPT_VERIFY", "off")
+
+    def average_bias_twice(gm: fx.GraphModule) -> None:
+        (block,) = (
+            b
+            for b in get_all_comm_blocks(gm, "all_reduce")
+            if parameters_of(gm, b) == ("first.bias",)
+        )
+        with gm.graph.inserting_before(block.comm_node):
+            half = call_function_with_meta(gm.graph, aten.mul.Tensor, (block.inputs[0], 1 / 3))
+        block.comm_node.replace_input_with(block.inputs[0], half)
+
+    chosen = declared(average_bias_twice, changes_numerics=True)
+    with pytest.raises(AssertionError, match="is divided by 3 twice"):
+        captured(1, False).check(chosen, idempotent=False)
 
 
 def test_a_graph_that_fails_names_the_node(
