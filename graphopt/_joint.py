@@ -12,11 +12,19 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import _compat
+from graphopt.errors import CollectiveError
 from graphopt.failed_runs import sending_explained
 from graphopt.host_votes import Agreement, Votes
+from graphopt.manager import records_of
 from graphopt.meeting import Channel, Meeting
 from graphopt.parallel import DataParallel
-from graphopt.spmd import check_same, collective_plan, merged_order
+from graphopt.spmd import (
+    check_same,
+    check_same_plans,
+    collective_plan,
+    launches_digest,
+    merged_order,
+)
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import (
     CapturedStep,
@@ -96,7 +104,17 @@ class JointCapture:
         mode: tuple[Any, ...],
         settled: Collection[str],
     ) -> tuple[CapturedStep, Agreed | None]:
-        """Capture `call`; the agreement it stands on is None under `no_sync`."""
+        """Capture `call`; the agreement it stands on is None under `no_sync`.
+
+        Raises:
+            CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
+        """
+        if _compat.fake_world_size() is not None:
+            raise CollectiveError(
+                "the process group is a fake one, whose other ranks will never come to agree",
+                hint="in fake_ranks use graphopt.capture and graphopt.testing.check_pass, which"
+                " run graphs for all ranks",
+            )
         self.alone = True
         if self._has_joined(call) and not sync:
             captured = capture_call(call, settled=settled, lasts=True)
@@ -166,11 +184,16 @@ class JointCapture:
         communication = communication_for(parallel, order) if sync else None
         again = raw if order == raw.used else trace(call, inputs, communication)
         captured = finish(call, inputs, communication, again, lasts=True)
+        history = [("the capture", launches_digest(captured.graph_module.graph))]
         self._optimize(captured)
+        history += [(record.name, record.launches) for record in records_of(captured.graph_module)]
         plan = collective_plan(captured.graph_module.graph)
         needed = Agreement.needed_by(captured.graph_module.graph)
-        everyone = meeting.exchange({"plan": plan, "callbacks": needed.said})
-        check_same("collectives", [theirs["plan"] for theirs in everyone])
+        planned: dict[str, Any] = {"plan": plan, "passes": history, "callbacks": needed.said}
+        everyone = meeting.exchange(planned)
+        check_same_plans(
+            [theirs["plan"] for theirs in everyone], [theirs["passes"] for theirs in everyone]
+        )
         agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
         self._finish(call, captured, agreement)
         meeting.exchange({"ready": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.errors import VerificationError
 
 COLLECTIVE_NAMESPACE = "_c10d_functional"
 
@@ -249,8 +251,18 @@ def call_function_with_meta(
         target: an operator overload or a Python operator.
         args, kwargs: may contain nodes.
         like: a node whose phase, source line and module path the new node takes over.
+
+    Raises:
+        VerificationError: `target` is a function written in Python.
     """
     kwargs = kwargs or {}
+    if isinstance(target, types.FunctionType):
+        raise VerificationError(
+            f"{target.__qualname__} is a Python function, of which nothing is known: nodes call"
+            " operator overloads, such as torch.ops.aten.mul.Tensor, or Python operators\n"
+            "  hint:  graphopt.host.insert_callback(graph, function, *nodes) calls a function in"
+            " every step"
+        )
     node = graph.call_function(target, args, kwargs)
     if like is not None:
         node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}

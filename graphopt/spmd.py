@@ -7,8 +7,10 @@ hang.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -27,6 +29,57 @@ def collective_plan(graph: fx.Graph) -> list[str]:
             options = ", ".join(str(arg) for arg in node.args if not isinstance(arg, fx.Node))
             plan.append(f"{node.target}({value.dtype}{list(value.shape)}, {options})")
     return plan
+
+
+def launches_digest(graph: fx.Graph) -> str:
+    """Equal for graphs that launch the same collectives in the same order."""
+    plan = [
+        (str(node.target), [_launch_part(arg) for arg in node.args])
+        for node in graph.nodes
+        if is_collective(node)
+    ]
+    return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+
+
+def _launch_part(argument: object) -> object:
+    if isinstance(argument, (list, tuple)):
+        return [_launch_part(entry) for entry in argument]
+    if not isinstance(argument, fx.Node):
+        return str(argument)
+    value = argument.meta.get("val")
+    return [str(value.dtype), list(value.shape)] if isinstance(value, torch.Tensor) else "?"
+
+
+def check_same_plans(
+    plans: Sequence[Sequence[str]], histories: Sequence[Sequence[Sequence[str]]]
+) -> None:
+    """`check_same` of collectives, which names the pass that made them differ.
+
+    Args:
+        plans: `collective_plan` of each rank.
+        histories: of each rank, pairs of the name of a pass and `launches_digest` of what it has
+            left; the first is that of the capture.
+    """
+    try:
+        check_same("collectives", plans)
+    except SpmdMismatchError as error:
+        raise SpmdMismatchError(f"{error}{_differing_pass(histories)}") from None
+
+
+def _differing_pass(histories: Sequence[Sequence[Sequence[str]]]) -> str:
+    for rank, history in enumerate(histories):
+        for index, ((name, digest), (first_name, first)) in enumerate(
+            zip(history, histories[0], strict=False)
+        ):
+            if name != first_name:
+                return (
+                    f"\n  pass:    rank {rank} applied {name!r} where rank 0 applied {first_name!r}"
+                )
+            if digest != first:
+                return (
+                    "" if not index else f"\n  pass:    {name!r} did not do the same on all ranks"
+                )
+    return ""
 
 
 def check_spmd(

@@ -85,11 +85,6 @@ def iter_move_grads_and_optimizers(
         PassArgumentError: `held_back` is not such a number.
     """
     _check_share(held_back)
-    if not isinstance(gm, IterGraphModule):
-        raise IterationError(
-            "only an IterGraphModule has a next iteration: wrap the graph in"
-            " graphopt.IterGraphModule(gm)"
-        )
     destination = None if target_dest_node is None else _named(gm.graph, target_dest_node)
     if target_comm_node is not None:
         return _move_collective(gm, _named(gm.graph, target_comm_node), destination)

@@ -10,7 +10,7 @@ Before:                                   After:
 
 Each wait moves, with the views after it, to just before the first node that reads what was
 received: everything in between overlaps with the communication. Nodes are only reordered, so
-numerics do not change.
+numerics do not change. Fused or not: where `comm_fusion_with_concat` is applied, it comes first.
 
 Waits with one first reader, such as an optimizer that updates a list, stand before it in launch
 order. A result that nobody reads is waited for at the end of a captured step: the gradient of a
@@ -27,7 +27,7 @@ from graphopt.graph_utils import get_output, move_before
 from graphopt.manager import graph_optimization_pass
 
 
-@graph_optimization_pass(prerequisites=["comm_fusion_with_concat"])
+@graph_optimization_pass(apply_after=["comm_fusion_with_concat"])
 def schedule_comm_wait(gm: fx.GraphModule) -> int:
     """Delay each wait to just before its first real user. Returns how many waits moved."""
     late = late_nodes(gm.graph)

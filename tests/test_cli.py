@@ -212,6 +212,7 @@ def test_passes_as_json(folder: Path) -> None:
         ],
         "prerequisites": [],
         "apply_after": [],
+        "apply_before": [],
         "repeatable": True,
         "changes_numerics": True,
         "whole_step": False,

@@ -10,7 +10,16 @@ import torch
 from torch import fx
 
 import graphopt
-from graphopt.comm import get_all_comm_blocks, get_comm_block
+from graphopt.comm import (
+    CommBlock,
+    get_all_comm_blocks,
+    get_comm_block,
+    parameters_of,
+    replace_collective,
+    wait_of,
+)
+from graphopt.errors import VerificationError
+from graphopt.graph_utils import call_function_with_meta
 from graphopt.tracing import SourceLine
 from sketch import Sketch, c10d
 
@@ -171,3 +180,81 @@ def test_not_a_collective() -> None:
 def test_graph_without_communication() -> None:
     s = Sketch()
     assert get_all_comm_blocks(s.step([s.input("x", 4)])) == []
+
+
+def halved(gm: fx.GraphModule, block: CommBlock, *, whole: bool = True) -> fx.Node:
+    """What a collective gives, sent in half precision; put before its first reader."""
+    (sent,) = block.inputs
+    launch = block.comm_node
+
+    def new(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return call_function_with_meta(gm.graph, target, args, kwargs, like=launch)
+
+    with gm.graph.inserting_before(block.wait_nodes[0]):
+        half = new(aten._to_copy.default, sent, dtype=torch.bfloat16)
+        wait = new(c10d.wait_tensor.default, new(launch.target, half, *launch.args[1:]))
+        return new(aten._to_copy.default, wait, dtype=torch.float32) if whole else wait
+
+
+def captured_average() -> fx.GraphModule:
+    """One gradient that is averaged, read through a view."""
+    s = Sketch()
+    launch = s.average(s.input("g", 2, 3))
+    launch.meta["sends"] = ("weight",)
+    flat = s.call(aten.view.default, s.wait(launch), [6])
+    return s.step([s.call(aten.neg.default, flat)])
+
+
+def test_replacing_a_collective_takes_the_old_one_out() -> None:
+    gm = captured_average()
+    (block,) = get_all_comm_blocks(gm)
+    new = halved(gm, block)
+    replace_collective(gm, block, new)
+    gm.graph.lint()
+    (left,) = get_all_comm_blocks(gm)
+    assert left.dtype == torch.bfloat16
+    assert block.comm_node not in set(gm.graph.nodes)
+    assert block.wait_nodes[0] not in set(gm.graph.nodes)
+    assert [user.target for user in new.users] == [aten.view.default]
+    assert wait_of(left.comm_node) is left.wait_nodes[0]
+    assert parameters_of(gm, left) == ("weight",)
+
+
+def test_a_replacement_of_another_kind_is_refused() -> None:
+    gm = captured_average()
+    (block,) = get_all_comm_blocks(gm)
+    inserted = halved(gm, block, whole=False)
+    with pytest.raises(VerificationError, match=r"(?s)is torch.bfloat16 of .* convert it back"):
+        replace_collective(gm, block, inserted)
+    with pytest.raises(VerificationError, match="has 1 waits, and 2 new outputs"):
+        replace_collective(gm, block, [inserted, inserted])
+    assert [user.target for user in block.wait_nodes[0].users] == [aten.view.default]
+
+
+def test_a_replacement_that_needs_the_collective_is_refused() -> None:
+    gm = captured_average()
+    (block,) = get_all_comm_blocks(gm)
+    (wait,) = block.wait_nodes
+    with gm.graph.inserting_after(wait):
+        scaled = call_function_with_meta(gm.graph, aten.mul.Tensor, (wait, 2.0), like=wait)
+    with pytest.raises(
+        VerificationError, match=r"(?s)is computed from %all_reduce.*delete_user_cb"
+    ):
+        replace_collective(gm, block, scaled)
+    assert wait in scaled.all_input_nodes and len(wait.users) == 2
+
+
+def test_replacing_a_coalesced_collective() -> None:
+    s = Sketch()
+    x, y = s.input("x", 2), s.input("y", 3)
+    both = s.call(c10d.all_reduce_coalesced.default, [x, y], "sum", "0")
+    waits = [s.wait(s.call(operator.getitem, both, index)) for index in range(2)]
+    singles = [s.wait(s.all_reduce(value)) for value in (x, y)]
+    gm = s.step([s.call(aten.neg.default, wait) for wait in waits])
+    with pytest.raises(VerificationError, match="has 2 waits"):
+        wait_of(both)
+    replace_collective(gm, get_comm_block(both), singles)
+    gm.graph.lint()
+    assert [block.comm_node.target for block in get_all_comm_blocks(gm)] == [
+        c10d.all_reduce.default
+    ] * 2

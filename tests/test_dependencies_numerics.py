@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
 from graphopt import PassManager, PassRegistry, VerificationError, graph_optimization_pass
-from graphopt.graph_utils import call_function_with_meta, is_collective
+from graphopt.graph_utils import call_function_with_meta, find_nodes, is_collective
 from graphs import training_step
 
 aten = torch.ops.aten
@@ -51,5 +53,35 @@ def test_compression_must_be_declared(
         assert record.changes_numerics
         assert record.changes
     else:
-        with pytest.raises(VerificationError, match=r"sends 0 elements of torch\.float32"):
+        with pytest.raises(VerificationError) as caught:
             manager.run(gm)
+        text = str(caught.value)
+        assert "all_reduce(sum, group 0) sends 0 elements of torch.float32, before it was" in text
+        assert ": the dtype changed, all_reduce(sum, group 0) sends " in text
+        assert "hint:      a pass declared with changes_numerics=True may send another" in text
+
+
+def other_reduction(gm: fx.GraphModule) -> int:
+    """Average where gradients are summed."""
+    launches = find_nodes(gm.graph, is_collective)
+    for launch in launches:
+        launch.update_arg(1, "avg")
+    return len(launches)
+
+
+def other_group(gm: fx.GraphModule) -> int:
+    """Communicate in another group."""
+    find_nodes(gm.graph, is_collective)[0].update_arg(2, "1")
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"), [(other_reduction, "the reduction changed"), (other_group, "the group chan")]
+)
+def test_what_of_a_collective_changed_is_named(
+    wrong: Callable[..., Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pass_ = graph_optimization_pass(changes_numerics=True, registry=PassRegistry())(wrong)
+    with pytest.raises(VerificationError, match=what):
+        PassManager([pass_]).run(training_step(2))

@@ -86,6 +86,7 @@ def test_the_same_code_has_the_same_uuid(files: Files) -> None:
     [
         ("{}", "LIMIT = 3", "LIMIT = 4"),
         ("{}", "return node.op in", "return node.op not in"),
+        ("{}", "        used(node)", "        used(node), 1"),
         ("{}", "def the_pass(gm):", "def the_pass(gm, size: int = 1):"),
         ("helpers_of_{}", "node.name", "node.target"),
         ("inner_of_{}", "value = 1", "value = 2"),
@@ -144,6 +145,35 @@ def test_functions_that_are_exchanged_count(files: Files) -> None:
     module = files.module()
     before = uuid(module.the_pass)
     sys.modules[f"helpers_of_{files.name}"].helper = lambda node: node.op
+    assert uuid(module.the_pass) != before
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SEEN.append(gm)",
+        "SEEN.extend([1])",
+        "SEEN[0] = 1",
+        "[SEEN.append(n) for n in gm.graph.nodes]",
+    ],
+)
+def test_a_pass_that_changes_a_list_of_its_module_is_not_cached(
+    files: Files, caplog: pytest.LogCaptureFixture, statement: str
+) -> None:
+    files.replace(files.name, "LIMIT = 3", "LIMIT = 3\nSEEN = [0]")
+    files.replace(files.name, "        used(node)", f"        used(node)\n        {statement}")
+    with caplog.at_level("INFO", "graphopt"):
+        assert files.uuid() is None
+    assert "the_pass changes the list SEEN of its module" in caplog.text
+
+
+def test_a_list_that_is_only_read_counts_by_its_values(files: Files) -> None:
+    files.replace(files.name, "LIMIT = 3", "LIMIT = 3\nSEEN = [0]")
+    files.replace(files.name, "        used(node)", "        used(node), SEEN[0], len(SEEN)")
+    module = files.module()
+    before = uuid(module.the_pass)
+    assert isinstance(before, str) and uuid(module.the_pass) == before
+    module.SEEN.append(1)
     assert uuid(module.the_pass) != before
 
 

@@ -72,7 +72,14 @@ PUBLIC = {
         "parse_pipeline",
         "registry",
     ],
-    "graphopt.comm": ["CommBlock", "get_all_comm_blocks", "get_comm_block"],
+    "graphopt.comm": [
+        "CommBlock",
+        "get_all_comm_blocks",
+        "get_comm_block",
+        "parameters_of",
+        "replace_collective",
+        "wait_of",
+    ],
     "graphopt.optim": [
         "AdamArgs",
         "ForeachAddBlock",
@@ -117,7 +124,7 @@ PUBLIC = {
         "split_args_kwargs_into_chunks",
         "stage_backward",
     ],
-    "graphopt.testing": ["check_pass"],
+    "graphopt.testing": ["FakeRanks", "StepUnderTest", "check_pass", "fake_ranks"],
     "graphopt.graph_utils": [
         "call_function_with_meta",
         "find_all_descendants",

@@ -199,6 +199,35 @@ def test_refused_moves_change_nothing(names: list[str], target: str, message: st
     assert not graph.late
 
 
+def test_why_nodes_cannot_be_late_is_said_before() -> None:
+    graph = IterGraphModule(handmade()).graph
+    update = [named(graph, "add"), named(graph, "copy_")]
+    reason = graph.can_move_late(update[:1])
+    assert reason is not None and "%copy_" in reason and not graph.late
+    assert graph.can_move_late([]) == "no nodes to move were given"
+    reason = graph.can_move_late([named(graph, "w_1")])
+    assert reason is not None and "only calls can be moved" in reason
+    module = handmade()
+    named(module.graph, "s_1").meta["kind"] = "gradient"
+    reason = IterGraphModule(module).graph.can_move_late([named(graph, "add")])
+    assert reason is not None and "is not a node of this graph" in reason
+
+
+def test_without_a_destination_nodes_run_before_the_first_read() -> None:
+    graph = two_updates_plain().graph
+    late = [named(graph, name) for name in ("add", "copy_", "add_1", "copy__1")]
+    assert graph.can_move_late(late[:2]) is None
+    assert graph.can_move_late(late[2:]) is None
+    graph.move_to_next_iter_before(late[:2])
+    graph.move_to_next_iter_before(late[2:])
+    assert {n.name: d.name for n, d in graph.late.items()} == {
+        "add": "neg",
+        "copy_": "neg",
+        "add_1": "output",
+        "copy__1": "output",
+    }
+
+
 def test_random_numbers_keep_their_iteration() -> None:
     def program(w: Tensor) -> Any:
         drawn = aten.bernoulli.default(w)
@@ -258,15 +287,20 @@ def test_a_failure_before_late_work_loses_nothing(update: IterGraphModule) -> No
     assert same(actual, expected)
 
 
-def two_updates() -> IterGraphModule:
-    """``w += x`` and ``v += y``, both late."""
+def two_updates_plain() -> IterGraphModule:
+    """``w += x`` and ``v += y``; `w` is read at the beginning."""
 
     def program(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> Any:
         result = aten.neg.default(w)
         first = aten.copy_.default(w, aten.add.Tensor(w, x))
         return [result], [first, aten.copy_.default(v, aten.add.Tensor(v, y))], []
 
-    module = IterGraphModule(make_fx(program)(*(torch.ones(3) for _ in range(4))))
+    return IterGraphModule(make_fx(program)(*(torch.ones(3) for _ in range(4))))
+
+
+def two_updates() -> IterGraphModule:
+    """The same, both late."""
+    module = two_updates_plain()
     graph = module.graph
     late = [named(graph, name) for name in ("add", "copy_", "add_1", "copy__1")]
     graph.move_to_next_iter_before(late, named(graph, "neg"))

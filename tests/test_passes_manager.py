@@ -190,11 +190,39 @@ def test_a_repeatable_pass_may_follow_what_it_precedes(
     PassManager([clean, two, clean], registry=registry).run(gm)
 
 
-def test_unknown_constraints_are_not_ignored(registry: PassRegistry, gm: fx.GraphModule) -> None:
-    one = declare(registry, "one", apply_after=["othr"])
+def test_unknown_prerequisites_are_not_ignored(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    one = declare(registry, "one", ["othr"])
     declare(registry, "other")
     with pytest.raises(PassDefinitionError, match=r"names 'othr', .* did you mean 'other'"):
         one(gm)
+
+
+def test_passes_that_are_not_installed_constrain_nothing(
+    registry: PassRegistry, gm: fx.GraphModule
+) -> None:
+    one = declare(registry, "one", apply_after=["elsewhere"], apply_before=["nowhere"])
+    two = declare(registry, "two", apply_after=[one])
+    assert registry.order(["two", "one"]) == ["one", "two"]
+    PassManager("one -> two", registry=registry).run(gm)
+    assert applied_passes(gm) == ["one", "two"]
+    assert two.apply_after == ("one",)
+
+
+def test_apply_before(registry: PassRegistry, gm: fx.GraphModule) -> None:
+    two = declare(registry, "two")
+    one = declare(registry, "one", apply_before=[two])
+    assert registry.order(["two", "one"]) == ["one", "two"]
+    assert registry.graph.edges["one", "two"] == {"kind": "apply_before"}
+    PassManager([one, two], registry=registry).run(copy.deepcopy(gm))
+    two(gm)
+    with pytest.raises(PassOrderError) as caught:
+        one(gm)
+    assert str(caught.value) == (
+        "pass 'one' comes too late: 'two', which has to come after it, was applied before\n"
+        "  applied:  two\n  hint:     put 'one' before 'two'"
+    )
+    with pytest.raises(PassDefinitionError, match="closes a circle"):
+        declare(registry, "two", apply_before=["one"])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from torch import fx
 
 from graphopt import discovery
-from graphopt.errors import IterationError, PassError, VerificationError
+from graphopt.errors import CaptureError, IterationError, PassError, VerificationError
+from graphopt.graph_utils import call_function_with_meta
+from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import (
     PassArgumentError,
     PassCallback,
@@ -69,6 +72,7 @@ def test_the_error_of_a_crash(tmp_path: Path) -> None:
     with pytest.raises(PassError) as caught:
         manager.run(gm)
     path = tmp_path / "dump" / "graphopt-repro" / "01.pt"
+    line = crash.function.__code__.co_firstlineno + 2
     command = shlex.join(
         [
             *("graphopt", "optimize", str(path)),
@@ -78,6 +82,7 @@ def test_the_error_of_a_crash(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "pass 'crash' raised LookupError: no such thing\n"
         "  as this\n"
+        f'  at:        {__file__}:{line}  raise LookupError("no such thing\\n  as this")\n'
         "  pipeline:  first -> [crash(label='a b', size=0.5)]\n"
         f"  reproduce: {command}"
     )
@@ -155,8 +160,103 @@ def test_errors_of_graphopt_keep_their_type() -> None:
         raise IterationError("no such node")
 
     error = refused(unfinished)
-    assert isinstance(error, IterationError) and str(error) == "no such node"
-    assert not Path("graphopt-repro").exists()
+    assert isinstance(error, IterationError)
+    assert str(error) == (
+        "pass 'unfinished' raised IterationError: no such node\n"
+        f'  at:        {__file__}:{line_of(unfinished, 2)}  raise IterationError("no such node")\n'
+        "  pipeline:  [unfinished]\n"
+        "  reproduce: graphopt optimize graphopt-repro/01.pt --pipeline unfinished"
+        f" --import {__file__}"
+    )
+
+
+def line_of(function: Callable[..., Any], number: int) -> int:
+    """Where the line stands that comes `number` lines after the head of a function."""
+    return function.__code__.co_firstlineno + number
+
+
+def test_errors_of_graphopt_that_say_more() -> None:
+    def captures(gm: fx.GraphModule) -> None:
+        raise CaptureError("no reason", hint="none")
+
+    error = refused(captures)
+    assert isinstance(error, PassError) and isinstance(error.__cause__, CaptureError)
+    assert "pass 'captures' raised CaptureError: the step cannot be captured: no rea" in str(error)
+
+
+def test_errors_of_operators_name_pass_and_line() -> None:
+    def multiplies(gm: fx.GraphModule) -> None:
+        node = call(gm)
+        with gm.graph.inserting_after(node):
+            call_function_with_meta(gm.graph, torch.ops.aten.mm.default, (node, node))
+
+    def puts_in(gm: fx.GraphModule) -> None:
+        node = call(gm)
+        with gm.graph.inserting_after(node):
+            wrong = gm.graph.call_function(torch.ops.aten.mm.default, (node, node))
+        wrong.meta = dict(node.meta)
+        node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+
+    raised = str(refused(multiplies))
+    assert "pass 'multiplies' raised RuntimeError" in raised
+    assert f"{__file__}:{line_of(multiplies, 3)}  call_function_with_meta(" in raised
+    assert "pipeline:  [multiplies]\n  reproduce: graphopt optimize" in raised
+    assert "pass 'puts_in' was refused" in str(refused(puts_in))
+
+
+def test_work_that_is_dead_code() -> None:
+    def observes(gm: fx.GraphModule) -> int:
+        node = call(gm)
+        with gm.graph.inserting_after(node):
+            call_function_with_meta(gm.graph, torch.ops.aten.sum.default, (node,))
+        return 1
+
+    error = refused(observes)
+    assert isinstance(error, PassError)
+    assert "it reports 1 change, but nobody reads %sum_default" in str(error)
+    assert "graphopt.host.insert_callback" in str(error)
+
+
+def test_python_functions_are_no_operators() -> None:
+    def log(value: object) -> None: ...
+
+    def by_helper(gm: fx.GraphModule) -> int:
+        node = call(gm)
+        with gm.graph.inserting_after(node):
+            call_function_with_meta(gm.graph, log, (node,))
+        return 1
+
+    def by_hand(gm: fx.GraphModule) -> int:
+        node = call(gm)
+        with gm.graph.inserting_after(node):
+            gm.graph.call_function(log, (node,))
+        return 1
+
+    assert "log is a Python function" in str(refused(by_helper))
+    for wrong in (by_helper, by_hand):
+        assert "graphopt.host.insert_callback" in str(refused(wrong))
+
+
+def test_a_pass_for_iterations_on_a_plain_graph() -> None:
+    ran = []
+
+    @graph_optimization_pass(registry=PassRegistry())
+    def first(gm: fx.GraphModule) -> None:
+        ran.append(1)
+
+    @graph_optimization_pass(registry=PassRegistry())
+    def late(gm: IterGraphModule) -> None:
+        ran.append(2)
+
+    with pytest.raises(IterationError) as caught:
+        PassManager([first, late]).run(training_step(1))
+    assert str(caught.value) == (
+        "pass 'late' takes an IterGraphModule, and this is a plain GraphModule, which has no next"
+        " iteration\n  pipeline: first -> [late]\n"
+        "  hint:     wrap the graph: gm = graphopt.IterGraphModule(gm)"
+    )
+    assert ran == [] and not Path("graphopt-repro").exists()
+    PassManager([first, late]).run(IterGraphModule(training_step(1)))
 
 
 def test_values_that_a_pass_does_not_take() -> None:

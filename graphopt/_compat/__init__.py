@@ -520,6 +520,30 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device(kinds[0].type, torch.accelerator.current_device_index())
 
 
+def ranks_of_group(name: str) -> list[int] | None:
+    """The ranks of the process group that operators know by a name; None where there is none."""
+    group = group_named(name)
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def start_fake_group(count: int) -> None:
+    """Make the default process group one of `count` ranks, of which only rank 0 exists, and whose
+    communication does nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=0, world_size=count)
+
+
+FAKE_BACKEND = "fake"
+
+
+def fake_world_size() -> int | None:
+    """How many ranks `start_fake_group` has made; None where there is no such group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.get_world_size() if dist.get_backend() == FAKE_BACKEND else None
+
+
 # ---------------------------------------------------------------------------- optimizers
 
 

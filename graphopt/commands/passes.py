@@ -42,6 +42,7 @@ def described(pass_: Pass) -> dict[str, Any]:
         ],
         "prerequisites": list(pass_.prerequisites),
         "apply_after": list(pass_.apply_after),
+        "apply_before": list(pass_.apply_before),
         "repeatable": pass_.repeatable,
         "changes_numerics": pass_.changes_numerics,
         "whole_step": pass_.whole_step,
@@ -69,7 +70,11 @@ def _description(pass_: Pass) -> Text:
     text = Text(pass_.doc or "(its function has no docstring)")
     for option in pass_.options.values():
         text.append(f"\n{option}", "cyan")
-    for heading, names in (("needs", pass_.prerequisites), ("after", pass_.apply_after)):
+    for heading, names in (
+        ("needs", pass_.prerequisites),
+        ("after", pass_.apply_after),
+        ("before", pass_.apply_before),
+    ):
         if names:
             text.append(f"\n{heading} {', '.join(names)}", "magenta")
     if pass_.whole_step:

@@ -59,6 +59,7 @@ def _declaration(pass_: Pass) -> tuple[Any, ...]:
         pass_.name,
         pass_.prerequisites,
         pass_.apply_after,
+        pass_.apply_before,
         pass_.repeatable,
         pass_.changes_numerics,
         pass_.bakes_rank,

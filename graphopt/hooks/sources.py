@@ -7,8 +7,10 @@ made inside another one depends on values that stand nowhere in its text.
 from __future__ import annotations
 
 import ast
+import dis
 import hashlib
 import importlib.util
+import logging
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -18,6 +20,13 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from graphopt.manager.literals import has_literal, literal
+
+logger = logging.getLogger("graphopt")
+
+_CHANGING = frozenset(
+    {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort", "__setitem__"}
+)
+"""Methods of lists that change them."""
 
 _ELSEWHERE = frozenset({"graphopt", "torch", "functorch", *sys.stdlib_module_names})
 """Packages whose versions are part of an identity anyway."""
@@ -32,16 +41,23 @@ def source_digest(function: Callable[..., Any]) -> str | None:
     directly is read.
 
     Returns:
-        None if the file cannot be read, as for a function typed into a shell, or if the function
-        closes over something other than functions and plain values.
+        None if the file cannot be read, as for a function typed into a shell, if the function
+        closes over something other than functions and plain values, or if it changes a list of its
+        module, since it would be another function after each run. The log says why.
     """
     if _elsewhere(function.__module__):
         return f"{function.__module__}.{function.__qualname__}"
-    loaded = _Loaded()
-    if not loaded.add(function):
-        return None
-    texts = _Texts(function.__module__)
-    if not texts.add_file(function.__module__, Path(function.__code__.co_filename)):
+    loaded, texts = _Loaded(), _Texts(function.__module__)
+    known = loaded.add(function)
+    reason = loaded.changed
+    if reason is None and not known:
+        reason = "it closes over what has no text form"
+    elif reason is None and not texts.add_file(
+        function.__module__, Path(function.__code__.co_filename)
+    ):
+        reason = "its file cannot be read"
+    if reason is not None:
+        logger.info("what %s leaves is not cached: %s", function.__qualname__, reason)
         return None
     parts = (sorted(loaded.parts), sorted(texts.parts))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -53,10 +69,16 @@ def _elsewhere(module: str) -> bool:
 
 
 class _Loaded:
-    """Functions as they are loaded: their code, and plain values that they use."""
+    """Functions as they are loaded: their code, and plain values that they use.
+
+    Attributes:
+        parts: one text for each.
+        changed: in words, a list of a module that one of the functions changes; None if none does.
+    """
 
     def __init__(self) -> None:
         self.parts: set[str] = set()
+        self.changed: str | None = None
         self._seen: set[FunctionType] = set()
 
     def add(self, value: Any) -> bool:
@@ -90,6 +112,8 @@ class _Loaded:
         names = set(_names(function.__code__))
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
+            if isinstance(value, list) and name in _changed_names(function.__code__):
+                self.changed = f"{function.__qualname__} changes the list {name} of its module"
             if has_literal(value):
                 self.parts.add(f"{function.__module__}.{name} = {literal(value)}")
             elif isinstance(value, ModuleType) and not _elsewhere(value.__name__):
@@ -103,6 +127,26 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _changed_names(code: CodeType) -> set[str]:
+    """Names of globals that code changes, by a method of lists or by assigning to items."""
+    found: set[str] = set()
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "NOP")]
+    for index, step in enumerate(steps):
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            found.add(step.argval)
+        if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+            continue
+        following = steps[index + 1 : index + 4]
+        if following and following[0].argval in _CHANGING:
+            found.add(step.argval)
+        if any(after.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for after in following):
+            found.add(step.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _changed_names(constant)
+    return found
 
 
 def _code_text(code: CodeType) -> str:

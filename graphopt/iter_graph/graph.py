@@ -10,7 +10,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import IterationError
-from graphopt.iter_graph.rules import refuse_move
+from graphopt.iter_graph.rules import default_destination, refuse_foreign, refuse_move
 
 
 class IterGraph(fx.Graph):
@@ -37,7 +37,24 @@ class IterGraph(fx.Graph):
         """Whether `node` runs one iteration late."""
         return node in self._late
 
-    def move_to_next_iter_before(self, nodes: Iterable[fx.Node], target_node: fx.Node) -> None:
+    def can_move_late(
+        self, nodes: Iterable[fx.Node], target_node: fx.Node | None = None
+    ) -> str | None:
+        """Why `nodes` cannot run in the next iteration, before `target_node`; None if they can.
+
+        Args:
+            nodes, target_node: as of `move_to_next_iter_before`, which raises for this reason.
+        """
+        moved = list(dict.fromkeys(nodes))
+        try:
+            self._destination(moved, target_node)
+        except IterationError as error:
+            return str(error)
+        return None
+
+    def move_to_next_iter_before(
+        self, nodes: Iterable[fx.Node], target_node: fx.Node | None = None
+    ) -> None:
         """Let `nodes` run in the next iteration, just before `target_node`.
 
         Among themselves they keep the order they have in the graph. Nodes moved before may be moved
@@ -46,17 +63,25 @@ class IterGraph(fx.Graph):
         Args:
             nodes: with all their users, except state updates in the output.
             target_node: a node of this graph that stays in its iteration; may be the output node.
+                None: the first node that reads what `nodes` update, which is as late as they can.
 
         Raises:
             IterationError: the nodes feed a user output, draw random numbers, update what is read
                 before `target_node`, or have users that stay in this iteration. Nothing is moved.
         """
         moved = list(dict.fromkeys(nodes))
+        destination = self._destination(moved, target_node)
+        for node in moved:
+            self.mark_late(node, destination)
+
+    def _destination(self, moved: list[fx.Node], target_node: fx.Node | None) -> fx.Node:
+        """Before what `moved` are to run; raises `IterationError` if they cannot."""
         if not moved:
             raise IterationError("no nodes to move were given")
-        refuse_move(self, self._late, moved, target_node)
-        for node in moved:
-            self.mark_late(node, target_node)
+        refuse_foreign(self, moved)
+        destination = target_node or default_destination(self, self._late, moved)
+        refuse_move(self, self._late, moved, destination)
+        return destination
 
     def mark_late(self, node: fx.Node, destination: fx.Node) -> None:
         """Mark a node without asking whether it may be late; `check_late` will tell."""

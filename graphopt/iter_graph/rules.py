@@ -14,7 +14,13 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import IterationError
-from graphopt.graph_utils import get_outputs, is_random, readers_through_views, written
+from graphopt.graph_utils import (
+    get_output,
+    get_outputs,
+    is_random,
+    readers_through_views,
+    written,
+)
 from graphopt.host import is_host_call
 
 LIVE_STATE = frozenset({"parameter", "buffer", "optimizer_state", None})
@@ -56,7 +62,7 @@ def refuse_move(
     graph: fx.Graph, late: Mapping[fx.Node, fx.Node], nodes: Sequence[fx.Node], target: fx.Node
 ) -> None:
     """Raise `IterationError` unless `nodes` may become late, to run before `target`."""
-    _refuse_foreign(graph, nodes, target)
+    _refuse_target(graph, target)
     after = {**late, **dict.fromkeys(nodes, target)}
     if target in after:
         raise IterationError(f"the destination {_named(target)} is itself moved")
@@ -66,13 +72,32 @@ def refuse_move(
         raise IterationError(problem)
 
 
-def _refuse_foreign(graph: fx.Graph, nodes: Sequence[fx.Node], target: fx.Node) -> None:
-    for node in (*nodes, target):
-        if not isinstance(node, fx.Node) or node.graph is not graph:
-            raise IterationError(f"{node!r} is not a node of this graph")
+def default_destination(
+    graph: fx.Graph, late: Mapping[fx.Node, fx.Node], nodes: Sequence[fx.Node]
+) -> fx.Node:
+    """Before what nodes have to run in the next iteration: the first node that reads what they
+    update, or the output. Linear in the number of readers."""
+    moved = {*late, *nodes}
+    states = dict.fromkeys(state for node in nodes for state in written(node))
+    readers = (r for state in states for r in readers_through_views(state) if r not in moved)
+    return min(readers, default=get_output(graph))
+
+
+def refuse_foreign(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Raise `IterationError` unless `nodes` are calls of this graph."""
     for node in nodes:
+        _refuse_other_graph(graph, node)
         if node.op in ("placeholder", "output", "get_attr"):
             raise IterationError(f"{_named(node)} is a {node.op}: only calls can be moved")
+
+
+def _refuse_other_graph(graph: fx.Graph, node: fx.Node) -> None:
+    if not isinstance(node, fx.Node) or node.graph is not graph:
+        raise IterationError(f"{node!r} is not a node of this graph")
+
+
+def _refuse_target(graph: fx.Graph, target: fx.Node) -> None:
+    _refuse_other_graph(graph, target)
     if target.op in ("placeholder", "get_attr"):
         raise IterationError(
             f"the destination {_named(target)} is a {target.op}; name the node that reads it"

@@ -17,10 +17,11 @@ from graphopt.errors import FileError
 from graphopt.graph_utils import follows_output_convention
 from graphopt.iter_graph import IterGraphModule, check_late
 from graphopt.manager.declaration import Pass
-from graphopt.manager.problems import Refused
+from graphopt.manager.problems import Refused, refusing_what_fails
 from graphopt.manager.records import PassRecord
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
+from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
 from graphopt.verify import Problem, check_dependencies, check_equivalence
 from graphopt.verify.metadata import changed_problems
@@ -92,12 +93,18 @@ class Verification(PassCallback):
         self._prove = level == "equivalence"
 
     def after_pass(self, context: PassContext) -> None:
-        if not context.record.changed:
-            return
+        if context.record.changed:
+            with refusing_what_fails():
+                self._check(context)
+
+    def _check(self, context: PassContext) -> None:
         late = check_late(context.gm)
         if late:
             raise Refused([Problem(text) for text in late])
         before = context.before
+        unread = newly_unread(context.gm.graph, before)
+        if unread is not None:
+            raise Refused([unread])
         report = check_dependencies(
             before.graph,
             context.gm,

@@ -33,8 +33,10 @@ class Pass:
         module: where the function is defined; module and function name identify a pass.
         prerequisites: names of passes that must have been applied to the graph before.
         apply_after: names of passes that come first if both are applied.
+        apply_before: names of passes that come later if both are applied.
         repeatable: whether it may be applied to a graph more than once.
         changes_numerics: whether it may change the bits of the results.
+        needs_iterations: whether it takes an `IterGraphModule` alone: its annotation says so.
         whole_step: whether it needs a whole training step; inside `torch.compile` it is left out.
         bakes_rank: whether what it leaves holds on this rank alone, so that ranks share no cache.
         options: its options by name, in the order of the signature.
@@ -50,6 +52,7 @@ class Pass:
         name: str | None = None,
         prerequisites: Iterable[Pass | str] = (),
         apply_after: Iterable[Pass | str] = (),
+        apply_before: Iterable[Pass | str] = (),
         repeatable: bool = False,
         changes_numerics: bool = False,
         whole_step: bool = False,
@@ -60,15 +63,15 @@ class Pass:
         _check_name(self.name)
         self.prerequisites = _names(prerequisites, "prerequisites", self.name)
         self.apply_after = _names(apply_after, "apply_after", self.name)
+        self.apply_before = _names(apply_before, "apply_before", self.name)
         self.options: dict[str, Option] = options_of(function, self.name)
         annotation = _check_graph_annotation(function, self.name)
         self.function = function
         self.module = function.__module__
         self.repeatable = repeatable
         self.changes_numerics = changes_numerics
-        self.whole_step = whole_step or (
-            is_class(annotation) and issubclass(annotation, IterGraphModule)
-        )
+        self.needs_iterations = is_class(annotation) and issubclass(annotation, IterGraphModule)
+        self.whole_step = whole_step or self.needs_iterations
         self.bakes_rank = bakes_rank
         self.doc = (inspect.getdoc(function) or "").partition("\n")[0]
         code = inspect.unwrap(function).__code__

@@ -18,6 +18,7 @@ def graph_optimization_pass(
     prerequisites: Iterable[Pass | str] = (),
     apply_after: Iterable[Pass | str] = (),
     *,
+    apply_before: Iterable[Pass | str] = (),
     name: str | None = None,
     repeatable: bool = False,
     changes_numerics: bool = False,
@@ -36,8 +37,11 @@ def graph_optimization_pass(
     return how many changes it made. Cleaning up, checks and records are the `PassManager`'s.
 
     Args:
-        prerequisites: passes, or names of passes, that must have been applied before.
-        apply_after: passes, or names, that come first if both are applied.
+        prerequisites: passes, or names of passes, that must have been applied before: what it
+            cannot work without.
+        apply_after: passes, or names, that come first if both are applied. The name of a pass that
+            is not installed constrains nothing.
+        apply_before: passes, or names, that come later if both are applied.
         name: by which pipelines know it; None: the name of the function.
         repeatable: it may be applied to a graph more than once.
         changes_numerics: it may change the bits of the results.
@@ -69,6 +73,7 @@ def graph_optimization_pass(
             name=name,
             prerequisites=prerequisites,
             apply_after=apply_after,
+            apply_before=apply_before,
             repeatable=repeatable,
             changes_numerics=changes_numerics,
             whole_step=whole_step,

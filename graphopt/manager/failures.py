@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch import fx
 
-from graphopt.errors import PassError, VerificationError
+from graphopt.errors import GraphOptError, PassError, VerificationError
 from graphopt.manager.callbacks import PassContext
 from graphopt.manager.declaration import Pass
+from graphopt.manager.options import PassArgumentError
 from graphopt.manager.problems import Refused
 from graphopt.manager.text import Pipeline, is_text, marked_text
 from graphopt.saved import save_graph
@@ -33,15 +35,42 @@ def refusal(context: PassContext, refused: Refused, folder: Path) -> Verificatio
     return error_type(_text(head, refused.problems, context, folder))
 
 
-def crash(context: PassContext, error: Exception, folder: Path) -> PassError:
-    """The error for a pass that raised `error`. The graph must have been restored."""
+def crash(context: PassContext, error: Exception, folder: Path) -> GraphOptError:
+    """The error for a pass that raised `error`. The graph must have been restored.
+
+    An error of graphopt keeps its type, and any other becomes a `PassError`.
+    """
     text = str(error).strip()
     what = type(error).__name__ + (f": {text}" if text else "")
-    head = f"pass {context.pass_.name!r} raised "
-    return PassError(_text(head, [Problem(what)], context, folder))
+    head, name = "raised ", context.pass_.name
+    if isinstance(error, PassArgumentError):
+        head, what = "does not take this: ", text
+    place = _place_in_pass(error, context.pass_)
+    full = _text(f"pass {name!r} {head}", [Problem(what)], context, folder, place)
+    if isinstance(error, GraphOptError):
+        error.args = (full,)
+        if str(error) == full:
+            return error
+    crashed = PassError(full)
+    crashed.__cause__ = error
+    return crashed
 
 
-def _text(head: str, problems: Sequence[Problem], context: PassContext, folder: Path) -> str:
+def _place_in_pass(error: Exception, pass_: Pass) -> str | None:
+    """The line of the pass's file that was running."""
+    file = pass_.source.rpartition(":")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if frame.filename == file]
+    return f"{_shown(Path(file))}:{lines[-1].lineno}  {lines[-1].line}" if lines else None
+
+
+def _text(
+    head: str,
+    problems: Sequence[Problem],
+    context: PassContext,
+    folder: Path,
+    place: str | None = None,
+) -> str:
     first, *more = problems
     lines = [head + first.message]
     lines += _node_lines(first.nodes)
@@ -49,6 +78,7 @@ def _text(head: str, problems: Sequence[Problem], context: PassContext, folder: 
     if len(more) > _SHOWN:
         lines.append(f"  and {len(more) - _SHOWN} more")
     for name, value in (
+        ("at:", place),
         ("from:", first.source),
         ("pipeline:", marked_text(context.pipeline, context.index)),
         ("reproduce:", _reproduce(context, folder)),
@@ -84,9 +114,12 @@ def _import_option(pass_: Pass) -> str:
     file = Path(pass_.source.rpartition(":")[0])
     if pass_.module.startswith("graphopt.") or not file.is_file():
         return ""
-    if file.is_relative_to(Path.cwd()):
-        file = file.relative_to(Path.cwd())
-    return f" --import {shlex.quote(str(file))}"
+    return f" --import {shlex.quote(str(_shown(file)))}"
+
+
+def _shown(file: Path) -> Path:
+    """A file as users see it: from the current folder, if it is in there."""
+    return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
 
 
 def _save(gm: fx.GraphModule, folder: Path) -> Path:

@@ -26,7 +26,7 @@ def check_order(
     Raises:
         PassOrderError: a prerequisite is missing, a pass comes after one that has to follow it, or
             a pass that is not repeatable comes twice.
-        PassDefinitionError: a constraint names an unknown pass.
+        PassDefinitionError: a prerequisite is an unknown pass.
     """
     registry.check_known(passes)
     constraints = _constraints(applied, registry) | {p.name: p.apply_after for p in passes}
@@ -79,7 +79,7 @@ def _check_not_late(
     if pass_.name in done:
         return
     for other in done:
-        if pass_.name in constraints.get(other, ()):
+        if pass_.name in constraints.get(other, ()) or other in pass_.apply_before:
             raise PassOrderError(
                 f"pass {pass_.name!r} comes too late: {other!r}, which has to come after it, was"
                 f" applied before{_so_far(done)}"

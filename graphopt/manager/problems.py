@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from graphopt.errors import GraphOptError
 from graphopt.verify import Problem
 
 
@@ -19,3 +21,20 @@ class Refused(Exception):
     def __init__(self, problems: Sequence[Problem], *, broken: bool = True) -> None:
         super().__init__(problems[0].message)
         self.problems, self.broken = tuple(problems), broken
+
+
+@contextmanager
+def refusing_what_fails() -> Iterator[None]:
+    """Around what deals with a graph that a pass has left: an error there is the pass's fault."""
+    try:
+        yield
+    except (Refused, GraphOptError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        problem = Problem(
+            f"what it left is no graph that can run: {what}",
+            hint="insert nodes with graphopt.graph_utils.call_function_with_meta, which calls the"
+            " operator on the metadata of its arguments",
+        )
+        raise Refused([problem]) from error

@@ -38,6 +38,8 @@ class PassRecord:
         changed: whether the graph is another than before.
         changes_numerics: whether the pass is one that may change the bits of the results.
         skipped: it was disabled, and did not run.
+        launches: stands for all launches of collectives that it has left, in order: what has to be
+            the same on all ranks.
     """
 
     name: str
@@ -53,6 +55,7 @@ class PassRecord:
     changed: bool = False
     changes_numerics: bool = False
     skipped: bool = False
+    launches: str = field(default="", repr=False, compare=False)
 
     @property
     def before(self) -> Counts:

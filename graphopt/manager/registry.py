@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
-import networkx as nx
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from graphopt.errors import PassDefinitionError, PipelineSyntaxError
 from graphopt.manager.declaration import Pass
 from graphopt.manager.names import suggestion
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 class PassRegistry:
@@ -66,11 +70,18 @@ class PassRegistry:
     def graph(self) -> nx.DiGraph:
         """All constraints: an edge from each pass to those that come after it.
 
-        Its attribute `kind` is "prerequisite" or "apply_after". A name that a constraint mentions
-        and nobody declares is a node as well.
+        Its attribute `kind` is "prerequisite", "apply_after" or "apply_before". A name that a
+        constraint mentions and nobody declares is a node as well.
         """
+        import networkx as nx  # a tenth of a second that declaring passes need not wait for
+
         self._load()
-        return _constraints(self._passes.values())
+        graph = nx.DiGraph()
+        for pass_ in self._passes.values():
+            graph.add_node(pass_.name)
+            for first, second, kind in _constraints([pass_]):
+                graph.add_edge(first, second, kind=kind)
+        return graph
 
     def order(self, names: Iterable[str]) -> list[str]:
         """`names` in an order that all constraints between them allow.
@@ -79,24 +90,24 @@ class PassRegistry:
 
         Raises:
             PipelineSyntaxError: a name is unknown.
-            PassDefinitionError: one of the passes mentions an unknown pass.
+            PassDefinitionError: a prerequisite of one of the passes is an unknown pass.
         """
         wanted = list(names)
         passes = {name: self.get(name) for name in wanted}
         self.check_known(list(passes.values()))
-        allowed = nx.DiGraph()
-        allowed.add_nodes_from(range(len(wanted)))
         places: dict[str, list[int]] = {}
         for place, name in enumerate(wanted):
             places.setdefault(name, []).append(place)
-        for name, own in places.items():
-            for first in (*passes[name].prerequisites, *passes[name].apply_after):
-                allowed.add_edges_from((i, j) for i in places.get(first, ()) for j in own)
-        return [wanted[place] for place in nx.lexicographical_topological_sort(allowed)]
+        followers: dict[int, set[int]] = {place: set() for place in range(len(wanted))}
+        for first, second, _ in _constraints(passes.values()):
+            for place in places.get(first, ()):
+                followers[place].update(places.get(second, ()))
+        return [wanted[place] for place in _earliest_order(followers)]
 
     def check_known(self, passes: Sequence[Pass]) -> None:
-        """Raise `PassDefinitionError` if a constraint of `passes` mentions an unknown pass."""
-        mentioned = [(p, n) for p in passes for n in (*p.prerequisites, *p.apply_after)]
+        """Raise `PassDefinitionError` if a prerequisite of `passes` is an unknown pass. What an
+        unknown pass may not follow or precede is no question."""
+        mentioned = [(p, n) for p in passes for n in p.prerequisites]
         here = {p.name for p in passes}
         if all(name in here for _, name in mentioned):
             return
@@ -104,9 +115,8 @@ class PassRegistry:
         known = here | self._passes.keys()
         for pass_, name in mentioned:
             if name not in known:
-                kind = "prerequisites" if name in pass_.prerequisites else "apply_after"
                 raise PassDefinitionError(
-                    f"{kind} of pass {_place(pass_)} names {name!r}, which is not a pass"
+                    f"prerequisites of pass {_place(pass_)} names {name!r}, which is not a pass"
                     + suggestion(name, known - {pass_.name})
                 )
 
@@ -136,19 +146,35 @@ def _function(pass_: Pass) -> str:
     return f"{pass_.function.__name__} ({pass_.source})"
 
 
-def _constraints(passes: Iterable[Pass]) -> nx.DiGraph:
-    graph = nx.DiGraph()
+def _constraints(passes: Iterable[Pass]) -> Iterator[tuple[str, str, str]]:
+    """All constraints of some passes: which pass, before which other, and the kind."""
     for pass_ in passes:
-        graph.add_node(pass_.name)
-        graph.add_edges_from(((n, pass_.name) for n in pass_.apply_after), kind="apply_after")
-        graph.add_edges_from(((n, pass_.name) for n in pass_.prerequisites), kind="prerequisite")
-    return graph
+        yield from ((pass_.name, name, "apply_before") for name in pass_.apply_before)
+        yield from ((name, pass_.name, "apply_after") for name in pass_.apply_after)
+        yield from ((name, pass_.name, "prerequisite") for name in pass_.prerequisites)
 
 
-def _refuse_circle(constraints: nx.DiGraph, pass_: Pass) -> None:
-    if constraints.has_edge(pass_.name, pass_.name):
+def _earliest_order(followers: Mapping[int, Iterable[int]]) -> Iterator[int]:
+    """Numbers, each before its followers, and as far as that allows from small to large."""
+    waiting = Counter(follower for found in followers.values() for follower in found)
+    ready = [number for number in followers if not waiting[number]]
+    heapq.heapify(ready)
+    while ready:
+        number = heapq.heappop(ready)
+        yield number
+        for follower in followers[number]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, follower)
+
+
+def _refuse_circle(constraints: Iterable[tuple[str, str, str]], pass_: Pass) -> None:
+    followers: dict[str, list[str]] = {}
+    for first, second, _ in constraints:
+        followers.setdefault(first, []).append(second)
+    circle = _circle_through(followers, pass_.name)
+    if circle == [pass_.name, pass_.name]:
         raise PassDefinitionError(f"pass {_place(pass_)} is to come after itself")
-    circle = _circle_through(constraints, pass_.name)
     if circle is not None:
         raise PassDefinitionError(
             f"pass {_place(pass_)} closes a circle of constraints, which no order can keep:\n    "
@@ -156,8 +182,18 @@ def _refuse_circle(constraints: nx.DiGraph, pass_: Pass) -> None:
         )
 
 
-def _circle_through(constraints: nx.DiGraph, name: str) -> list[str] | None:
-    for successor in constraints.successors(name):
-        if nx.has_path(constraints, successor, name):
-            return [name, *nx.shortest_path(constraints, successor, name)]
-    return None
+def _circle_through(followers: Mapping[str, Iterable[str]], name: str) -> list[str] | None:
+    """The shortest way from a pass back to itself; None if there is none."""
+    came_from: dict[str, str] = {}
+    pending = [name]
+    for current in pending:  # grows while it is read
+        for follower in followers.get(current, ()):
+            if follower not in came_from:
+                came_from[follower] = current
+                pending.append(follower)
+    if name not in came_from:
+        return None
+    circle = [name, came_from[name]]
+    while circle[-1] != name:
+        circle.append(came_from[circle[-1]])
+    return circle[::-1]

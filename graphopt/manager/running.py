@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from graphopt.errors import GraphOptError, PassOrderError, PipelineSyntaxError
+from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
-from graphopt.iter_graph import IterGraphModule
+from graphopt.manager.admission import check_graph_module, check_iterations, check_open
 from graphopt.manager.callbacks import (
     Dump,
     PassCallback,
@@ -21,9 +21,9 @@ from graphopt.manager.callbacks import (
 )
 from graphopt.manager.declaration import Pass
 from graphopt.manager.failures import crash, refusal
-from graphopt.manager.options import PassArgumentError, bind
+from graphopt.manager.options import bind
 from graphopt.manager.order import check_order
-from graphopt.manager.problems import Refused
+from graphopt.manager.problems import Refused, refusing_what_fails
 from graphopt.manager.records import (
     PassRecord,
     add_record,
@@ -36,6 +36,7 @@ from graphopt.manager.settings import read_settings
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
+from graphopt.spmd import launches_digest
 from graphopt.verify import Problem
 from graphopt.waits import split_waits
 
@@ -106,12 +107,15 @@ class PassManager:
             PassOrderError: the passes may not be applied to this graph; nothing is changed.
             PassError: a pass raised something else than an error of graphopt.
             VerificationError: a pass left a broken graph, or one that means something else.
+            IterationError: one of the passes needs an `IterGraphModule`; nothing is changed.
+            GraphOptError: of another type, that a pass raised.
         """
-        _check_graph_module(gm)
+        check_graph_module(gm)
         indices = self._enabled()
         if not indices:
             return []
-        _check_open(gm)
+        check_open(gm)
+        check_iterations(gm, self.pipeline, indices)
         check_order(
             [self.pipeline[index].pass_ for index in indices],
             applied_passes(gm),
@@ -160,7 +164,8 @@ class PassManager:
             for callback in callbacks:
                 callback.before_pass(context)
             _call(context)
-            _finish(context)
+            with refusing_what_fails():
+                _finish(context)
             for callback in reversed(callbacks):
                 callback.after_pass(context)
         except BaseException as error:
@@ -169,14 +174,15 @@ class PassManager:
                 callback.failed(context, error)
             folder = self._settings.dump_dir or Path()
             if isinstance(error, Refused):
-                raise refusal(context, error, folder) from None
+                raise refusal(context, error, folder) from error.__cause__
             if isinstance(error, _Raised):
-                raise crash(context, error.cause, folder) from error.cause
+                raised = crash(context, error.cause, folder)
+                raise raised from raised.__cause__
             raise
 
 
 class _Raised(Exception):
-    """A pass raised `cause`, which is not an error of graphopt."""
+    """A pass raised `cause`."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
@@ -198,13 +204,8 @@ def run_alone(
 
 def _call(context: PassContext) -> None:
     """Run the function of a pass, and take what it returns."""
-    name = context.pass_.name
     try:
         changes = context.pass_.function(context.gm, **context.arguments)
-    except PassArgumentError as error:
-        raise PassArgumentError(f"pass {name!r} does not take this: {error}") from error
-    except GraphOptError:
-        raise
     except Exception as error:
         raise _Raised(error) from error
     if changes is None or (type(changes) is int and changes >= 0):
@@ -221,15 +222,31 @@ def _finish(context: PassContext) -> None:
     found = find_problem(gm, before)
     if found is not None:
         raise Refused([found])
+    inserted = [node.name for node in before.new_nodes()]
     eliminate_dead_code(gm.graph)
     record.changed = not before.unchanged()
+    if inserted and record.changes and not record.changed:
+        _refuse_unread(context, inserted)
     if record.changed:
         for node in before.new_nodes():
             made_by = (*node.meta.get("provenance", ()), record.name)
             node.meta = {**node.meta, "provenance": made_by}
         gm.recompile()
     record.after = count(gm.graph)
+    record.launches = launches_digest(gm.graph)
     add_record(gm, record)
+
+
+def _refuse_unread(context: PassContext, inserted: Sequence[str]) -> None:
+    """Refuse a pass all of whose work is dead code."""
+    count = context.record.changes
+    problem = Problem(
+        f"it reports {count} change{'s' * (count != 1)}, but nobody reads %{inserted[0]}, which it"
+        " put in, so that nothing is left of them",
+        hint="let a node read it; graphopt.host.insert_callback(graph, function, *nodes) gives"
+        " values of every step to a function, and stays",
+    )
+    raise Refused([problem], broken=False)
 
 
 def _read_pipeline(pipeline: object, registry: PassRegistry) -> Pipeline:
@@ -269,30 +286,3 @@ def _steps(entry: object, registry: PassRegistry) -> Sequence[Step]:
 
 def _decorate(value: object) -> str:
     return "; decorate it with @graph_optimization_pass()" if callable(value) else ""
-
-
-def _check_graph_module(gm: object) -> None:
-    if isinstance(gm, fx.GraphModule):
-        return
-    if isinstance(getattr(gm, "graph_module", None), fx.GraphModule):
-        hint = "give its graph_module"
-    elif isinstance(gm, fx.Graph):
-        hint = "give the fx.GraphModule that it belongs to"
-    else:
-        hint = "graphopt.capture(step, …).graph_module is one"
-    raise PassArgumentError(
-        f"a pass runs on an fx.GraphModule or an IterGraphModule, not on a {type(gm).__name__}"
-        f"\n  hint:     {hint}"
-    )
-
-
-def _check_open(gm: fx.GraphModule) -> None:
-    if not isinstance(gm, IterGraphModule):
-        return
-    if gm.frozen:
-        raise PassOrderError(
-            "the graph is final: apply passes before finalize_setup()\n"
-            f"  applied:  {' -> '.join(applied_passes(gm)) or 'nothing'}"
-        )
-    if gm.in_flight:
-        raise PassOrderError("an iteration of this graph is in flight: call flush() first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import FunctionType
 
 from torch import fx
 
@@ -86,7 +87,9 @@ def _values(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
             yield Problem(
                 "it left a node without meta['val']",
                 (node,),
-                hint="insert nodes with graphopt.graph_utils.call_function_with_meta",
+                hint="graphopt.host.insert_callback calls functions written in Python"
+                if isinstance(node.target, FunctionType)
+                else "insert nodes with graphopt.graph_utils.call_function_with_meta",
             )
 
 

@@ -7,6 +7,7 @@ from graphopt.optim.blocks import (
     ListOptimizerBlock,
 )
 from graphopt.optim.finding import get_all_fused_optimizer_blocks, get_fused_optimizer_block
+from graphopt.optim.gradients import gradients_of
 from graphopt.optim.lists import OptimizerSplitError
 from graphopt.optim.outputs import ForeachAddBlock
 from graphopt.optim.split import split_fused_optimizer, split_updates
@@ -20,6 +21,7 @@ __all__ = [
     "OptimizerSplitError",
     "get_all_fused_optimizer_blocks",
     "get_fused_optimizer_block",
+    "gradients_of",
     "split_fused_optimizer",
     "split_updates",
 ]

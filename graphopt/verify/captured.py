@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -20,8 +21,10 @@ from graphopt.graph_utils import (
     is_wait,
     tensors_in,
 )
-from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.inputs import InputSpec
+
+if TYPE_CHECKING:
+    from graphopt.tracing.capture import CapturedStep
+    from graphopt.tracing.inputs import InputSpec
 
 KINDS = ("parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input")
 PHASES = ("forward", "backward", "communication", "optimizer")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from graphopt.verify import structure
+from graphopt.verify import sent, structure
 from graphopt.verify.labels import Labels
 from graphopt.verify.matching import End, Matching, Sink, correspondence_by_name
 from graphopt.verify.memory import Memory
@@ -88,7 +88,7 @@ class _Comparison:
             *structure.interface(before, after),
             *structure.late_nodes(after),
             *structure.waits(after, memory),
-            *structure.totals(before, after, same, same_dtypes=same_dtypes),
+            *sent.totals(before, after, same, same_dtypes=same_dtypes),
             *structure.state(self._before, self._after, same),
             *structure.write_order(self._before[1], after, same),
             *structure.randomness(before, after, same),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -14,6 +13,9 @@ from graphopt.iter_graph import IterGraph
 from graphopt.verify.memory import Memory, launch_of
 from graphopt.verify.problems import operator_name
 from graphopt.verify.traits import traits_of
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
@@ -38,6 +40,8 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
 
     Every order of the nodes that is topological in this graph computes the same. Near-linear.
     """
+    import networkx as nx  # a tenth of a second that other uses of this package need not wait for
+
     graph = graph_module.graph if isinstance(graph_module, fx.GraphModule) else graph_module
     late = graph.late if isinstance(graph, IterGraph) else {}
     found = nx.DiGraph()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -12,10 +11,8 @@ from torch import fx
 from graphopt.graph_utils import get_outputs
 from graphopt.host import is_host_call
 from graphopt.iter_graph import IterGraph
-from graphopt.verify.labels import Signature, sent_tensors, signature_of, signature_text
 from graphopt.verify.memory import Memory, Write
 from graphopt.verify.problems import Problem
-from graphopt.verify.segments import size_of
 from graphopt.verify.traits import traits_of
 
 Same = Mapping[fx.Node, fx.Node]
@@ -44,7 +41,9 @@ def interface(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
     if (len(was.results), len(was.carried)) != (len(now.results), len(now.carried)):
         yield Problem(
             f"the graph returned {len(was.results)} results and {len(was.carried)} carried values,"
-            f" now {len(now.results)} and {len(now.carried)}"
+            f" now {len(now.results)} and {len(now.carried)}",
+            hint="what a step returns is fixed; graphopt.host.insert_callback gives values of every"
+            " step to a function",
         )
 
 
@@ -205,47 +204,14 @@ def _waits_of(launch: fx.Node) -> Iterator[Problem]:
             yield Problem(
                 f"the collective %{launch.name} has {len(ending)} waits{which}; it needs one",
                 (launch, *ending),
-                "end each collective with one wait_tensor of its result",
+                "end each collective with one wait_tensor of its result;"
+                " graphopt.comm.replace_collective takes one out with its wait",
             )
 
 
 def _results(launch: fx.Node) -> list[int | None]:
     value = launch.meta.get("val")
     return list(range(len(value))) if isinstance(value, (list, tuple)) else [None]
-
-
-def totals(
-    before: fx.Graph, after: fx.Graph, same: Same, *, same_dtypes: bool
-) -> Iterator[Problem]:
-    """As many elements are communicated as before. More are padding."""
-    old, new = _totals(before, same_dtypes), _totals(after, same_dtypes)
-    for key, (count, launches) in old.items():
-        left = new[key][0] if key in new else 0
-        if left >= count:
-            continue
-        signature, dtype = key
-        kept = set(same.values())
-        gone = tuple(launch for launch in launches if launch not in kept)
-        yield Problem(
-            f"{signature_text(signature)} sends {left} elements{dtype}, before it was {count}",
-            gone[:3],
-            "other ranks join every collective: fuse or split them, but keep all that they send",
-        )
-
-
-def _totals(
-    graph: fx.Graph, by_dtype: bool
-) -> dict[tuple[Signature, str], tuple[int, list[fx.Node]]]:
-    counts: Counter[tuple[Signature, str]] = Counter()
-    launches: dict[tuple[Signature, str], list[fx.Node]] = {}
-    for node in graph.nodes:
-        if not traits_of(node).collective:
-            continue
-        for tensor in sent_tensors(node):
-            key = signature_of(node), f" of {tensor.dtype}" if by_dtype else ""
-            counts[key] += size_of(tensor) or 0
-            launches.setdefault(key, []).append(node)
-    return {key: (counts[key], launches[key]) for key in launches}
 
 
 def state(

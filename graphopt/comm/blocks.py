@@ -176,6 +176,27 @@ def view_tail(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def wait_of(launch: fx.Node) -> fx.Node:
+    """The wait of a collective that has one result.
+
+    Raises:
+        VerificationError: `launch` is not a collective, or has no wait or several.
+    """
+    waits = get_comm_block(launch).wait_nodes
+    if len(waits) != 1:
+        raise VerificationError(
+            f"collective %{launch.name} has {len(waits)} waits\n{located(launch)}\n"
+            "  hint:  get_comm_block(launch).wait_nodes has all of them"
+        )
+    return waits[0]
+
+
+def parameters_of(gm: fx.GraphModule, block: CommBlock) -> tuple[str, ...]:
+    """Names of the parameters whose gradients, or of the buffers, a collective of data parallelism
+    sends; none for a collective that the step calls itself."""
+    return tuple(block.comm_node.meta.get(SENDS, ()))
+
+
 def late_nodes(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
     """Nodes that run one iteration late, with their destinations; none in a plain graph."""
     return graph.late if isinstance(graph, IterGraph) else {}

@@ -1,0 +1,34 @@
+"""Communication blocks: a collective, its wait, and the views that lead to its readers."""
+
+from graphopt.comm.blocks import (
+    MAX_WAIT_DISTANCE,
+    SENDS,
+    CommBlock,
+    argument,
+    get_all_comm_blocks,
+    get_comm_block,
+    kind_of,
+    late_nodes,
+    located,
+    parameters_of,
+    view_tail,
+    wait_of,
+)
+from graphopt.comm.editing import replace_collective, updates_of
+
+__all__ = [
+    "MAX_WAIT_DISTANCE",
+    "SENDS",
+    "CommBlock",
+    "argument",
+    "get_all_comm_blocks",
+    "get_comm_block",
+    "kind_of",
+    "late_nodes",
+    "located",
+    "parameters_of",
+    "replace_collective",
+    "updates_of",
+    "view_tail",
+    "wait_of",
+]

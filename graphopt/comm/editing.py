@@ -1,0 +1,116 @@
+"""What passes do with a collective: replace it, and find what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from graphopt.comm.blocks import SENDS, CommBlock, located
+from graphopt.errors import VerificationError
+from graphopt.graph_utils import is_collective, is_wait
+
+
+def updates_of(gm: fx.GraphModule, block: CommBlock) -> list[fx.Node]:
+    """What an optimizer does with the gradients of a collective: all nodes that depend on them, the
+    state that is computed for them alone, and its `copy_`, in graph order.
+
+    List operators are divided (`graphopt.optim.split_updates`), so that the nodes can be moved
+    apart from the updates for other gradients. With clipping by the norm of all gradients, the
+    nodes are those of all updates.
+
+    Args:
+        gm: its graph is changed.
+
+    Raises:
+        OptimizerSplitError: an operator on the way works in place or runs late. Nothing is changed.
+    """
+    # This module is below `graphopt.optim`.
+    from graphopt.optim import split_updates
+
+    return split_updates(gm, [block.outputs])[0]
+
+
+def replace_collective(
+    gm: fx.GraphModule, block: CommBlock, new_output: fx.Node | Sequence[fx.Node]
+) -> None:
+    """Let the readers of a collective's result read `new_output`, and take the collective out.
+
+    Launch, waits and what stands between them go, so that nothing is sent twice. The names of the
+    parameters that were sent go over to the collectives that `new_output` is computed from.
+
+    Args:
+        block: the collective to take out.
+        new_output: what its wait gave, computed another way: of the same shape, dtype and device.
+            One node for each wait, where there are several.
+
+    Raises:
+        VerificationError: `new_output` is another kind of tensor, or is computed from the
+            collective that is to go. Nothing is changed.
+    """
+    new = [new_output] if isinstance(new_output, fx.Node) else list(new_output)
+    if len(new) != len(block.wait_nodes):
+        raise VerificationError(
+            f"collective %{block.comm_node.name} has {len(block.wait_nodes)} waits, and"
+            f" {len(new)} new outputs are given\n{located(block.comm_node)}"
+        )
+    for wait, node in zip(block.wait_nodes, new, strict=True):
+        _refuse_other_kind(wait, node)
+        _refuse_dependent(block.comm_node, node)
+    _name_what_is_sent(block.comm_node, new)
+    for wait, node in zip(block.wait_nodes, new, strict=True):
+        wait.replace_all_uses_with(node)
+    for member in sorted(block.node_list, reverse=True):
+        if not member.users and (member is block.comm_node or _leads_to_wait(block, member)):
+            gm.graph.erase_node(member)
+
+
+def _leads_to_wait(block: CommBlock, member: fx.Node) -> bool:
+    """Whether a member of a block is a wait, or a view between the launch and one."""
+    return member in block.wait_nodes or member not in block.tail
+
+
+def _refuse_other_kind(wait: fx.Node, new: fx.Node) -> None:
+    was, now = wait.meta.get("val"), new.meta.get("val")
+    if not isinstance(was, torch.Tensor) or not isinstance(now, torch.Tensor):
+        return
+    kinds = [(t.dtype, list(t.shape), str(t.device)) for t in (now, was)]
+    if kinds[0] != kinds[1]:
+        texts = [f"{dtype} of shape {shape} on {device}" for dtype, shape, device in kinds]
+        raise VerificationError(
+            f"%{new.name} is {texts[0]}, and cannot stand for %{wait.name}, which is {texts[1]}\n"
+            f"{located(new)}\n  hint:  convert it back, as with aten._to_copy or aten.view"
+        )
+
+
+def _refuse_dependent(launch: fx.Node, new: fx.Node) -> None:
+    if launch in _computed_from(new, launch):
+        raise VerificationError(
+            f"%{new.name} is computed from %{launch.name}, the collective that it is to replace\n"
+            f"{located(new)}\n"
+            "  hint:  compute it from block.inputs; to change what readers of a collective get,"
+            " use wait.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)"
+        )
+
+
+def _computed_from(node: fx.Node, end: fx.Node) -> set[fx.Node]:
+    """What a node is computed from, behind `end`, and that itself."""
+    found: set[fx.Node] = {node}
+    pending = [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in found and source >= end:
+                found.add(source)
+                pending.append(source)
+    return found
+
+
+def _name_what_is_sent(launch: fx.Node, outputs: Sequence[fx.Node]) -> None:
+    names = launch.meta.get(SENDS)
+    if names is None:
+        return
+    for output in outputs:
+        for node in _computed_from(output, launch.all_input_nodes[0]):
+            if (is_collective(node) or is_wait(node)) and SENDS not in node.meta:
+                node.meta[SENDS] = names

@@ -1,0 +1,64 @@
+"""Does a pass leave collectives running whose results nobody reads any more?
+
+    %launch = all_reduce(%g)                   %launch = all_reduce(%g)
+    %wait   = wait_tensor(%launch)     ==>     %wait   = wait_tensor(%launch)      nobody reads it
+    %add    = add(%w, %wait)                   %new    = wait_tensor(all_reduce(half(%g)))
+                                               %add    = add(%w, float(%new))
+
+Dead-code elimination keeps collectives, since other ranks join them: so the gradient is sent twice.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphopt.graph_utils import is_collective, is_needed, is_wait
+from graphopt.manager.snapshot import Snapshot
+from graphopt.verify import Problem
+
+_HINT = (
+    "graphopt.comm.replace_collective(gm, block, new_output) lets readers read something else, and"
+    " takes the old launch and its wait out"
+)
+
+
+def newly_unread(graph: fx.Graph, before: Snapshot) -> Problem | None:
+    """A wait that nobody reads, though there were fewer of them before; None if there is none.
+
+    A step may have some of its own: gradients of parameters that no optimizer has are averaged.
+    """
+    unread = _unread_waits(graph)
+    if not unread:
+        return None
+    allowed = _unread_waits(before.graph)
+    kept = {before.copies[wait] for wait in unread if wait in before.copies}
+    new = [wait for wait in unread if before.copies.get(wait) not in allowed]
+    if len(new) <= len(allowed - kept):
+        return None
+    wait = min(new)
+    launch = next((n for n in _launches_of(wait) if is_collective(n)), wait)
+    what = "which still runs" if wait in before.copies else "which it put in"
+    return Problem(
+        f"nobody reads the result of the collective %{launch.name}, {what}", (launch, wait), _HINT
+    )
+
+
+def _unread_waits(graph: fx.Graph) -> set[fx.Node]:
+    """Waits of which nothing that the step returns or does depends."""
+    read: set[fx.Node] = set()
+    unread: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if is_wait(node) and node not in read:
+            unread.add(node)
+        if node in read or node.op == "output" or is_needed(node):
+            read.update(node.all_input_nodes)
+    return unread
+
+
+def _launches_of(wait: fx.Node) -> list[fx.Node]:
+    """What stands before a wait, nearest first, up to the launch."""
+    found = [wait]
+    for node in found:
+        if not is_collective(node):
+            found += node.all_input_nodes[:1]
+    return found

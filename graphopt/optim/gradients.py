@@ -1,0 +1,75 @@
+"""Which gradient an optimizer takes for which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from graphopt.graph_utils import is_operator
+from graphopt.optim.elements import Elements
+
+
+def gradients_of(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """The gradient that the step's optimizer takes for each parameter: averaged and clipped, where
+    the step does that.
+
+    Args:
+        gm: a graph in the captured dialect, with fused, foreach or plain optimizers.
+
+    Returns:
+        Placeholder of the parameter -> node that holds its gradient, in the order of the graph's
+        updates. A parameter whose update does not tell is left out: its gradient was combined with
+        others, or has another shape.
+    """
+    elements = Elements(gm.graph)
+    items = {
+        elements.number[item]: item for found in elements.lists.values() for item in found.items()
+    }
+    found: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        parameter = _updated_parameter(node)
+        if parameter is None:
+            continue
+        given = set(_given(elements, items, elements.number[node], parameter))
+        if len(given) == 1:
+            found[parameter] = given.pop()
+    return found
+
+
+def _updated_parameter(node: fx.Node) -> fx.Node | None:
+    if not is_operator(node.target, "aten::copy_"):
+        return None
+    state = node.args[0]
+    known = isinstance(state, fx.Node) and state.meta.get("kind") == "parameter"
+    return state if known else None  # type: ignore[return-value]
+
+
+def _given(
+    elements: Elements, items: dict[int, fx.Node], update: int, parameter: fx.Node
+) -> Iterator[fx.Node]:
+    """What the optimizer takes from outside for one update, of the shape of the parameter."""
+    seen: set[int] = set()
+    pending = list(elements.inputs[update])
+    while pending:
+        element = pending.pop()
+        if element in seen:
+            continue
+        seen.add(element)
+        node = elements.nodes[element]
+        if node.meta.get("phase") == "optimizer":
+            pending += elements.inputs[element]
+            continue
+        node = items.get(element, node)
+        if _is_gradient(node, parameter):
+            yield node
+
+
+def _is_gradient(node: fx.Node, parameter: fx.Node) -> bool:
+    if node.op == "get_attr" or (node.op == "placeholder" and node.meta.get("kind") != "gradient"):
+        return False
+    value, wanted = node.meta.get("val"), parameter.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return False
+    return value.shape == wanted.shape

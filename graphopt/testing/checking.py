@@ -1,0 +1,300 @@
+"""`check_pass`: what the test of a pass should look at, in one call."""
+
+from __future__ import annotations
+
+import copy
+import os
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat, discovery
+from graphopt.graph_utils import eliminate_dead_code
+from graphopt.iter_graph import IterGraphModule
+from graphopt.manager import Pass, PassManager, PassRecord, applied_passes, default_registry
+from graphopt.parallel import resolve
+from graphopt.readable import compact_text, text_diff
+from graphopt.testing.comparing import TOLERANCE as TOLERANCE
+from graphopt.testing.comparing import Values, constant_factor, difference, rough_difference
+from graphopt.testing.runs import run
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import capture_call, communication_for
+
+UPDATE = "GRAPHOPT_UPDATE_GOLDEN"
+"""Set to 1, this environment variable lets `check_pass` write golden files."""
+
+_ITERATIONS = 3
+
+
+def check_pass(
+    step: Callable[..., Any] | fx.GraphModule,
+    args: Sequence[Any],
+    pass_: Pass | str,
+    *,
+    expect: str | Path | None = None,
+    changes: int | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    warm: bool = False,
+    idempotent: bool = True,
+    **options: Any,
+) -> PassRecord:
+    """Test a pass on one training step. Nothing that is passed in changes.
+
+    The pass runs under a `PassManager`, verification included. If it has prerequisites that the
+    graph lacks, they run first, and what they leave is the untouched graph below. Then
+
+    - its number of changes is compared with `changes`, and the graph with `expect`;
+    - both graphs, untouched and rewritten, run on copies of the same inputs. What they return and
+      what they leave in the inputs must be the same bit for bit (for a pass that is declared to
+      change numerics: but for `TOLERANCE`, state by how far it went). If nodes run one iteration
+      late, three iterations and a flush are compared, each with smaller hyperparameters and a batch
+      rolled by one;
+    - in `fake_ranks`, both run for all ranks, each with a batch of its own, and what was the same
+      on all ranks has to stay so;
+    - the function of the pass runs once more, and must find nothing left to do.
+
+    `StepUnderTest` captures a step once for several checks.
+
+    Args:
+        step: a training step, which is captured; or a graph module.
+        args: positional arguments of the step; or the inputs of the graph.
+        pass_: a pass or the name of one.
+        expect: the rewritten graph as `graphopt.readable.compact_text`, indented or not; or a file
+            that holds it. With the environment variable GRAPHOPT_UPDATE_GOLDEN=1 such files are
+            written.
+        changes: how many changes the pass reports.
+        kwargs: keyword arguments of the step.
+        warm: see `StepUnderTest`.
+        idempotent: whether a second run has to find nothing to do.
+        **options: options of the pass.
+
+    Raises:
+        AssertionError: something is not as it should be; the message shows what.
+        GraphOptError: the step cannot be captured, or the pass raises or is refused.
+    """
+    return StepUnderTest(step, args, kwargs, warm=warm).check(
+        pass_, expect=expect, changes=changes, idempotent=idempotent, **options
+    )
+
+
+class StepUnderTest:
+    """A training step, captured once, to test passes on.
+
+    Args:
+        step, args, kwargs: as of `check_pass`. They are not used any more afterwards: a step is
+            captured with the state that it has now.
+        warm: capture the step after it has run once, on copies: with optimizer state that is there
+            already, which the first call of a step only makes.
+
+    Raises:
+        GraphOptError: the step cannot be captured.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any] | fx.GraphModule,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        warm: bool = False,
+    ) -> None:
+        self._untouched, self._inputs = _graph_and_inputs(step, args, kwargs or {}, warm)
+        self._runs: dict[tuple[Any, ...], Values] = {}
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """A copy of the untouched graph."""
+        return copy.deepcopy(self._untouched)
+
+    def check(
+        self,
+        pass_: Pass | str,
+        *,
+        expect: str | Path | None = None,
+        changes: int | None = None,
+        idempotent: bool = True,
+        **options: Any,
+    ) -> PassRecord:
+        """`check_pass` of one pass."""
+        discovery.install()
+        found = default_registry().get(pass_) if isinstance(pass_, str) else pass_
+        missing = _missing_prerequisites(found, applied_passes(self._untouched))
+        untouched = self._after(missing)
+        rewritten = copy.deepcopy(untouched)
+        (record,) = PassManager([(found, options)]).run(rewritten)
+        if changes is not None and record.changes != changes:
+            raise AssertionError(f"{found.name} reports {record.changes} changes, not {changes}")
+        if expect is not None:
+            _compare_text(compact_text(rewritten), expect, found.name)
+        self._compare_runs(untouched, rewritten, found, tuple(missing))
+        if idempotent:
+            _run_again(rewritten, found, options)
+        return record
+
+    def _after(self, passes: Sequence[Pass]) -> fx.GraphModule:
+        """The untouched graph once prerequisites have run."""
+        if not passes:
+            return self._untouched
+        prepared = copy.deepcopy(self._untouched)
+        PassManager(list(passes)).run(prepared)
+        return prepared
+
+    def _compare_runs(
+        self,
+        untouched: fx.GraphModule,
+        rewritten: fx.GraphModule,
+        pass_: Pass,
+        prepared_by: tuple[Pass, ...],
+    ) -> None:
+        late = isinstance(rewritten, IterGraphModule) and bool(rewritten.graph.late)
+        iterations = _ITERATIONS if late else 1
+        expected = self._run(untouched, iterations, prepared_by)
+        actual = _run_rewritten(rewritten, self._inputs, iterations, pass_)
+        if expected.keys() != actual.keys():
+            raise AssertionError(
+                f"{pass_.name} changes what the graph returns: {list(actual)} instead of"
+                f" {list(expected)}"
+            )
+        disturbed: Values = {}
+        if pass_.changes_numerics:
+            disturbed = self._run(untouched, iterations, prepared_by, disturbed=True)
+        _compare_ranks(expected, actual, pass_.name)
+        for where, value in expected.items():
+            if disturbed:
+                problem = rough_difference(actual[where], value, disturbed[where])
+            else:
+                problem = difference(actual[where], value)
+            if problem is not None:
+                hint = _factor_hint(expected, actual)
+                raise AssertionError(f"{pass_.name} changes {where}: {problem}{hint}")
+
+    def _run(
+        self,
+        untouched: fx.GraphModule,
+        iterations: int,
+        prepared_by: tuple[Pass, ...],
+        *,
+        disturbed: bool = False,
+    ) -> Values:
+        """What the untouched graph does; kept for the next check."""
+        key = iterations, prepared_by, disturbed, _compat.fake_world_size()
+        if key not in self._runs:
+            self._runs[key] = run(untouched, self._inputs, iterations, disturbed=disturbed)
+        return self._runs[key]
+
+
+def _run_rewritten(
+    rewritten: fx.GraphModule, inputs: Sequence[Any], iterations: int, pass_: Pass
+) -> Values:
+    try:
+        return run(rewritten, inputs, iterations)
+    except Exception as error:
+        raise AssertionError(
+            f"the graph that {pass_.name} leaves fails when it runs:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def _factor_hint(expected: Values, actual: Values) -> str:
+    """What it may mean that something is a multiple of what it was."""
+    ranks = _compat.fake_world_size() or 1
+    for where, value in expected.items():
+        factor = constant_factor(actual[where], value)
+        if factor is None:
+            continue
+        what = f"\n  {where} changes by {factor:.3g} times as much as it did"
+        if ranks > 1 and abs(factor * ranks - 1) < _NEAR:
+            return f"{what}: an average over {ranks} ranks is divided by {ranks} twice?"
+        if ranks > 1 and abs(factor / ranks - 1) < _NEAR:
+            return f"{what}: a sum over {ranks} ranks that is not divided, or is made twice?"
+        return what
+    return ""
+
+
+_NEAR = 0.05
+"""How far a factor may be from one that has a meaning."""
+
+
+def _compare_ranks(expected: Values, actual: Values, name: str) -> None:
+    """What the untouched graph leaves the same on all ranks has to be so still."""
+    for where, value in expected.items():
+        head, _, rank = where.partition(" on rank ")
+        first = f"{head} on rank 0"
+        if not rank or where == first or difference(value, expected[first]) is not None:
+            continue
+        problem = difference(actual[where], actual[first])
+        if problem is not None:
+            raise AssertionError(
+                f"{name} lets ranks differ: {head} is not the same on ranks 0 and {rank} any more"
+                f" ({problem}): does each rank use its own gradient in place of the average?"
+            )
+
+
+def _missing_prerequisites(pass_: Pass, applied: Sequence[str]) -> list[Pass]:
+    """Prerequisites of a pass that were not applied yet, with their own, first to last."""
+    registry = default_registry()
+    missing: dict[str, Pass] = {}
+    pending = list(pass_.prerequisites)
+    while pending:
+        name = pending.pop()
+        if name not in missing and name not in applied:
+            missing[name] = registry.get(name)
+            pending += missing[name].prerequisites
+    return [missing[name] for name in registry.order(missing)]
+
+
+def _graph_and_inputs(
+    step: Callable[..., Any] | fx.GraphModule,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    warm: bool,
+) -> tuple[fx.GraphModule, list[Any]]:
+    if isinstance(step, fx.GraphModule):
+        if kwargs or warm:
+            raise TypeError("a graph module takes its inputs in `args` alone, and is never warm")
+        return step, list(args)
+    if warm:
+        args, kwargs = copy.deepcopy((tuple(args), dict(kwargs)))
+        step(*args, **kwargs)
+    call = Call(step, tuple(args), dict(kwargs))
+    captured = capture_call(call, communication_for(resolve(None)))
+    values = captured.live.live_values(call)
+    return IterGraphModule(captured.graph_module), copy.deepcopy(
+        [value.detach() for value in values]
+    )
+
+
+def _compare_text(actual: str, expect: str | Path, name: str) -> None:
+    if isinstance(expect, Path):
+        if os.environ.get(UPDATE) == "1":
+            expect.parent.mkdir(parents=True, exist_ok=True)
+            expect.write_text(actual)
+        if not expect.is_file():
+            raise AssertionError(f"{expect} does not exist; {UPDATE}=1 writes it")
+        where, expected = str(expect), expect.read_text()
+    else:
+        where, expected = "expected", textwrap.dedent(expect).strip("\n") + "\n"
+    changed = text_diff(expected, actual, (where, "actual"))
+    if changed:
+        hint = f"\n{UPDATE}=1 writes the file anew" if isinstance(expect, Path) else ""
+        raise AssertionError(f"the graph after {name} is not as expected\n{changed}{hint}")
+
+
+def _run_again(rewritten: fx.GraphModule, pass_: Pass, options: Mapping[str, Any]) -> None:
+    again = copy.deepcopy(rewritten)
+    before = compact_text(again)
+    changes = pass_.function(again, **options)
+    eliminate_dead_code(again.graph)
+    changed = text_diff(before, compact_text(again), ("after one run", "after two runs"))
+    hint = "\nidempotent=False, if it is meant to"
+    if changed:
+        raise AssertionError(
+            f"a second run of {pass_.name} changes the graph again{hint}\n{changed}"
+        )
+    if changes:
+        raise AssertionError(
+            f"a second run of {pass_.name} reports {changes} changes, but the graph is the same"
+        )

@@ -1,0 +1,136 @@
+"""Run a graph as a test does: on copies of the inputs, on one rank or on several."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import (
+    follows_output_convention,
+    get_output,
+    is_operator,
+    without_autocast,
+)
+from graphopt.iter_graph import IterGraphModule
+from graphopt.replicas import Lockstep, ReplicatedStep
+from graphopt.testing.comparing import Value
+from graphopt.testing.ranks import inputs_of_rank
+
+_SEED = 0
+
+_DISTURBANCE = 2.0**-9
+"""Half of the last bit of a bfloat16, relative."""
+
+
+def run(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    iterations: int,
+    *,
+    disturbed: bool = False,
+) -> dict[str, Value]:
+    """Everything that `iterations` calls return and leave behind, by description.
+
+    In `fake_ranks` the graph runs for all ranks.
+
+    Args:
+        inputs: one value per placeholder, which stays as it is.
+        disturbed: change each float among the inputs a little.
+    """
+    size = _compat.fake_world_size() or 1
+    module = _own(graph_module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if disturbed:
+        inputs = [_disturbed(value, node) for node, value in zip(placeholders, inputs, strict=True)]
+    values = [inputs_of_rank(placeholders, inputs, rank) for rank in range(size)]
+    gpus = {v.device for v in values[0] if isinstance(v, torch.Tensor) and v.is_cuda}
+    with torch.random.fork_rng(list(gpus)), torch.no_grad(), without_autocast():
+        torch.manual_seed(_SEED)  # runs are compared with others that may have been long ago
+        return dict(_run(module, placeholders, values, iterations))
+
+
+def _own(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy, if the graph has constants that a run might change, such as generators."""
+    if any(node.op in ("get_attr", "call_module") for node in graph_module.graph.nodes):
+        return copy.deepcopy(graph_module)
+    return graph_module
+
+
+def _run(
+    module: fx.GraphModule,
+    placeholders: Sequence[fx.Node],
+    values: list[list[Any]],
+    iterations: int,
+) -> Iterator[tuple[str, Value]]:
+    starts = [[_kept(value) for value in own] for own in values]
+    step = ReplicatedStep(module, Lockstep(len(values))) if len(values) > 1 else None
+    for iteration in range(iterations):
+        if iteration:
+            values = [
+                [_next(v, node) for v, node in zip(own, placeholders, strict=True)]
+                for own in values
+            ]
+        last = iteration == iterations - 1
+        returned = step(values, last_iter=last) if step else [_call(module, values[0], last)]
+        for rank, theirs in enumerate(returned):
+            where = f"iteration {iteration}" + (f" on rank {rank}" if step else "")
+            for number, value in enumerate(_results(module.graph, theirs)):
+                yield f"result {number} of {where}", Value(_kept(value))
+    for rank, (own, start) in enumerate(zip(values, starts, strict=True)):
+        where = f" on rank {rank}" if step else ""
+        for node, value, was in zip(placeholders, own, start, strict=True):
+            yield f"the final value of {node.name}{where}", Value(value, _state(was, node))
+
+
+def _call(module: fx.GraphModule, values: Sequence[Any], last: bool) -> Any:
+    if isinstance(module, IterGraphModule):
+        return module(*values, last_iter=last)
+    return module(*values)
+
+
+def _kept(value: Any) -> Any:
+    """A copy: what is returned may be state, which the next iteration updates."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _state(start: Any, node: fx.Node) -> torch.Tensor | None:
+    known = isinstance(start, torch.Tensor) and node.meta.get("kind") not in (None, "user_input")
+    return start if known else None
+
+
+def _results(graph: fx.Graph, returned: Any) -> list[Any]:
+    """Returned values other than state updates, which are seen in the inputs."""
+    if follows_output_convention(graph):
+        results, _, carried = returned
+        return [*results, *carried]
+    nodes = _compat.tree_leaves(get_output(graph).args[0])
+    values = _compat.tree_leaves(returned)
+    return [v for node, v in zip(nodes, values, strict=True) if not _is_update(node)]
+
+
+def _is_update(node: Any) -> bool:
+    return isinstance(node, fx.Node) and is_operator(node.target, "aten::copy_")
+
+
+def _next(value: Any, node: fx.Node) -> Any:
+    """An input of the next iteration."""
+    kind = node.meta.get("kind")
+    if kind == "hyperparameter":
+        return value * 0.9
+    if kind == "user_input" and isinstance(value, torch.Tensor) and value.dim():
+        return value.roll(1, 0)
+    return value
+
+
+def _disturbed(value: Any, node: fx.Node) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    if not floats or node.meta.get("kind") in ("hyperparameter", "optimizer_state"):
+        return value
+    signs = torch.ones(value.numel(), dtype=value.dtype, device=value.device)
+    signs[::2] = -1
+    return value.detach() * (1 + _DISTURBANCE * signs.view(value.shape))

@@ -1,0 +1,153 @@
+"""`log_gradient_norms` logs the gradients that the optimizer takes, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gloo
+import graphopt
+from graphopt.host import is_host_call
+from graphopt.optim import gradients_of
+from graphopt.passes import log_gradient_norms
+from graphopt.testing import StepUnderTest, check_pass, fake_ranks
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "rms": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 5, bias=False))
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def expected_norms(net: nn.Module, optimizer: Any, batches: list[Tensor], clip: bool) -> list[Any]:
+    """Norms in eager training, each step's gradients as the optimizer takes them."""
+    found = []
+    for batch in batches:
+        net(batch).square().mean().backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        found.append([torch.linalg.vector_norm(p.grad) for p in net.parameters()])  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("function", [step, clipped])
+def test_norms_are_eagers(name: str, function: Callable[..., Any]) -> None:
+    net, batches = model(), list(torch.randn(3, 4, 6))
+    twin = copy.deepcopy(net)
+    expected = expected_norms(
+        twin, OPTIMIZERS[name](twin.parameters()), batches, function is clipped
+    )
+    seen: list[dict[str, Tensor]] = []
+    train = graphopt.compile(function, pipeline=[(log_gradient_norms, {"log": seen.append})])
+    optimizer = OPTIMIZERS[name](net.parameters())
+    for batch in batches:
+        train(net, optimizer, batch)
+    assert len(seen) == 3
+    for norms, theirs in zip(seen, expected, strict=True):
+        assert len(norms) == 5
+        assert all(any(torch.equal(norm, other) for other in theirs) for norm in norms.values())
+    for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_norms_have_the_names_of_parameters() -> None:
+    net = model()
+    under_test = StepUnderTest(
+        step, (net, OPTIMIZERS["foreach"](net.parameters()), torch.ones(4, 6))
+    )
+    gm = under_test.graph_module
+    found = gradients_of(gm)
+    assert {p.target for p in found} == {
+        n.target for n in gm.graph.nodes if n.meta.get("kind") == "parameter"
+    }
+    assert all(p.meta["val"].shape == g.meta["val"].shape for p, g in found.items())
+    record = under_test.check(log_gradient_norms, changes=5)
+    assert record.nodes_after == record.nodes_before + 5 + 1
+
+
+def test_every_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    train = graphopt.compile(step, pipeline="log_gradient_norms(every=2)")
+    with caplog.at_level(logging.INFO, "graphopt"):
+        for _ in range(5):
+            train(net, optimizer, torch.ones(4, 6))
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("gradient norm")]
+    assert len(lines) == 2
+    assert "0_weight" in lines[0] or "_0_weight" in lines[0]
+
+
+def test_averages_are_what_is_logged() -> None:
+    net = model()
+    args = net, OPTIMIZERS["foreach"](net.parameters()), torch.randn(4, 6)
+    seen: list[Any] = []
+    with fake_ranks(2):
+        check_pass(step, args, log_gradient_norms, log=seen.append, changes=5)
+        captured = graphopt.capture(step, *args).graph_module
+    manager = graphopt.PassManager(
+        "comm_fusion_with_concat -> schedule_comm_wait -> log_gradient_norms"
+        " -> remove_copy_from_optimizer -> iter_move_grads_and_optimizers"
+    )
+    module = graphopt.IterGraphModule(captured)
+    records = manager.run(module)
+    assert records[-1].changes == 0, "what is logged cannot be late"
+    assert sum(map(is_host_call, module.graph.nodes)) == 1
+    with pytest.raises(graphopt.PassOrderError, match="comes too late"):
+        graphopt.PassManager("schedule_updates -> log_gradient_norms").run(
+            graphopt.IterGraphModule(captured)
+        )
+
+
+def on_ranks(rank: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    net = model()
+    seen: list[dict[str, Tensor]] = []
+    train = graphopt.compile(step, pipeline=[(log_gradient_norms, {"log": seen.append})])
+    optimizer = OPTIMIZERS["foreach"](net.parameters())
+    for number in range(2):
+        torch.manual_seed(10 * rank + number)
+        train(net, optimizer, torch.randn(4, 6))
+    train.flush()
+    return seen, [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.slow
+def test_on_real_ranks() -> None:
+    with gloo.pool(2) as pool:
+        (first, mine), (second, theirs) = pool.run(on_ranks)
+    assert len(first) == 2
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(map(torch.equal, mine, theirs))
