@@ -64,7 +64,7 @@ def run_model(rank: int, model: str) -> dict[str, int]:
     twins = twins_on(rank, lambda: world(model=model), ddp_options=options)
     for i in range(STEPS):
         twins.step(*batch(rank, i, model))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
     graph = twins.compiled.captures[-1]
     module = twins.captured.model
     return {
@@ -116,7 +116,7 @@ def run_schedule(rank: int, optimizer: str) -> None:
     for i in range(STEPS):
         twins.step(*batch(rank, i))
         twins.both(lambda w: w.extra["scheduler"].step())
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach"])
@@ -134,7 +134,7 @@ def run_step(rank: int, step: Callable[..., Any], model: str) -> None:
     twins = twins_on(rank, lambda: world(step, model))
     for i in range(STEPS):
         twins.step(*batch(rank, i, model))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def run_uneven(rank: int, model: str) -> None:
     for i in range(STEPS):
         short = i == STEPS - 1 and rank == 1
         twins.step(*batch(rank, i, model, size=3 if short else 4))
-    twins.finish(captures=2 + rank)
+    twins.finish(captures=1 + rank)
 
 
 @pytest.mark.parametrize("model", ["mlp", "convnet"])
@@ -305,7 +305,7 @@ def run_different_sizes(rank: int) -> None:
     twins = twins_on(rank, lambda: world(model="gpt"))
     for i in range(STEPS):
         twins.step(*batch(rank, i, "gpt", size=2 + rank))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 def test_batch_sizes_that_always_differ(two_ranks: Pool) -> None:
@@ -320,7 +320,7 @@ def run_buffers(rank: int) -> None:
     for i in range(STEPS):
         twins.step(*batch(rank, i, "convnet"))
         twins.both(disturb)
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 def test_buffers_follow_rank_zero(two_ranks: Pool) -> None:
@@ -333,7 +333,7 @@ def run_checkpoint_on_rank_zero(rank: int) -> None:
         twins.step(*batch(rank, i, "convnet"))
         if rank == 0:
             twins.both(lambda w: [w.model.state_dict(), w.optimizer.state_dict()])
-    twins.finish(captures=2)
+    twins.finish(captures=1)
 
 
 def test_state_dict_on_rank_zero_alone(two_ranks: Pool) -> None:
@@ -348,7 +348,7 @@ def run_options(rank: int, ours: dict[str, bool], theirs: dict[str, bool]) -> in
     twins = twins_on(rank, lambda: world(model="convnet"), parallel=parallel, ddp_options=theirs)
     for i in range(STEPS):
         twins.step(*batch(rank, i, "convnet"))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
     return count(twins.compiled.captures[-1], "broadcast")
 
 
@@ -372,7 +372,7 @@ def run_manual(rank: int) -> None:
     twins = Twins(world, seed=SEED + rank, parallel=graphopt.Manual())
     for i in range(STEPS):
         twins.step(*batch(rank, i))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
     assert count(twins.compiled.captures[-1], "") == 0
 
 
@@ -395,7 +395,7 @@ def run_own_communication(rank: int) -> int:
     twins = Twins(lambda: world(step), seed=SEED + rank, parallel=graphopt.Manual())
     for i in range(STEPS):
         twins.step(*batch(rank, i))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
     return count(twins.compiled.captures[-1], "all_reduce")
 
 
@@ -408,7 +408,7 @@ def run_kept_gradients(rank: int) -> None:
     twins = twins_on(rank, lambda: world(step_keeping_gradients, "partial"))
     for i in range(STEPS):
         twins.step(*batch(rank, i, "partial"))
-    twins.finish(captures=2)
+    twins.finish(captures=1)
     model = twins.captured.model
     assert model.unused.weight.grad is None
     assert model.frozen.weight.grad is None
