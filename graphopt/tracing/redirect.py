@@ -35,8 +35,8 @@ _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.au
 _TEXT = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__})
 _SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 - typed as the value it gives
 _IN_PLACE = frozenset(
-    ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__")
-    + ("__ipow__", "__iand__", "__ior__", "__ixor__")
+    {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"}
+    | {"__ipow__", "__iand__", "__ior__", "__ixor__"}
 )
 _METADATA = frozenset(
     {
