@@ -130,7 +130,7 @@ def run_step(rank: int, step: Callable[..., Any], model: str) -> None:
     twins = twins_on(rank, lambda: world(step, model))
     for i in range(STEPS):
         twins.step(*batch(rank, i, model))
-    twins.finish(captures=1)
+    twins.finish(captures=2 if step is zero_not_none else 1)
 
 
 @pytest.mark.parametrize(
