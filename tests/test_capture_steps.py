@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from steps import GRADIENT_STEPS, accumulate, autocast_step
+from steps import GRADIENT_STEPS, accumulate, autocast_step, zero_not_none
 from twins import Twins, World, world
 from zoo import MLP, MODELS, OPTIMIZERS, train_step
 
@@ -23,16 +23,17 @@ STEPS = 5
 MLP_CASE = MODELS["mlp"]
 
 
-def run(step: Callable[..., Any], model: str = "mlp") -> None:
+def run(step: Callable[..., Any], model: str = "mlp", captures: int = 1) -> None:
     twins = Twins(lambda: world(step, model))
     for i in range(STEPS):
         twins.step(*MODELS[model].batch(i))
-    twins.finish(captures=1)
+    twins.finish(captures)
 
 
 @pytest.mark.parametrize("step", GRADIENT_STEPS, ids=lambda step: step.__name__)
 def test_gradients(step: Callable[..., Any]) -> None:
-    run(step)
+    """Gradients set to zero, and not dropped, are added to from the second step on."""
+    run(step, captures=2 if step is zero_not_none else 1)
 
 
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])

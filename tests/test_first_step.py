@@ -185,10 +185,7 @@ def test_attributes_that_the_first_step_sets(toggles: bool) -> None:
     """An attribute set once is set by the first call; one that changes in every call is refused or
     followed, but never wrong."""
 
-    def rule(p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
-        p.add_(g, alpha=-lr)
-
-    class Flagged(Rule):
+    class Flagged(torch.optim.SGD):
         ready = False
 
         def step(self, closure: Any = None) -> None:
@@ -197,7 +194,7 @@ def test_attributes_that_the_first_step_sets(toggles: bool) -> None:
 
     def build() -> World:
         model = CASE.make()
-        return World(train_step, [model], [Flagged(model.parameters(), rule)])
+        return World(train_step, [model], [Flagged(model.parameters(), lr=0.1)])
 
     twins = Twins(build)
     for i in range(4):

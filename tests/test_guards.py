@@ -50,7 +50,7 @@ def test_steady_state_is_not_captured_again(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.DEBUG, logger="graphopt"):
         for i in range(5):
             run(*CASE.batch(i))
-    assert run.captures() == 2
+    assert run.captures() == 1
     assert messages(caplog) == []
 
 
@@ -114,7 +114,7 @@ def test_change_is_captured_and_named(
     change(run)
     with caplog.at_level(logging.DEBUG, logger="graphopt"):
         run(*CASE.batch(2))
-    assert run.captures() == 3
+    assert run.captures() == 2
     (message,) = messages(caplog)
     assert word in message
 
@@ -126,7 +126,7 @@ def test_new_dtype_of_the_model_is_captured_and_named(caplog: pytest.LogCaptureF
     run.world.optimizer.state.clear()
     with caplog.at_level(logging.DEBUG, logger="graphopt"):
         run(x.double(), y)
-    assert run.captures() == 3
+    assert run.captures() == 2
     (message,) = messages(caplog)
     assert "features" in message
 
@@ -152,7 +152,7 @@ def test_new_kind_of_batch_is_captured_and_named(
     run = Run(step)
     with caplog.at_level(logging.DEBUG, logger="graphopt"):
         run(*batch(*CASE.batch(2)))
-    assert run.captures() == 3
+    assert run.captures() == 2
     (message,) = messages(caplog)
     assert all(word in message for word in words), message
 
@@ -168,7 +168,7 @@ def test_structure_of_the_arguments_is_guarded(caplog: pytest.LogCaptureFixture)
     x, y = CASE.batch(0)
     for extra in ({}, {}, {"note": 1}, {"note": 2}, {"note": None}, {}):
         compiled(w.model, w.optimizer, {"x": x, "y": y, **extra})
-    assert len(compiled.captures) == 5
+    assert len(compiled.captures) == 4
 
 
 def test_autocast_and_grad_mode_are_guarded() -> None:
@@ -179,13 +179,13 @@ def test_autocast_and_grad_mode_are_guarded() -> None:
     run = Run(step)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         first = run(*CASE.batch(2))
-    assert run.captures() == 3
+    assert run.captures() == 2
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
         run(*CASE.batch(2))
-    assert run.captures() == 3
+    assert run.captures() == 2
     with torch.no_grad():
         run(*CASE.batch(2))
-    assert run.captures() == 4
+    assert run.captures() == 3
     assert first.dtype == torch.float32
 
 
@@ -358,14 +358,14 @@ def test_numbers_that_schedules_change_are_not_guarded() -> None:
         group = run.world.optimizer.param_groups[0]
         group["lr"], group["betas"] = 0.1 / (i + 1), (0.9 - 0.01 * i, 0.99)
         run(*CASE.batch(i))
-    assert run.captures() == 2
+    assert run.captures() == 1
 
 
 def test_earlier_captures_stay_cached() -> None:
     run = Run()
     for size in (4, 3, 5, 3, 4, 5):
         run(*CASE.batch(0, size))
-    assert run.captures() == 4
+    assert run.captures() == 3
 
 
 def test_many_shapes_lead_to_one_advice(caplog: pytest.LogCaptureFixture) -> None:
@@ -384,9 +384,9 @@ def test_model_of_another_class_is_another_capture() -> None:
     other = world(model="reused")
     for i in range(2):
         run.step(other.model, other.optimizer, *CASE.batch(i))
-    assert run.captures() == 4
+    assert run.captures() == 2
     run(*CASE.batch(3))
-    assert run.captures() == 4
+    assert run.captures() == 2
 
 
 def test_captures_do_not_keep_a_model_alive() -> None:
@@ -426,7 +426,7 @@ def test_a_dropped_model_is_freed() -> None:
     w = world()
     for i in range(2):
         compiled(w.model, w.optimizer, *MODELS["mlp"].batch(i))
-    assert len(compiled.captures) == 2
+    assert len(compiled.captures) == 1
     references = [weakref.ref(w.model), weakref.ref(w.model.head.weight)]
     del w
     gc.collect()

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
@@ -33,6 +34,10 @@ _GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the v
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _TEXT = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__})
 _SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 - typed as the value it gives
+_IN_PLACE = frozenset(
+    {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"}
+    | {"__ipow__", "__iand__", "__ior__", "__ixor__"}
+)
 _METADATA = frozenset(
     {
         "dim",
@@ -151,6 +156,7 @@ class Redirect(TorchFunctionMode):
         tagger: told about backward phases.
         before_gradient_read: called before the step reads any `.grad`.
         made: takes note of every result.
+        optimizers: those of the step.
     """
 
     def __init__(
@@ -159,8 +165,10 @@ class Redirect(TorchFunctionMode):
         tagger: Tagger,
         before_gradient_read: Callable[[], None],
         made: Made,
+        optimizers: Sequence[Optimizer],
     ) -> None:
         super().__init__()
+        self._optimizers = optimizers
         self._traced = traced
         self._tagger = tagger
         self._before_gradient_read = before_gradient_read
@@ -177,10 +185,24 @@ class Redirect(TorchFunctionMode):
             return func(*args, **kwargs)
         args, kwargs = untraced(self._prepared, args, kwargs)
         if self._tagger.phase == "optimizer" and _writes(func):
-            _forget_constants(self._tracer, args[:1])
+            self._forget_counts(args[:1])
         result = self._call(func, args, kwargs)
         untraced(self._made.add, result)
         return result
+
+    def _forget_counts(self, written: Any) -> None:
+        """Let a count that an optimizer has just made (`torch.tensor(0.0)`) be what it is in all
+        later steps once it counts: a value to be read."""
+        leaves = _compat.tree_leaves(written)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        constants = [tensor for tensor in tensors if _compat.is_constant(self._tracer, tensor)]
+        if not constants:
+            return
+        tables = (entries for of in self._optimizers for entries in of.state.values())
+        state = {id(value) for entries in tables for value in entries.values()}
+        for tensor in constants:
+            if id(tensor) in state:
+                _compat.forget_constant(self._tracer, tensor)
 
     def _prepared(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
@@ -242,15 +264,7 @@ class Redirect(TorchFunctionMode):
 def _writes(func: Any) -> bool:
     """Whether a torch function updates its first argument in place."""
     name: str = getattr(func, "__name__", "")
-    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
-
-
-def _forget_constants(tracer: Any, values: Any) -> None:
-    """Let a count that an optimizer has just made (`torch.tensor(0.0)`) be what it is in all later
-    steps once it counts: a value to be read."""
-    for value in _compat.tree_leaves(values):
-        if isinstance(value, torch.Tensor) and _compat.is_constant(tracer, value):
-            _compat.forget_constant(tracer, value)
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _forget_stale_constants(tracer: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -270,7 +270,8 @@ class _StepRun:
             if averager is not None:
                 stack.enter_context(averager.watching())
                 stack.enter_context(self._buffers_broadcast())
-            redirect = stack.enter_context(Redirect(traced, self.tagger, reduce, self.made))
+            redirect = Redirect(traced, self.tagger, reduce, self.made, known)
+            stack.enter_context(redirect)
             with observed_step(self.call, self.outside):
                 returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
