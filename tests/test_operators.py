@@ -43,7 +43,7 @@ def observe_database(
                 continue
             grad = entry.supports_autograd and dtype.is_floating_point
             try:
-                samples = list(islice(entry.sample_inputs("cpu", dtype, grad), count))
+                samples = list(islice(entry.sample_inputs_func(entry, "cpu", dtype, grad), count))
             except ImportError:  # the database wants a package that is not installed
                 continue
             for sample in samples:

@@ -14,7 +14,7 @@ from torch import fx
 
 from graphopt.ir.effects import Effects
 from graphopt.ir.operators import is_wait, may_alias, operator_of
-from graphopt.ir.reads import read_by
+from graphopt.ir.reads import values_read
 from graphopt.ir.views import is_pure_view, launch_of, shared_with
 
 
@@ -93,7 +93,11 @@ class Accesses:
         known = operator_of(node)
         if known.item or known.metadata_only or is_pure_view(node):
             return []
-        return read_by(node)
+        launch = launch_of(node) if known.wait else None
+        if launch is not None and not operator_of(launch).writes:
+            # Also one that works on a copy: it may be given its in-place form later.
+            return [*node.all_input_nodes, *launch.all_input_nodes]
+        return values_read(node)
 
     def _written(self, node: fx.Node) -> Iterator[tuple[fx.Node, int | None]]:
         """What a node writes; a wait ends what its collective writes in place."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import fx
 
 from graphopt.ir.operators import is_copy, is_wait, may_alias, operator_of
-from graphopt.ir.views import is_awaited, launch_of
+from graphopt.ir.views import is_awaited, is_pure_view, is_update, launch_of, may_be_view
 
 
 def replaced_by(node: fx.Node) -> fx.Node | None:
@@ -19,7 +19,10 @@ def replaced_by(node: fx.Node) -> fx.Node | None:
     destination = node.args[0]
     if destination is node.args[1] or not isinstance(destination, fx.Node):
         return None
-    return None if may_alias(destination) else destination
+    whole = destination
+    while is_update(whole):
+        whole = whole.all_input_nodes[0]
+    return None if is_pure_view(whole) or may_be_view(whole) else destination
 
 
 def values_read(node: fx.Node) -> list[fx.Node]:
