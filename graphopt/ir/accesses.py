@@ -45,7 +45,9 @@ class Accesses:
     def __init__(self, effects: Effects, graph: fx.Graph) -> None:
         self.implicit: dict[fx.Node, dict[fx.Node, Write]] = {}
         self._effects = effects
-        self._watched = effects.updated()
+        updated = effects.updated()
+        found = ((n, [k for k in effects.keys(n) if k in updated]) for n in graph.nodes)
+        self._watched = {node: keys for node, keys in found if keys}
         self._last: dict[object, Write] = {}
         self._readers: dict[object, list[fx.Node]] = {}
 
@@ -55,17 +57,20 @@ class Accesses:
         Chained: each read belongs to the write before and the write after it, so that there are not
         more than accesses.
         """
-        if not self._watched or node.op == "output":
+        if node.op == "output" or not self._may_access(node):
             return []
         found: list[Hazard] = []
         for source in self._read(node):
-            for key in self._effects.keys(source):
-                if key in self._watched:
-                    found += self._note_read(node, source, key)
+            for key in self._watched.get(source, ()):
+                found += self._note_read(node, source, key)
         for destination, item in self._written(node):
-            for key in self._effects.keys(destination):
+            for key in self._watched.get(destination, ()):
                 found += self._note_write(Write(node, item), key)
         return found
+
+    def _may_access(self, node: fx.Node) -> bool:
+        """Whether a node takes something that is written, or waits: answered at once for most."""
+        return is_wait(node) or not self._watched.keys().isdisjoint(node.all_input_nodes)
 
     def last_write(self, node: fx.Node) -> Write | None:
         """The last write so far to the storage of `node`."""
