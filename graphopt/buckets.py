@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import CommBlock, argument, get_all_comm_blocks, late_nodes
+from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes
 from graphopt.graph_utils import is_collective, is_operator, is_random, written
-from graphopt.storage import Storages
+from graphopt.ir.effects import Effects
+from graphopt.ir.operators import argument
 
 
 def fusable_blocks(gm: fx.GraphModule) -> dict[fx.Node, CommBlock]:
@@ -59,17 +60,17 @@ def _has_absolute_offset(node: fx.Node) -> bool:
 
 
 def raise_launches(
-    graph: fx.Graph, fusable: Mapping[fx.Node, CommBlock], storages: Storages
+    graph: fx.Graph, fusable: Mapping[fx.Node, CommBlock], effects: Effects
 ) -> set[fx.Node]:
     """Move each launch up to what it sends, in the order of its group. Returns those that moved."""
-    updated = {storages.key(state) for node in graph.nodes for state in written(node)}
+    updated = {effects.key(state) for node in graph.nodes for state in written(node)}
     previous: dict[Any, fx.Node] = {}
     moved: set[fx.Node] = set()
     for node in list(graph.nodes):
         if not is_collective(node):
             continue
         group = argument(node, "group_name")
-        if node in fusable and storages.key(node.all_input_nodes[0]) not in updated:
+        if node in fusable and effects.key(node.all_input_nodes[0]) not in updated:
             anchor = max(node.all_input_nodes[0], previous.get(group, node.all_input_nodes[0]))
             while anchor.next.op == "placeholder":
                 anchor = anchor.next
@@ -152,12 +153,12 @@ class Planner:
     def __init__(
         self,
         fusable: Mapping[fx.Node, CommBlock],
-        storages: Storages,
+        effects: Effects,
         pinned: set[fx.Node],
         limits: tuple[int, int],
     ) -> None:
         self._fusable = fusable
-        self._storages = storages
+        self._effects = effects
         self._pinned = pinned
         self._first_limit, self._limit = limits
         self._open: dict[Any, Bucket] = {}
@@ -191,9 +192,9 @@ class Planner:
         scaled = scaled_input(block.inputs[0])
         bucket.blocks.append(block)
         bucket.nbytes += block.nbytes
-        bucket.sent.add(self._storages.key(block.inputs[0]))
+        bucket.sent.add(self._effects.key(block.inputs[0]))
         if scaled is not None:
-            bucket.sent.add(self._storages.key(scaled.tensor))
+            bucket.sent.add(self._effects.key(scaled.tensor))
         self._behind[block.comm_node] = [bucket]
         if bucket.nbytes >= bucket.limit:
             self._close([bucket])
@@ -224,8 +225,8 @@ class Planner:
         )
 
     def _accesses(self, node: fx.Node) -> tuple[set[object], set[object]]:
-        read = {self._storages.key(source) for source in node.all_input_nodes}
-        return read, {self._storages.key(state) for state in written(node)}
+        read = {self._effects.key(source) for source in node.all_input_nodes}
+        return read, {self._effects.key(state) for state in written(node)}
 
     def _delay(self, node: fx.Node, buckets: list[Bucket]) -> None:
         self._behind[node] = buckets
@@ -238,7 +239,7 @@ class Planner:
 
     def _close_if_overwritten(self, node: fx.Node) -> None:
         """Close buckets of which a member is sent before `node` overwrites it."""
-        updated = {self._storages.key(state) for state in written(node)}
+        updated = {self._effects.key(state) for state in written(node)}
         if updated:
             behind = self._behind.get(node, ())
             buckets = [b for b in self._open.values() if b not in behind]

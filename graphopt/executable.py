@@ -28,25 +28,12 @@ from graphopt.graph_utils import (
     same_kind,
     set_outputs,
 )
-from graphopt.storage import Storages
-from graphopt.tracing import fused, inplace
+from graphopt.ir.effects import Effects
+from graphopt.ir.families import FUSED_OPTIMIZERS, TWINS
+from graphopt.ir.operators import fused_optimizer, row
+from graphopt.tracing import inplace
 
 aten = torch.ops.aten
-
-_ELEMENTWISE = (
-    "aten::bernoulli",
-    "aten::fill",
-    "aten::index_add",
-    "aten::index_copy",
-    "aten::index_put",
-    "aten::masked_fill",
-    "aten::scatter",
-    "aten::scatter_add",
-    "aten::zero",
-    "_c10d_functional::all_reduce",
-    "_c10d_functional::broadcast",
-)
-"""Operators, besides pointwise and list ones, whose in-place form computes the same bits."""
 
 
 def finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -79,14 +66,14 @@ class _Reuse:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._storages = Storages(graph)
+        self._effects = Effects(graph)
         self._outputs = get_outputs(graph)
         self._counted: tuple[fx.Node | None, _Arguments] = (None, _Arguments(Counter(), Counter()))
         self._finals = {copy.args[1]: copy.args[0] for copy in self._outputs.updates}
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
-            if fused.functional_name(node.target) is not None:
+            if fused_optimizer(node.target) is not None:
                 self._reuse_in_fused(node)
             elif is_operator(node.target, "aten::clone"):
                 self._drop_clone(node)
@@ -108,7 +95,7 @@ class _Reuse:
     def _take_over(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> None:
         """`source` now holds what `results` held."""
         for result in results:
-            self._storages.join(source, result)
+            self._effects.join(source, result)
             if result is node:
                 continue
             if result in self._finals:
@@ -117,22 +104,22 @@ class _Reuse:
             self._graph.erase_node(result)
 
     def _may_overwrite(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> bool:
-        storages, position = self._storages, self._storages.position[node]
+        effects = self._effects
         if not all(same_kind(source, result) for result in results):
             return False
         if not is_dense(source.meta["val"]):
             return False
-        if storages.old_read_after(source, position) or storages.leaves_the_graph(source):
+        if effects.old_read_after(source, node) or effects.leaves_the_graph(source):
             return False
         arguments = self._arguments(node)
-        if arguments.storages[storages.key(source)] > 1:
+        if arguments.storages[effects.key(source)] > 1:
             return False
         if arguments.nodes[source] > 1 and not is_pointwise(node.target):
             return False
-        owner = storages.input_of(source)
+        owner = effects.input_of(source)
         if owner is None:
             return True
-        if any(storages.leaves_the_graph(result) for result in results):
+        if any(effects.leaves_the_graph(result) for result in results):
             return False  # the user would get the live tensor, which the next step overwrites
         return same_kind(owner, source) and any(self._becomes(r, owner) for r in results)
 
@@ -141,7 +128,7 @@ class _Reuse:
         if self._counted[0] is not node:
             leaves = _compat.tree_leaves((node.args, node.kwargs))
             nodes = Counter(leaf for leaf in leaves if isinstance(leaf, fx.Node))
-            self._counted = node, _Arguments(nodes, Counter(map(self._storages.key, nodes)))
+            self._counted = node, _Arguments(nodes, Counter(map(self._effects.key, nodes)))
         return self._counted[1]
 
     def _becomes(self, value: fx.Node, owner: fx.Node) -> bool:
@@ -152,7 +139,7 @@ class _Reuse:
             users = [user for user in value.users if user.op != "output"]
             if not users:
                 return False
-            last = max(users, key=self._storages.position.__getitem__)
+            last = max(users)
             if inplace_form(last.target) is None:
                 return False
             following = [results for source, results in _overwritten(last) if source is value]
@@ -162,10 +149,10 @@ class _Reuse:
 
     def _reuse_in_fused(self, node: fx.Node) -> None:
         """Fused optimizers always run in place; what must not be overwritten is cloned first."""
-        name = fused.functional_name(node.target)
+        name = fused_optimizer(node.target)
         assert name is not None
         args = list(node.args)
-        for position in fused.WRITTEN[name]:
+        for position in FUSED_OPTIMIZERS[name]:
             args[position] = [
                 self._own(node, source, results)
                 for source, results in _items(node, args[position], position)
@@ -184,19 +171,19 @@ class _Reuse:
             return source
         with self._graph.inserting_before(node):
             clone = call_function_with_meta(self._graph, aten.clone.default, (source,), like=node)
-        self._storages.insert(clone, before=node)
+        self._effects.insert(clone, before=node)
         return clone
 
     def _drop_clone(self, node: fx.Node) -> None:
         """A clone of a value that nobody reads any more is that value."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        owned = self._storages.input_of(source) is None and _is_whole(source.meta["val"])
+        owned = self._effects.input_of(source) is None and _is_whole(source.meta["val"])
         if owned and self._may_overwrite(node, source, [node]):
             self._take_over_clone(source, node)
 
     def _take_over_clone(self, source: fx.Node, clone: fx.Node) -> None:
-        self._storages.join(source, clone)
+        self._effects.join(source, clone)
         clone.replace_all_uses_with(source)
         self._graph.erase_node(clone)
 
@@ -206,7 +193,7 @@ class _Reuse:
         for copy in self._outputs.updates:
             destination, value = copy.args
             assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
-            if self._storages.same(destination, value) and same_kind(destination, value):
+            if self._effects.same(destination, value) and same_kind(destination, value):
                 dropped[copy] = value
         outputs = get_outputs(self._graph)
         # All at once: the output is long, and each change of its arguments goes through them.
@@ -260,10 +247,10 @@ def inplace_form(target: Any) -> Any | None:
         return None
     if target in inplace.INPLACE:
         return inplace.INPLACE[target]
+    known = row(target)
     namespace, name = target._schema.name.split("::")
-    listed = namespace == "aten" and name.startswith("_foreach_")
-    pointwise = namespace == "aten" and is_pointwise(target)
-    if not (listed or pointwise or target._schema.name in _ELEMENTWISE):
+    same_bits = known.pointwise or (known.listed and not known.collective)
+    if not (same_bits and namespace == "aten") and target._schema.name not in TWINS:
         return None
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     if packet is None:
@@ -272,7 +259,7 @@ def inplace_form(target: Any) -> Any | None:
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
         arguments = candidate._schema.arguments
-        writes = arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+        writes = 0 in row(candidate).writes
         if writes and [str(argument.type) for argument in arguments] == wanted:
             return candidate
     return None

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import SENDS, argument, kind_of
+from graphopt.comm import SENDS, kind_of
 from graphopt.errors import CollectiveError
 from graphopt.graph_utils import find_nodes, is_collective, is_wait
 from graphopt.host_run import HostRun, agree, hear
+from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.running import GROUP
 from graphopt.rank_failures import learn_causes, mark_unusable, tell

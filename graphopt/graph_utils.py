@@ -6,100 +6,81 @@ import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import VerificationError
-
-COLLECTIVE_NAMESPACE = "_c10d_functional"
-
-WAIT_FOR_SEVERAL = f"{COLLECTIVE_NAMESPACE}::wait_tensors"  # since torch 2.15
-WAITS = (f"{COLLECTIVE_NAMESPACE}::wait_tensor", WAIT_FOR_SEVERAL)
-"""The operators that wait for functional collectives; all others of their namespace launch."""
-
-
-def is_operator(target: object, *names: str) -> bool:
-    """Whether a node target is an overload of one of the operators, such as ``aten::copy_``."""
-    return isinstance(target, _compat.OpOverload) and target._schema.name in names
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a functional collective."""
-    return is_operator(node.target, *WAITS)
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether a node launches a functional collective."""
-    target = node.target
-    if not isinstance(target, _compat.OpOverload) or is_wait(node):
-        return False
-    return target.namespace == COLLECTIVE_NAMESPACE
-
-
-def is_pointwise(target: object) -> bool:
-    """Whether a node target computes each element of its result from one of each operand."""
-    return isinstance(target, _compat.OpOverload) and torch.Tag.pointwise in target.tags
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the result may share storage with an input: views, and items of lists of views."""
-    if node.target is operator.getitem:
-        return True
-    return isinstance(node.target, _compat.OpOverload) and _returns_views(node.target)
-
-
-_UNDECLARED_VIEWS = (
-    "aten::_unsafe_view",
-    "aten::unsafe_split",
-    "aten::unsafe_split_with_sizes",
-    "aten::unsafe_chunk",
+from graphopt.ir.families import COLLECTIVE_NAMESPACE, WAIT_FOR_SEVERAL, WAITS
+from graphopt.ir.operators import (
+    is_collective,
+    is_copy,
+    is_item,
+    is_list_operator,
+    is_operator,
+    is_pointwise,
+    is_random,
+    is_wait,
+    may_alias,
+    written,
 )
-"""Operators whose results are views although their schemas do not say so."""
+from graphopt.ir.outputs import (
+    Outputs,
+    follows_output_convention,
+    get_output,
+    get_outputs,
+    set_outputs,
+)
+from graphopt.ir.views import readers_through_views
 
+__all__ = [
+    "COLLECTIVE_NAMESPACE",
+    "WAITS",
+    "WAIT_FOR_SEVERAL",
+    "Outputs",
+    "call_function_with_meta",
+    "eliminate_dead_code",
+    "environment",
+    "evaluate",
+    "find_all_descendants",
+    "find_nodes",
+    "follows_output_convention",
+    "get_output",
+    "get_outputs",
+    "is_collective",
+    "is_copy",
+    "is_dense",
+    "is_item",
+    "is_list_operator",
+    "is_needed",
+    "is_operator",
+    "is_pointwise",
+    "is_random",
+    "is_view",
+    "is_wait",
+    "may_alias",
+    "move_after",
+    "move_before",
+    "readers_through_views",
+    "same_kind",
+    "set_outputs",
+    "tensors_in",
+    "without_autocast",
+    "written",
+]
 
-def may_alias(node: fx.Node) -> bool:
-    """Whether the result may share storage with the first argument, by the schema or against it."""
-    return is_view(node) or is_operator(node.target, *_UNDECLARED_VIEWS)
-
-
-@cache
-def _returns_views(target: _compat.OpOverload) -> bool:
-    return any(result.alias_info is not None for result in target._schema.returns)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a node draws from a random number generator, or reads or writes its state."""
-    target = node.target
-    if not isinstance(target, _compat.OpOverload):
-        return False
-    return torch.Tag.nondeterministic_seeded in target.tags or target.namespace == "graphopt"
-
-
-def written(node: fx.Node) -> list[fx.Node]:
-    """Arguments that a node updates in place, by the alias annotations of its schema; of a call of
-    compiled code by `meta["writes"]`, positions of arguments."""
-    target = node.target
-    if node.op in ("call_module", "call_method"):
-        return [cast(fx.Node, node.args[index]) for index in node.meta.get("writes", ())]
-    if not isinstance(target, _compat.OpOverload) or not target._schema.is_mutable:
-        return []
-    found: list[fx.Node] = []
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        found += [leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, fx.Node)]
-    return found
+is_view = may_alias
+"""The name under which passes know `may_alias`."""
 
 
 def is_needed(node: fx.Node) -> bool:
     """Whether a node must stay although nobody uses its result: it updates state, other ranks join
     it, or later random numbers depend on it."""
-    return node.is_impure() or is_collective(node) or is_wait(node) or is_random(node)
+    if node.is_impure() or is_collective(node) or is_wait(node) or is_random(node):
+        return True
+    return any(state.op in ("placeholder", "get_attr") for state in written(node))
 
 
 def eliminate_dead_code(graph: fx.Graph) -> int:
@@ -116,53 +97,6 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
         removed += 1
         dead += [n for n in inputs if not n.users and not is_needed(n)]
     return removed
-
-
-def get_output(graph: fx.Graph) -> fx.Node:
-    """The output node of a graph."""
-    node: fx.Node = next(iter(reversed(graph.nodes)))
-    assert node.op == "output"
-    return node
-
-
-class Outputs(NamedTuple):
-    """The three parts of a captured graph's output, as lists of nodes and constants."""
-
-    results: list[Any]
-    updates: list[fx.Node]
-    carried: list[Any]
-
-
-def get_outputs(graph: fx.Graph) -> Outputs:
-    """What a graph returns, in the output convention of docs/ir.md.
-
-    Of a graph that has another output, every `copy_` returned is a state update, and every other
-    leaf a result.
-    """
-    returned = get_output(graph).args[0]
-    if follows_output_convention(graph):
-        results, updates, carried = cast(Any, returned)
-        return Outputs(list(results), list(updates), list(carried))
-    leaves = _compat.tree_leaves(returned)
-    updates = [leaf for leaf in leaves if _is_copy(leaf)]
-    return Outputs([leaf for leaf in leaves if not _is_copy(leaf)], updates, [])
-
-
-def follows_output_convention(graph: fx.Graph) -> bool:
-    """Whether a graph returns ``(user results, state updates, carried values)``, each a list."""
-    returned = get_output(graph).args[0]
-    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
-        return False
-    return all(isinstance(part, (tuple, list)) for part in returned)
-
-
-def _is_copy(value: object) -> bool:
-    return isinstance(value, fx.Node) and is_operator(value.target, "aten::copy_")
-
-
-def set_outputs(graph: fx.Graph, outputs: Outputs) -> None:
-    """Let a graph return `outputs`."""
-    get_output(graph).args = (tuple(outputs),)
 
 
 def without_autocast() -> AbstractContextManager[object]:
@@ -207,20 +141,6 @@ def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
                 found.add(user)
                 pending.append(user)
     return found
-
-
-def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that read the storage of `root`, directly or through views of it."""
-    found: set[fx.Node] = set()
-    pending = [root]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output" or user in found:
-                continue
-            found.add(user)
-            yield user
-            if may_alias(user) and not is_operator(user.target, "aten::copy_"):
-                pending.append(user)
 
 
 def move_before(nodes: Sequence[fx.Node], target: fx.Node) -> None:

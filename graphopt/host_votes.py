@@ -30,9 +30,9 @@ from graphopt.failed_runs import said_explained
 from graphopt.graph_utils import find_nodes, get_output, is_collective, written
 from graphopt.host import host_call_of
 from graphopt.host_run import agree, hear
+from graphopt.ir.effects import Effects
 from graphopt.iter_graph.running import GROUP
 from graphopt.rank_failures import reasons, tell
-from graphopt.storage import Storages
 
 _STATE = ("parameter", "buffer", "optimizer_state", "gradient")
 
@@ -120,18 +120,18 @@ class Votes:
 def commit_before(graph: fx.Graph) -> fx.Node:
     """The first update of state behind the last launch of a collective, or the output: the same
     place among the collectives on all ranks, where all agree whether the step goes on."""
-    storages = Storages(graph)
+    effects = Effects(graph)
     found: fx.Node | None = None
     for node in graph.nodes:
         if is_collective(node):
             found = None
-        elif found is None and node.meta.get(GROUP) is None and _updates_state(node, storages):
+        elif found is None and node.meta.get(GROUP) is None and _updates_state(node, effects):
             found = node
     return found or get_output(graph)
 
 
-def _updates_state(node: fx.Node, storages: Storages) -> bool:
-    owners = (storages.input_of(state) for state in written(node))
+def _updates_state(node: fx.Node, effects: Effects) -> bool:
+    owners = (effects.input_of(state) for state in written(node))
     return any(owner is not None and owner.meta.get("kind") in _STATE for owner in owners)
 
 

@@ -19,15 +19,10 @@ from graphopt.graph_utils import (
     tensors_in,
     written,
 )
-from graphopt.lowering.lowerable import (
-    NodePredicate,
-    is_free,
-    is_item,
-    reason_to_keep,
-    unsuitable_tensor,
-)
+from graphopt.ir.effects import Effects
+from graphopt.ir.operators import is_item
+from graphopt.lowering.lowerable import NodePredicate, is_free, reason_to_keep, unsuitable_tensor
 from graphopt.lowering.updates import is_fused_update, stored_by, updated
-from graphopt.storage import Storages
 
 _NO_COPIES = (
     "aten::_fused_rms_norm",
@@ -121,35 +116,35 @@ def _updates_whole(node: fx.Node) -> bool:
     return unsuitable_tensor(value.meta["val"]) is None
 
 
-def keep_updates(graph: fx.Graph, storages: Storages, reasons: dict[fx.Node, str | None]) -> None:
+def keep_updates(graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str | None]) -> None:
     """Keep the updates of state that compiled code would do too late for somebody, or that it would
     take for other state."""
     reached = {
-        storages.key(node)
+        effects.key(node)
         for node, reason in reasons.items()
         if reason is not None and list(tensors_in(node.meta.get("val")))
     }
     states: Counter[Any] = Counter(
-        storages.key(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")
+        effects.key(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")
     )
     for node, reason in reasons.items():
         if reason is not None or not written(node):
             continue
-        key, (state,) = storages.key(node), written(node)
+        key, (state,) = effects.key(node), written(node)
         if key in reached or states[key] > 1:
             reasons[node] = "its state is also reached through other values"
-        elif storages.old_read_after(state, storages.position[node]):
+        elif effects.old_read_after(state, node):
             reasons[node] = "its state is read afterwards, and not as its result"
     for node, reason in reasons.items():
         if reason is None and is_fused_update(node):
-            reasons[node] = _reason_to_keep_fused(node, storages, reasons)
+            reasons[node] = _reason_to_keep_fused(node, effects, reasons)
     for node in reasons:
         if is_item(node) and reasons[node] is None:
             reasons[node] = reasons.get(node.args[0])  # type: ignore[arg-type]
 
 
 def _reason_to_keep_fused(
-    node: fx.Node, storages: Storages, reasons: dict[fx.Node, str | None]
+    node: fx.Node, effects: Effects, reasons: dict[fx.Node, str | None]
 ) -> str | None:
     """A fused optimizer in compiled code works in place, where it stands.
 
@@ -161,10 +156,10 @@ def _reason_to_keep_fused(
         copy = copies.get(state)
         if copy is None or reasons[copy] is not None:
             return "what it updates is not all state that compiled code may write"
-        if storages.old_read_after(state, storages.position[node]):
+        if effects.old_read_after(state, node):
             return "a parameter or state is read afterwards, and not as its result"
         for reader in readers_through_views(state):
-            if reader not in (node, copy) and _may_be_copy(reader, state, storages):
+            if reader not in (node, copy) and _may_be_copy(reader, state, effects):
                 return f"{reader.target} reads a parameter or state"
         results = copy.args[1].users  # type: ignore[union-attr]
         if any(user is not copy and user.op != "output" for user in (*results, *copy.users)):
@@ -172,23 +167,23 @@ def _reason_to_keep_fused(
     return None
 
 
-def _may_be_copy(reader: fx.Node, state: fx.Node, storages: Storages) -> bool:
+def _may_be_copy(reader: fx.Node, state: fx.Node, effects: Effects) -> bool:
     if is_operator(reader.target, *_COPIES_OF_THE_SAME_SHAPE):
-        shape, key = reader.meta["val"].shape, storages.key(state)
+        shape, key = reader.meta["val"].shape, effects.key(state)
         return any(
             source.meta["val"].shape == shape
             for source in reader.all_input_nodes
-            if storages.key(source) == key
+            if effects.key(source) == key
         )
     return not may_alias(reader) and not is_operator(reader.target, *_NO_COPIES)
 
 
 def free_nodes(
-    graph: fx.Graph, storages: Storages, reasons: dict[fx.Node, str | None]
+    graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str | None]
 ) -> set[fx.Node]:
     """Nodes that are computed wherever they are needed: constants, and views of what stays."""
     free: set[fx.Node] = set()
-    changed = {storages.key(state) for node in graph.nodes for state in written(node)}
+    changed = {effects.key(state) for node in graph.nodes for state in written(node)}
 
     def stays(node: fx.Node) -> bool:
         return node in free or node not in reasons or reasons[node] is not None
@@ -196,6 +191,6 @@ def free_nodes(
     for node in graph.nodes:
         if reasons.get(node, "") is not None or not is_free(node, stays):
             continue
-        if is_view(node) or storages.key(node) not in changed:  # a constant that nobody fills in
+        if is_view(node) or effects.key(node) not in changed:  # a constant that nobody fills in
             free.add(node)
     return free

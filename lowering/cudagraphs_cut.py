@@ -11,9 +11,9 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_wait
+from graphopt.ir.views import inner_bases, is_pure_view, is_update
 from graphopt.iter_graph.running import GROUP
 from graphopt.lowering.boxed import box_calls
-from graphopt.lowering.cudagraphs_nodes import inner_bases, is_pure_view, is_update
 from graphopt.lowering.cudagraphs_pieces import Piece
 
 

@@ -10,31 +10,15 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import argument
 from graphopt.graph_utils import (
     is_collective,
     is_operator,
     is_pointwise,
-    is_wait,
-    may_alias,
     tensors_in,
     written,
 )
-from graphopt.lowering.lowerable import is_item
+from graphopt.ir.operators import argument, fused_optimizer, is_item
 from graphopt.lowering.subgraph import LoweredSubgraph
-from graphopt.tracing import fused
-
-_MAY_COPY = (
-    "aten::contiguous",
-    "aten::flatten",
-    "aten::ravel",
-    "aten::reshape",
-    "aten::reshape_as",
-    "aten::resolve_conj",
-    "aten::resolve_neg",
-    "aten::to",
-)
-"""Operators that return a view of their argument or a copy of it."""
 
 _READS_INDICES = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index_put")
 """Operators that wait for the device where an index is a mask, and else do not."""
@@ -59,75 +43,6 @@ _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _NAMESPACES = ("aten", "prims", "_c10d_functional")
 
 
-def is_pure_view(node: fx.Node) -> bool:
-    """Whether a node computes nothing: its result, or each of several, is a view for certain."""
-    if node.op != "call_function" or is_wait(node) or written(node):
-        return False
-    if is_item(node):
-        return is_pure_view(node.all_input_nodes[0])
-    return may_alias(node) and (not is_operator(node.target, *_MAY_COPY) or _shares_storage(node))
-
-
-def may_be_view(node: fx.Node) -> bool:
-    """Whether nothing says if the result of a node is a view."""
-    return is_operator(node.target, *_MAY_COPY) and not is_pure_view(node)
-
-
-def _shares_storage(node: fx.Node) -> bool:
-    result, source = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
-    if not isinstance(result, torch.Tensor) or not isinstance(source, torch.Tensor):
-        return False
-    return _compat.storage_key(result) == _compat.storage_key(source)
-
-
-def is_update(node: fx.Node) -> bool:
-    """Whether a node updates its first argument, and is that."""
-    if not isinstance(node.target, _compat.OpOverload):
-        return False
-    updated = written(node)
-    return bool(updated) and node.args[0] is updated[0]
-
-
-def updated_by(node: fx.Node) -> list[fx.Node]:
-    """What a node updates: not the gradients of a fused optimizer, whatever its schema says."""
-    name = fused.functional_name(node.target)
-    if name is None:
-        return written(node)
-    lists = [node.args[position] for position in fused.WRITTEN[name] if position < len(node.args)]
-    return [leaf for leaf in _compat.tree_leaves(lists) if isinstance(leaf, fx.Node)]
-
-
-def base_of(node: fx.Node) -> fx.Node:
-    """The node that made the tensor whose storage `node` holds, as far as that is certain."""
-    while is_pure_view(node) or is_update(node) or is_wait(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def outer_bases(node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
-    """What has to come from outside so that `node` is there among the nodes `inside`."""
-    if is_pure_view(node):
-        for source in node.all_input_nodes:
-            yield from outer_bases(source, inside)
-    elif node in inside:
-        return
-    elif is_update(node):
-        yield from outer_bases(node.all_input_nodes[0], inside)
-    else:
-        yield node
-
-
-def inner_bases(node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
-    """Which of the nodes `inside` have to be returned so that `node`, one of them, is there."""
-    if node not in inside:
-        return
-    if is_pure_view(node) or is_update(node) or is_wait(node):
-        for source in node.all_input_nodes[:1]:
-            yield from inner_bases(source, inside)
-    else:
-        yield node
-
-
 def is_number(value: object) -> bool:
     """A Python number or a symbolic one."""
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -147,7 +62,7 @@ def takes_numbers(node: fx.Node) -> bool:
 
 def is_learning_rate(node: fx.Node, user: fx.Node) -> bool:
     """Whether `user` is a fused optimizer, and `node` the tensor with its learning rate."""
-    return fused.functional_name(user.target) is not None and argument(user, "lr") is node
+    return fused_optimizer(user.target) is not None and argument(user, "lr") is node
 
 
 @dataclass(frozen=True)
@@ -211,7 +126,7 @@ class Recordable:
                 return "its result has a shape or layout that is not fixed"
         for source in node.all_input_nodes:
             value = source.meta.get("val")
-            if is_unknown_number(value) and fused.functional_name(node.target) is None:
+            if is_unknown_number(value) and fused_optimizer(node.target) is None:
                 return "it takes a number that is computed in the graph"
             for tensor in tensors_in(value):
                 if tensor.layout is not torch.strided or _compat.has_symbolic_shape(tensor):

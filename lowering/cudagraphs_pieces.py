@@ -18,20 +18,12 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import is_collective, is_wait, tensors_in
+from graphopt.ir.effects import Effects
+from graphopt.ir.operators import is_item, is_list_operator, written
+from graphopt.ir.views import base_of, is_pure_view, may_be_view, outer_bases
 from graphopt.iter_graph.running import GROUP
-from graphopt.lowering.cudagraphs_nodes import (
-    Recordable,
-    base_of,
-    is_number,
-    is_pure_view,
-    may_be_view,
-    outer_bases,
-    takes_numbers,
-    updated_by,
-)
-from graphopt.lowering.lowerable import is_item
+from graphopt.lowering.cudagraphs_nodes import Recordable, is_number, takes_numbers
 from graphopt.lowering.subgraph import LoweredSubgraph
-from graphopt.storage import Storages
 
 _BYTES_PER_OPERATOR = 2**18
 """What may be copied to spare the launch of an operator. Copying takes the device's time. Launching
@@ -167,7 +159,7 @@ class _Scan:
         self._graph, self._module_of, self._recordable = graph, module_of, recordable
         self._min_ops = min_ops
         self._found = Pieces([], reasons)
-        self._storages = Storages(graph)
+        self._effects = Effects(graph)
         self._static: set[fx.Node] = set()
         self._run: list[fx.Node] = []
         self._inside: set[fx.Node] = set()
@@ -214,12 +206,12 @@ class _Scan:
         if self._device is not None and device is not None and device != self._device:
             return False
         if self._numbered:
-            return _is_list_operator(node)
+            return is_list_operator(node)
         return not numbered
 
     def _may_update(self, node: fx.Node) -> bool:
         """Whether what a node updates is where the recording will find it."""
-        for target in updated_by(node):
+        for target in written(node):
             base = base_of(target)
             if may_be_view(base):
                 return False
@@ -253,11 +245,10 @@ class _Scan:
             for source in node.all_input_nodes:
                 for base in outer_bases(source, inside):
                     piece.inputs.setdefault(base, self._way(base))
-            piece.written.update(base_of(target) for target in updated_by(node))
+            piece.written.update(base_of(target) for target in written(node))
         piece.written &= piece.inputs.keys()
-        end = len(self._graph.nodes)
         for node in piece.nodes:
-            leaves = self._storages.leaves_the_graph(node) or self._storages.read_after(node, end)
+            leaves = self._effects.leaves_the_graph(node) or self._effects.is_in_flight(node)
             if leaves or may_be_view(node):
                 piece.leaving.add(node)
 
@@ -279,7 +270,7 @@ class _Scan:
             assert isinstance(module, LoweredSubgraph)
             return sum(inner.op == "call_function" for inner in module.graph_module.graph.nodes)
         first = node.args[0] if node.args else None
-        return max(1, len(first)) if _is_list_operator(node) and isinstance(first, list) else 1
+        return max(1, len(first)) if is_list_operator(node) and isinstance(first, list) else 1
 
 
 def _copying(node: fx.Node, way: Way) -> int:
@@ -287,8 +278,3 @@ def _copying(node: fx.Node, way: Way) -> int:
     if way not in (Way.COPIED, Way.SCALAR):
         return 0
     return 1 + sum(tensor.nbytes for tensor in tensors_in(node.meta["val"])) // _BYTES_PER_OPERATOR
-
-
-def _is_list_operator(node: fx.Node) -> bool:
-    listed = getattr(node.target, "_schema", None)
-    return listed is not None and listed.name.startswith(("aten::_foreach_", "aten::_fused_"))

@@ -18,8 +18,10 @@ from graphopt.graph_utils import (
     tensors_in,
     written,
 )
+from graphopt.ir.operators import is_item
+from graphopt.ir.views import inner_bases
 from graphopt.lowering.compiler import kind_of
-from graphopt.lowering.lowerable import as_factory, is_item, reads_metadata_only
+from graphopt.lowering.lowerable import as_factory, reads_metadata_only
 from graphopt.lowering.regions import MARK, Mark, mark_regions
 from graphopt.lowering.updates import is_fused_update
 
@@ -201,25 +203,20 @@ def _returned(nodes: list[fx.Node], members: set[fx.Node]) -> Iterator[fx.Node]:
     """What a region has to return: values used outside, or what those are views of."""
     for node in nodes:
         if any(_is_outside(user, members) for user in node.users):
-            yield from _bases(node, members)
+            for base in inner_bases(node, members):
+                yield from _tensors_of(base)
+
+
+def _tensors_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The node, or its items where it has several results."""
+    if isinstance(node.meta["val"], (list, tuple)):
+        yield from (user for user in node.users if is_item(user))
+    else:
+        yield node
 
 
 def _is_outside(user: fx.Node, members: set[fx.Node]) -> bool:
     return user not in members and not reads_metadata_only(user)
-
-
-def _bases(node: fx.Node, members: set[fx.Node]) -> Iterator[fx.Node]:
-    if node not in members or written(node):
-        return
-    if is_item(node) and not may_alias(node.all_input_nodes[0]):
-        yield node
-    elif may_alias(node):
-        for source in node.all_input_nodes:
-            yield from _bases(source, members)
-    elif isinstance(node.meta["val"], (list, tuple)):
-        yield from (user for user in node.users if is_item(user))
-    else:
-        yield node
 
 
 def region_graphs(gm: fx.GraphModule, min_ops: int = 10) -> list[fx.GraphModule]:

@@ -18,29 +18,29 @@ A node that stays and of which a region needs nothing breaks no region. One pass
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from torch import fx
 
 from graphopt.graph_utils import is_collective, is_wait, written
 from graphopt.host import is_host_call
+from graphopt.ir.accesses import Accesses
+from graphopt.ir.effects import Effects
+from graphopt.ir.operators import draws, is_item
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.derive import Plan, plan
-from graphopt.lowering.lowerable import draws, is_item, reads_metadata_only
-from graphopt.storage import Storages
+from graphopt.lowering.lowerable import reads_metadata_only
 
 
 def levels_of(
     graph: fx.Graph,
     order: Iterable[fx.Node | None],
-    storages: Storages,
+    effects: Effects,
     lowerable: set[fx.Node],
 ) -> dict[fx.Node, int]:
     """The level of each call, given their `run_order` and those that are lowerable."""
     levels: dict[fx.Node, int] = {}
-    dependencies = _Dependencies(graph, storages)
+    dependencies = _Dependencies(graph, effects)
     floor, highest = 0, -1
     for node in order:
         if node is None:
@@ -81,12 +81,8 @@ def run_order(graph: fx.Graph) -> Iterator[fx.Node | None]:
 class _Dependencies:
     """What has to run before each node, asked for in an order in which they may run."""
 
-    def __init__(self, graph: fx.Graph, storages: Storages) -> None:
-        self._storages = storages
-        writes = (state for node in graph.nodes for state in written(node))
-        self._written = {self._storages.key(state) for state in writes}
-        self._last_write: dict[Any, fx.Node] = {}
-        self._readers: dict[Any, list[fx.Node]] = defaultdict(list)
+    def __init__(self, graph: fx.Graph, effects: Effects) -> None:
+        self._accesses = Accesses(effects, graph)
         self._last_draw: fx.Node | None = None
         self._last_call: fx.Node | None = None
         self._writers: list[fx.Node] = []
@@ -99,15 +95,7 @@ class _Dependencies:
                 found.append(self._last_draw)
             self._last_draw = node
         found += self._around_host_calls(node)
-        if not self._written:
-            return found
-        for key in {self._storages.key(source) for source in list(found)} & self._written:
-            if key in self._last_write:
-                found.append(self._last_write[key])
-            self._readers[key].append(node)
-        for key in {self._storages.key(state) for state in written(node)}:
-            found += [reader for reader in self._readers[key] if reader is not node]
-            self._last_write[key], self._readers[key] = node, []
+        found += [hazard.earlier for hazard in self._accesses.add(node)]
         return found
 
     def _around_host_calls(self, node: fx.Node) -> Iterator[fx.Node]:

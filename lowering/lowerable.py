@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,10 +10,11 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import is_collective, is_operator, is_random, is_view, is_wait, tensors_in
+from graphopt.graph_utils import is_collective, is_operator, is_random, is_wait, tensors_in
+from graphopt.ir.operators import draws, fused_optimizer, operator_of
+from graphopt.ir.views import is_pure_view
 from graphopt.lowering.numbers import counts_steps, is_listed, takes_numbers
 from graphopt.lowering.updates import reason_to_keep_update
-from graphopt.tracing.fused import functional_name
 
 aten = torch.ops.aten
 
@@ -25,19 +25,6 @@ NodePredicate = Callable[[fx.Node], bool]
 _READS_STRIDES = ("aten::as_strided", "aten::as_strided_scatter")
 
 _NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
-
-_METADATA_ONLY = (
-    "aten::empty_like",
-    "aten::full_like",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::new_full",
-    "aten::new_ones",
-    "aten::new_zeros",
-    "aten::ones_like",
-    "aten::zeros_like",
-)
-"""Operators that read the shape, dtype and device of their argument, which are known, alone."""
 
 
 def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
@@ -63,7 +50,7 @@ def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
         return "it draws random numbers"
     if target._schema.is_mutable:
         return "it updates its argument"
-    if functional_name(target) is not None:
+    if fused_optimizer(target) is not None:
         return reason_to_keep_update(node)
     if target._schema.name in _READS_STRIDES:
         return "it counts from the beginning of a storage"
@@ -106,28 +93,9 @@ def unsuitable_tensor(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, or touches a generator: attention without dropout does
-    not, although its operator may."""
-    if not is_random(node):
-        return False
-    target: Any = node.target
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.name not in ("dropout_p", "train"):
-            continue
-        default = argument.default_value if argument.has_default_value() else None
-        given = node.args[index] if index < len(node.args) else None
-        value = node.kwargs.get(argument.name, default) if given is None else given
-        if argument.name == "dropout_p" and value == 0.0:
-            return False
-        if argument.name == "train" and value is False:
-            return False
-    return True
-
-
 def reads_metadata_only(node: fx.Node) -> bool:
     """Whether a node needs nothing of its tensor arguments but what is known of them."""
-    return is_operator(node.target, *_METADATA_ONLY) and as_factory(node) is not None
+    return operator_of(node).metadata_only and as_factory(node) is not None
 
 
 def is_free(node: fx.Node, stays: Callable[[fx.Node], bool]) -> bool:
@@ -145,7 +113,7 @@ def is_free(node: fx.Node, stays: Callable[[fx.Node], bool]) -> bool:
         return True
     if _is_factory(node.target):
         return not is_random(node)
-    if not is_view(node) or is_wait(node) or _writes(node):
+    if not is_pure_view(node):
         return False
     return all(map(stays, node.all_input_nodes))
 
@@ -174,10 +142,6 @@ def as_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | N
     return aten.full.default, (sizes, 1 if ones else 0), options
 
 
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, _compat.OpOverload) and node.target._schema.is_mutable
-
-
 @cache
 def _is_factory(target: Any) -> bool:
     if not isinstance(target, _compat.OpOverload) or target.namespace not in _NAMESPACES:
@@ -186,8 +150,3 @@ def _is_factory(target: Any) -> bool:
     names = [argument.name for argument in schema.arguments]
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     return "pin_memory" in names and not takes_tensors and not schema.is_mutable
-
-
-def is_item(node: fx.Node) -> bool:
-    """Whether a node picks one of several results."""
-    return node.target is operator.getitem and node.op == "call_function"

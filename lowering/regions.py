@@ -11,12 +11,13 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import written
+from graphopt.ir.effects import Effects
+from graphopt.ir.operators import is_item
 from graphopt.lowering.candidates import free_nodes, keep_updates, reasons_to_keep
 from graphopt.lowering.levels import levels_of, run_order
 from graphopt.lowering.log import log_left_out
-from graphopt.lowering.lowerable import NodePredicate, is_item, reads_metadata_only
+from graphopt.lowering.lowerable import NodePredicate, reads_metadata_only
 from graphopt.lowering.updates import gradients, is_fused_update, stored_by
-from graphopt.storage import Storages
 
 MARK = "lowering"
 """Metadata of each call of a marked graph."""
@@ -87,11 +88,11 @@ def mark_regions(
         random: whether compiled code may draw random numbers; they are not eager's then.
     """
     found = Regions()
-    storages = Storages(graph)
+    effects = Effects(graph)
     reasons = reasons_to_keep(graph, node_predicate, random)
-    keep_updates(graph, storages, reasons)
-    found.free = free_nodes(graph, storages, reasons)
-    levels, lowerable = _placed(graph, storages, reasons, found.free)
+    keep_updates(graph, effects, reasons)
+    found.free = free_nodes(graph, effects, reasons)
+    levels, lowerable = _placed(graph, effects, reasons, found.free)
     members: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node in levels:
@@ -136,7 +137,7 @@ def _free_inputs(node: fx.Node, free: set[fx.Node]) -> Iterator[fx.Node]:
 
 def _placed(
     graph: fx.Graph,
-    storages: Storages,
+    effects: Effects,
     reasons: dict[fx.Node, str | None],
     free: set[fx.Node],
 ) -> tuple[dict[fx.Node, int], set[fx.Node]]:
@@ -149,7 +150,7 @@ def _placed(
     lowerable = {node for node, reason in reasons.items() if reason is None} - free
     order = list(run_order(graph))
     while True:
-        levels = levels_of(graph, order, storages, lowerable)
+        levels = levels_of(graph, order, effects, lowerable)
         alone = [node for node in lowerable if not _goes(node, levels, lowerable)]
         if not alone:
             return levels, lowerable

@@ -20,8 +20,9 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
+from graphopt.ir.families import FUSED_OPTIMIZERS
+from graphopt.ir.operators import fused_optimizer
 from graphopt.lowering.numbers import Number
-from graphopt.tracing.fused import WRITTEN, functional_name
 
 _library = torch.library.Library("graphopt", "FRAGMENT")
 _library.define(
@@ -81,7 +82,7 @@ def reason_to_keep_update(node: fx.Node) -> str | None:
 
 def is_fused_update(node: fx.Node) -> bool:
     """Whether a node is a fused optimizer."""
-    return functional_name(node.target) is not None
+    return fused_optimizer(node.target) is not None
 
 
 def gradients(node: fx.Node) -> list[fx.Node]:
@@ -103,10 +104,10 @@ def stored_by(node: fx.Node) -> dict[fx.Node, fx.Node]:
 
 def updated(node: fx.Node) -> list[fx.Node]:
     """The tensors that the in-place form of a fused optimizer writes."""
-    name = functional_name(node.target)
+    name = fused_optimizer(node.target)
     assert name is not None
     found: list[fx.Node] = []
-    for position in WRITTEN[name]:
+    for position in FUSED_OPTIMIZERS[name]:
         found += node.args[position]  # type: ignore[arg-type]
     return found
 
@@ -117,7 +118,7 @@ def call_update(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
     Returns:
         What its functional form returns: the lists that it has updated, and the gradients.
     """
-    name = functional_name(target)
+    name = fused_optimizer(target)
     assert name is not None
     lists: dict[str, list[torch.Tensor]] = {"written": [], "read": [], "numbers": []}
 
@@ -132,9 +133,9 @@ def call_update(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
         return kind, len(lists[kind]) - 1
 
     taken = tuple(
-        noted(value, "written" if position in WRITTEN[name] else "read")
+        noted(value, "written" if position in FUSED_OPTIMIZERS[name] else "read")
         for position, value in enumerate(args)
     )
     named = {key: noted(value, "read") for key, value in kwargs.items()}
     FUSED_UPDATE(f"{name}_.{target._overloadname}", *lists.values(), repr((taken, named)))
-    return tuple(args[: max(WRITTEN[name]) + 1])
+    return tuple(args[: max(FUSED_OPTIMIZERS[name]) + 1])

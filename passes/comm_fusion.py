@@ -60,8 +60,8 @@ from graphopt.buckets import (
 )
 from graphopt.comm import SENDS, CommBlock
 from graphopt.graph_utils import call_function_with_meta, is_collective, move_after
+from graphopt.ir.effects import Effects
 from graphopt.manager import PassArgumentError, graph_optimization_pass
-from graphopt.storage import Storages
 
 aten = torch.ops.aten
 
@@ -94,15 +94,15 @@ def comm_fusion_with_concat(
 
 
 def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
-    storages = Storages(gm.graph)
+    effects = Effects(gm.graph)
     fusable = fusable_blocks(gm)
-    changed = raise_launches(gm.graph, fusable, storages)
+    changed = raise_launches(gm.graph, fusable, effects)
     received: dict[fx.Node, fx.Node] = {}
-    for bucket in Planner(fusable, storages, pinned_nodes(gm.graph), limits).plan(gm.graph):
+    for bucket in Planner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):
         changed.update(block.comm_node for block in bucket.blocks)
         received |= _fuse(gm.graph, bucket)
     for wait, result in received.items():
-        if storages.leaves_the_graph(wait):
+        if effects.leaves_the_graph(wait):
             received[wait] = _copy_out(gm.graph, result, wait)
     _replace(received)
     for wait in received:

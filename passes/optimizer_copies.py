@@ -28,15 +28,13 @@ nodes stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import fx
 
-from graphopt import _compat
 from graphopt.comm import late_nodes
-from graphopt.graph_utils import is_operator
+from graphopt.ir.effects import Effects
+from graphopt.ir.operators import is_copy, is_list_operator
+from graphopt.ir.reads import values_read
 from graphopt.manager import graph_optimization_pass
-from graphopt.storage import Storages
 
 MAX_OPTIMIZER_DISTANCE = 5
 
@@ -45,7 +43,7 @@ MAX_OPTIMIZER_DISTANCE = 5
 def remove_copy_from_optimizer(gm: fx.GraphModule) -> int:
     """Remove orphan copies of an optimizer that nobody reads. Returns how many."""
     late = late_nodes(gm.graph)
-    orphans = {n for n in gm.graph.nodes if _is_copy(n) and not n.users and n not in late}
+    orphans = {n for n in gm.graph.nodes if is_copy(n) and not n.users and n not in late}
     if not orphans:
         return 0
     near = _near_optimizer(gm.graph)
@@ -56,62 +54,44 @@ def remove_copy_from_optimizer(gm: fx.GraphModule) -> int:
     return len(removable)
 
 
-def _is_copy(node: fx.Node) -> bool:
-    return is_operator(node.target, "aten::copy_")
-
-
 def _near_optimizer(graph: fx.Graph) -> set[fx.Node]:
     """Nodes at most `MAX_OPTIMIZER_DISTANCE` below an operator on lists of tensors."""
     distance: dict[fx.Node, int] = {}
     for node in graph.nodes:
         above = [distance[source] for source in node.all_input_nodes if source in distance]
-        steps = 0 if _is_list_operator(node) else min(above, default=MAX_OPTIMIZER_DISTANCE) + 1
+        steps = 0 if is_list_operator(node) else min(above, default=MAX_OPTIMIZER_DISTANCE) + 1
         if steps <= MAX_OPTIMIZER_DISTANCE:
             distance[node] = steps
     return set(distance)
 
 
-def _is_list_operator(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, _compat.OpOverload):
-        return False
-    return target._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
-
-
 def _unread(graph: fx.Graph, orphans: set[fx.Node]) -> list[fx.Node]:
     """Those of `orphans` whose destinations nobody reads afterwards."""
-    storages = Storages(graph)
+    effects = Effects(graph)
     unread: list[fx.Node] = []
     overwritten_next: dict[fx.Node, fx.Node] = {}  # input of the step -> destination of a copy_
     for node in reversed(graph.nodes):
-        if _is_copy(node):
+        if is_copy(node):
             destination = node.args[0]
             assert isinstance(destination, fx.Node)
-            owner = storages.input_of(destination)
+            owner = effects.input_of(destination)
             if node in orphans and (
                 overwritten_next.get(owner) is destination
                 if owner is not None
-                else _is_private(storages, node, destination)
+                else _is_private(effects, node, destination)
             ):
                 unread.append(node)
             if owner is not None:
                 overwritten_next[owner] = destination
-        for source in _read_by(node):
-            owner = storages.input_of(source)
+        for source in values_read(node):
+            owner = effects.input_of(source)
             if owner is not None:
                 overwritten_next.pop(owner, None)
     return unread
 
 
-def _is_private(storages: Storages, copy: fx.Node, destination: fx.Node) -> bool:
+def _is_private(effects: Effects, copy: fx.Node, destination: fx.Node) -> bool:
     """Whether nobody can see that `copy` writes into a value computed by the step."""
-    if storages.leaves_the_graph(destination):
+    if effects.leaves_the_graph(destination):
         return False
-    return not storages.read_after(destination, storages.position[copy])
-
-
-def _read_by(node: fx.Node) -> Iterator[fx.Node]:
-    """Inputs whose values matter: the destination of a `copy_` does not."""
-    for source in node.all_input_nodes:
-        if not _is_copy(node) or source is not node.args[0] or source is node.args[1]:
-            yield source
+    return not effects.read_after(destination, copy)

@@ -35,9 +35,9 @@ from graphopt.graph_utils import (
     readers_through_views,
     written,
 )
+from graphopt.ir.effects import Effects
 from graphopt.manager import graph_optimization_pass
 from graphopt.optim import OptimizerSplitError, get_all_fused_optimizer_blocks, split_updates
-from graphopt.storage import Storages
 
 logger = logging.getLogger("graphopt")
 
@@ -93,9 +93,9 @@ class _Scheduler:
         self._owned = {node for update in updates for node in update}
         self._nodes = list(graph.nodes)
         self._position = {node: index for index, node in enumerate(self._nodes)}
-        self._storages = Storages(graph)
+        self._effects = Effects(graph)
         self._states = Counter(
-            self._storages.key(n) for n in self._nodes if n.op in ("placeholder", "get_attr")
+            self._effects.key(n) for n in self._nodes if n.op in ("placeholder", "get_attr")
         )
         self._first_call = next(i for i, n in enumerate(self._nodes) if n.op == "call_function")
 
@@ -141,7 +141,7 @@ class _Scheduler:
         before = [source for node in nodes for source in node.all_input_nodes]
         for node in nodes:
             for state in written(node):
-                alone = self._states[self._storages.key(state)] == 1 and state.op == "placeholder"
+                alone = self._states[self._effects.key(state)] == 1 and state.op == "placeholder"
                 before += readers_through_views(state) if alone else [_stands_behind(node, moving)]
         return max(
             self._first_call - 1,

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes, located, view_tail
+from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes, located
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import get_output, move_before
+from graphopt.ir.views import view_tail
 from graphopt.manager import graph_optimization_pass
 
 

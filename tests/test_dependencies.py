@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import call_function_with_meta, get_output, get_outputs, set_outputs
+from graphopt.ir.accesses import MemoryOrder
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.verify import check_dependencies
 from graphopt.verify.flow import Flow
 from graphopt.verify.labels import Labels
-from graphopt.verify.memory import Memory
 from graphopt.verify.reach import CHUNK
 from graphs import training_step
 from rewrites import fuse, nodes_of, report_of, snapshot, split_list_operator, updates_of
@@ -136,7 +136,7 @@ def test_buckets_and_lists_are_linear(optimizer: str) -> None:
     def edges(layers: int) -> int:
         step = training_step(layers, optimizer=optimizer)
         fuse(step, 10**6)
-        flow = Flow(step.graph, Memory(step.graph), Labels())
+        flow = Flow(step.graph, MemoryOrder(step.graph), Labels())
         return sum(map(len, flow.predecessors))
 
     assert edges(40) < 2.1 * edges(20)

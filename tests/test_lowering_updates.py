@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import graphopt
+from graphopt.ir.operators import fused_optimizer
 from graphopt.lowering import Options
-from graphopt.tracing.fused import functional_name
 from zoo import MODELS, OPTIMIZERS, train_step
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ Step = Callable[..., Any]
 
 
 def fused_updates(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if functional_name(node.target) is not None]
+    return [node for node in graph.nodes if fused_optimizer(node.target) is not None]
 
 
 def gap(a: nn.Module, b: nn.Module) -> float:

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 import graphopt
 from graphopt.executable import finalize
 from graphopt.graph_utils import is_operator, written
+from graphopt.ir.operators import fused_optimizer
 from graphopt.iter_graph import IterGraphModule
 from graphopt.passes import schedule_updates
 from graphopt.testing import check_pass
-from graphopt.tracing.fused import functional_name
 from sketch import one_rank
 from steps import clip_norm, gradients, the_weight, two_microbatches, zero_not_none
 from twins import Twins, world
@@ -52,7 +52,7 @@ def captured(optimizer: str = "adamw-fused", steps: int = 1) -> fx.GraphModule:
 
 
 def fused_updates(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if functional_name(node.target) is not None]
+    return [node for node in gm.graph.nodes if fused_optimizer(node.target) is not None]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach", "adamw-foreach"])
@@ -189,7 +189,7 @@ def test_peak_memory_falls_by_the_gradients() -> None:
 
 
 def fused_in_place(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if functional_name(n.target) is not None and written(n)]
+    return [n for n in graph.nodes if fused_optimizer(n.target) is not None and written(n)]
 
 
 def test_in_the_default_pipeline() -> None:

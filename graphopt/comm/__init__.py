@@ -4,14 +4,12 @@ from graphopt.comm.blocks import (
     MAX_WAIT_DISTANCE,
     SENDS,
     CommBlock,
-    argument,
     get_all_comm_blocks,
     get_comm_block,
     kind_of,
     late_nodes,
     located,
     parameters_of,
-    view_tail,
     wait_of,
 )
 from graphopt.comm.editing import replace_collective, updates_of
@@ -20,7 +18,6 @@ __all__ = [
     "MAX_WAIT_DISTANCE",
     "SENDS",
     "CommBlock",
-    "argument",
     "get_all_comm_blocks",
     "get_comm_block",
     "kind_of",
@@ -29,6 +26,5 @@ __all__ = [
     "parameters_of",
     "replace_collective",
     "updates_of",
-    "view_tail",
     "wait_of",
 ]

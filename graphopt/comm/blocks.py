@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
-from graphopt import _compat
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import (
     COLLECTIVE_NAMESPACE,
     is_collective,
-    is_view,
     is_wait,
     tensors_in,
-    written,
 )
+from graphopt.ir.operators import argument
+from graphopt.ir.views import is_only_view, view_tail
 from graphopt.iter_graph import IterGraph
 
 MAX_WAIT_DISTANCE = 5
@@ -159,23 +157,6 @@ def kind_of(node: fx.Node) -> str:
     return name.removeprefix(f"{COLLECTIVE_NAMESPACE}::")
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """The argument of an operator call that its schema calls `name`; None if it has none such."""
-    assert isinstance(node.target, _compat.OpOverload)
-    for index, parameter in enumerate(node.target._schema.arguments):
-        if parameter.name == name:
-            return node.args[index] if index < len(node.args) else node.kwargs.get(name)
-    return None
-
-
-def view_tail(node: fx.Node) -> list[fx.Node]:
-    """`node` and the views of it, directly or through views."""
-    found = [node]
-    for member in found:  # grows while it is read
-        found += [user for user in member.users if _only_views(user, member)]
-    return found
-
-
 def wait_of(launch: fx.Node) -> fx.Node:
     """The wait of a collective that has one result.
 
@@ -208,11 +189,6 @@ def located(node: fx.Node) -> str:
     return f"  > {node.format_node()}" + (f"\n  from:  {source}" if source is not None else "")
 
 
-def _only_views(user: fx.Node, node: fx.Node) -> bool:
-    """Whether `user` is nothing but a view of `node`."""
-    return is_view(user) and not written(user) and user.all_input_nodes == [node]
-
-
 def _up_to_waits(launch: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
     """The launch and the views of it that lead to its waits, and the waits."""
     before, waits = {launch}, []
@@ -220,6 +196,6 @@ def _up_to_waits(launch: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
     for _ in range(MAX_WAIT_DISTANCE):
         users = [user for node in frontier for user in node.users]
         waits += [user for user in users if is_wait(user)]
-        frontier = [u for u in users if not is_wait(u) and _only_views(u, u.all_input_nodes[0])]
+        frontier = [u for u in users if not is_wait(u) and is_only_view(u, u.all_input_nodes[0])]
         before.update(frontier)
     return before, sorted(set(waits))

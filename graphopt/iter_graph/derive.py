@@ -34,9 +34,10 @@ from graphopt.graph_utils import (
     is_operator,
     written,
 )
+from graphopt.ir.effects import Effects
+from graphopt.ir.reads import values_read
 from graphopt.iter_graph.graph import IterGraph
 from graphopt.iter_graph.running import GROUP, INDEX
-from graphopt.storage import Storages
 
 aten = torch.ops.aten
 
@@ -89,8 +90,8 @@ def plan(graph: IterGraph) -> Plan:
         found.groups.setdefault(marked[node], []).append(node)
     found.groups = {destination: found.groups[destination] for destination in sorted(found.groups)}
     updated_late = {state for node in late for state in written(node)}
-    needed = {source for node in late for source in _read(node)} - inside
-    storages = Storages(graph)
+    needed = {source for node in late for source in values_read(node)} - inside
+    effects = Effects(graph)
     updated_now = {state for node in graph.nodes if node not in inside for state in written(node)}
     for node in graph.nodes:
         if node not in needed or node.op == "get_attr" or node in updated_late:
@@ -105,7 +106,7 @@ def plan(graph: IterGraph) -> Plan:
             )
         if not isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        owner = node if node.op == "placeholder" else storages.input_of(node)
+        owner = node if node.op == "placeholder" else effects.input_of(node)
         if owner is not None and owner not in updated_late:
             found.cloned.add(node)
     return found
@@ -121,12 +122,6 @@ def _takes_item_of_early_list(node: fx.Node, marked: Any, early: set[fx.Node]) -
     source = node.all_input_nodes[0]
     several = isinstance(source.meta.get("val"), (list, tuple))
     return several and len(node.all_input_nodes) == 1 and (source not in marked or source in early)
-
-
-def _read(node: fx.Node) -> list[fx.Node]:
-    if is_operator(node.target, "aten::copy_"):
-        return [source for source in node.args[1:2] if isinstance(source, fx.Node)]
-    return node.all_input_nodes
 
 
 def _is_constant_state(node: fx.Node, updated_now: set[fx.Node]) -> bool:

@@ -12,7 +12,8 @@ from enum import IntEnum
 import torch
 from torch import fx
 
-from graphopt.graph_utils import is_collective, is_operator, is_random, is_wait, written
+from graphopt.graph_utils import is_collective, is_random, is_wait, written
+from graphopt.ir.reads import values_read
 from graphopt.optim.lists import ListOperator, list_operator
 
 
@@ -44,7 +45,7 @@ class Elements:
         self.inputs: list[list[int]] = []
         self.origins: list[Origin] = []
         self.lists: dict[fx.Node, ListOperator] = {}
-        self._updated = {state for node in graph.nodes for state in _updates(node)}
+        self._updated = {state for node in graph.nodes for state in written(node)}
         for node in graph.nodes:
             if node in self.number or node.op == "output":
                 continue
@@ -65,7 +66,7 @@ class Elements:
         self.number[node] = len(self.nodes)
         found = list_operator(node)
         if found is None:
-            self._append(node, [self.number[source] for source in _read(node)])
+            self._append(node, [self.number[source] for source in values_read(node)])
             return
         self.lists[node] = found
         shared = [self.number[source] for source in found.shared]
@@ -100,19 +101,6 @@ class Elements:
         if kind is not None or _is_number(node):
             return Origin.CONSTANT
         return Origin.DATA
-
-
-def _updates(node: fx.Node) -> list[fx.Node]:
-    """As `written`, which is slower for the most frequent operator."""
-    if is_operator(node.target, "aten::copy_") and isinstance(node.args[0], fx.Node):
-        return [node.args[0]]
-    return written(node)
-
-
-def _read(node: fx.Node) -> list[fx.Node]:
-    if is_operator(node.target, "aten::copy_"):
-        return [source for source in node.args[1:2] if isinstance(source, fx.Node)]
-    return node.all_input_nodes
 
 
 def _is_number(node: fx.Node) -> bool:

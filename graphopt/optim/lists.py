@@ -16,8 +16,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
-
-FAMILIES = ("aten::_foreach_", "aten::_fused_")
+from graphopt.ir.operators import is_list_of_tensors, is_list_operator
 
 
 class OptimizerSplitError(GraphOptError, ValueError):
@@ -96,7 +95,7 @@ def list_operator(node: fx.Node) -> ListOperator | None:
         )
     lists = _lists(node, schema)
     first = lists.get(schema.arguments[0].name)
-    if not first or not all(_is_list_of_tensors(result.type) for result in schema.returns):
+    if not first or not all(is_list_of_tensors(result.type) for result in schema.returns):
         return None
     per_entry = {name: entries for name, entries in lists.items() if len(entries)}
     if any(len(entries) != len(first) for entries in per_entry.values()):
@@ -111,12 +110,7 @@ def list_operator(node: fx.Node) -> ListOperator | None:
 
 def list_schema(node: fx.Node) -> Any | None:
     """The schema of a list operator, in place or not; None for other nodes."""
-    if not isinstance(node.target, _compat.OpOverload):
-        return None
-    schema = node.target._schema
-    if not schema.name.startswith(FAMILIES) or not schema.arguments:
-        return None
-    return schema if _is_list_of_tensors(schema.arguments[0].type) else None
+    return node.target._schema if is_list_operator(node) else None  # type: ignore[union-attr]
 
 
 def list_argument(node: fx.Node, name: str) -> list[Any] | None:
@@ -140,10 +134,6 @@ def _lists(node: fx.Node, schema: Any) -> dict[str, Sequence[Any]]:
         for name, value in _arguments(node)
         if isinstance(types[name], torch.ListType) and isinstance(value, (list, tuple))
     }
-
-
-def _is_list_of_tensors(kind: Any) -> bool:
-    return isinstance(kind, torch.ListType) and isinstance(kind.getElementType(), torch.TensorType)
 
 
 def _holds_one_number_per_entry(value: Any) -> bool:

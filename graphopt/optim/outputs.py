@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import call_function_with_meta, is_operator
-from graphopt.optim.lists import OptimizerSplitError, list_argument, list_schema
+from graphopt.ir.operators import fused_optimizer, is_list_operator
+from graphopt.optim.lists import OptimizerSplitError, list_argument
 
 aten = torch.ops.aten
 
@@ -109,5 +110,4 @@ def find_list(node: fx.Node, position: int) -> fx.Node | None:
 
 def is_list_optimizer(node: fx.Node) -> bool:
     """Whether a node is a fused optimizer, in place or not."""
-    schema = list_schema(node)
-    return schema is not None and schema.name.startswith("aten::_fused_")
+    return is_list_operator(node) and fused_optimizer(node.target) is not None

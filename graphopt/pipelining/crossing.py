@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphopt.graph_utils import is_random, is_view, may_alias, written
+from graphopt.graph_utils import is_random
+from graphopt.ir.views import is_pure_view
 
 Names = dict[fx.Node, str]
 
@@ -75,14 +76,7 @@ def with_items(nodes: set[fx.Node]) -> Iterator[fx.Node]:
 
 def _is_free(node: fx.Node) -> bool:
     """Whether a value costs nothing to make again: views, and constants of the module."""
-    if node.op == "get_attr":
-        return True
-    if node.target is operator.getitem:
-        source = node.all_input_nodes[0]
-        return is_view(source)
-    if isinstance(node.meta.get("val"), (list, tuple)):
-        return is_view(node)
-    return node.op == "call_function" and may_alias(node) and not written(node)
+    return node.op == "get_attr" or is_pure_view(node)
 
 
 class ValueNames:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import fx, nn
 
 from graphopt.errors import PartitionError
-from graphopt.graph_utils import is_view, readers_through_views, written
+from graphopt.graph_utils import written
+from graphopt.ir.effects import Effects, OperatorCalls
 
 Regions = Mapping[fx.Node, fx.GraphModule]
 
@@ -38,20 +40,39 @@ def updated(node: fx.Node, regions: Regions) -> list[fx.Node]:
     return found
 
 
-def source(node: fx.Node) -> fx.Node:
-    """What a node is a view of, through any number of views; itself if it is no view."""
-    while is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+class Mutations:
+    """Who writes to the memory of the values of a graph, from inside regions, too.
+
+    Args:
+        regions: the nodes that stand for graphs, with those graphs.
+    """
+
+    def __init__(self, graph: fx.Graph, regions: Regions) -> None:
+        self._effects = Effects(graph, _RegionCalls(regions))
+        self._members: dict[object, list[fx.Node]] = defaultdict(list)
+        self._writers: dict[object, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            self._members[self._effects.key(node)].append(node)
+            for target in updated(node, regions):
+                self._writers[self._effects.key(target)].append(node)
+
+    def writers(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes that write to the storage of `node`."""
+        return self._writers[self._effects.key(node)]
+
+    def family(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that may share the storage of `node`, in graph order."""
+        return self._members[self._effects.key(node)]
 
 
-def writers(node: fx.Node, regions: Regions) -> list[fx.Node]:
-    """Nodes that write to the storage of `node`."""
-    return [
-        user
-        for user in readers_through_views(node)
-        if any(source(target) is source(node) for target in updated(user, regions))
-    ]
+class _RegionCalls(OperatorCalls):
+    """Calls of operators, and of regions."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+
+    def written(self, node: fx.Node) -> list[fx.Node]:
+        return updated(node, self._regions)
 
 
 def copy_received_before_update(
@@ -65,17 +86,19 @@ def copy_received_before_update(
     Raises:
         PartitionError: several views of the value cross the boundary, which cannot be one copy.
     """
+    mutations = Mutations(graph, regions)
     for node in list(graph.nodes):
         if node not in stage_of:
             continue
         for target in updated(node, regions):
-            root = source(target)
+            family = mutations.family(target)
+            root = family[0]
             if root in stage_of and stage_of[root] < stage_of[node]:
-                _copy_for_stage(root, stage_of[node], stage_of)
+                _copy_for_stage(family, stage_of[node], stage_of)
+                mutations = Mutations(graph, regions)
 
 
-def _copy_for_stage(root: fx.Node, stage: int, stage_of: dict[fx.Node, int]) -> None:
-    family = {root, *(n for n in readers_through_views(root) if is_view(n))}
+def _copy_for_stage(family: list[fx.Node], stage: int, stage_of: dict[fx.Node, int]) -> None:
     crossing = {
         member
         for member in family
@@ -105,7 +128,6 @@ def _is_used_from(user: fx.Node, stage: int, stage_of: dict[fx.Node, int]) -> bo
 
 
 def _updated_placeholders(region: fx.GraphModule) -> set[int]:
-    inner = nested_graphs(region, region.graph)
+    mutations = Mutations(region.graph, nested_graphs(region, region.graph))
     placeholders = region.graph.find_nodes(op="placeholder")
-    targets = {source(t) for node in region.graph.nodes for t in updated(node, inner)}
-    return {index for index, node in enumerate(placeholders) if node in targets}
+    return {index for index, node in enumerate(placeholders) if mutations.writers(node)}

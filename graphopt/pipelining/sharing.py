@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.errors import PartitionError
-from graphopt.pipelining.mutation import Regions, writers
+from graphopt.pipelining.mutation import Mutations, Regions
 from graphopt.pipelining.state import State
 
 
@@ -55,13 +55,14 @@ def transmit_shared(
             than the first that uses it.
     """
     configs = _by_name(spec, state)
+    mutations = Mutations(graph, regions)
     for node in [n for n in graph.nodes if n.op == "get_attr" and n not in regions]:
         _return_through_last_stage(node, stage_of)
         stages = sorted({stage_of[user] for user in node.users})
         if len(stages) < 2:
             continue
         name = str(node.target)
-        is_updated = _check_updates(node, name, stages[0], stage_of, regions)
+        is_updated = _check_updates(name, stages[0], {stage_of[n] for n in mutations.writers(node)})
         chosen = _config_of(state.aliases(name), configs, spec)
         if is_updated:
             _transmit(node, stages[0], stage_of, torch.ops.aten.clone.default)
@@ -97,11 +98,8 @@ def _config_of(
     return chosen[0] if chosen else MultiUseParameterConfig.REPLICATE
 
 
-def _check_updates(
-    node: fx.Node, name: str, owner: int, stage_of: dict[fx.Node, int], regions: Regions
-) -> bool:
-    """Whether the owner updates the buffer; nobody else may."""
-    stages = {stage_of[writer] for writer in writers(node, regions)}
+def _check_updates(name: str, owner: int, stages: set[int]) -> bool:
+    """Whether the owner is among the stages that update the buffer; nobody else may be."""
     for stage in sorted(stages - {owner}):
         raise PartitionError(
             f"buffer '{name}' is updated by stage {stage} and used by stage {owner} before it; a"

@@ -33,6 +33,8 @@ from graphopt.graph_utils import (
     without_autocast,
 )
 from graphopt.host import HostCall, note_order
+from graphopt.ir.families import FUSED_OPTIMIZERS
+from graphopt.ir.operators import fused_optimizer
 from graphopt.tracing import fused, inplace, numbers
 from graphopt.tracing.rewriting import (
     expanded_write,
@@ -179,7 +181,7 @@ class _Interpreter(fx.Interpreter):
             return target(*args)
         if target in numbers.ARITHMETIC and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
-        if fused.functional_name(target) is not None:
+        if fused_optimizer(target) is not None:
             return self._update_lists(target, args, kwargs)
         functional = inplace.functional_form(target, args[0]) if args else None
         if functional is not None:
@@ -192,11 +194,11 @@ class _Interpreter(fx.Interpreter):
 
     def _update_lists(self, target: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """A fused optimizer: its functional form, and the results copied into its lists."""
-        name = fused.functional_name(target)
+        name = fused_optimizer(target)
         assert name is not None
         functional = getattr(getattr(aten, name), target._overloadname)
         results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
-        for position in fused.WRITTEN[name]:
+        for position in FUSED_OPTIMIZERS[name]:
             if position >= len(results):
                 continue
             for old, new in zip(args[position], results[position], strict=True):

@@ -12,19 +12,11 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.ir.families import FUSED_OPTIMIZERS
+from graphopt.ir.operators import fused_optimizer
 from graphopt.tracing.numbers import ScheduledFloat
 
-WRITTEN: dict[str, tuple[int, ...]] = {
-    "_fused_adam": (0, 2, 3, 4),
-    "_fused_adamw": (0, 2, 3, 4),
-    "_fused_sgd": (0, 2),
-    "_fused_adagrad": (0, 2),
-}
-"""Positions of the lists that a fused optimizer updates; results of the functional form stand at
-the same positions. Gradients (1) are written only where a `grad_scale` is given, which is refused
-at capture with GradScaler."""
-
-FUNCTIONS = {getattr(torch, f"{name}_") for name in WRITTEN}
+FUNCTIONS = {getattr(torch, f"{name}_") for name in FUSED_OPTIMIZERS}
 """The in-place functions that `torch.optim` calls."""
 
 
@@ -48,14 +40,6 @@ def call_with_symbols(tracer: Any, op: Any, args: Any, kwargs: dict[str, Any]) -
 def _last_fused_node(graph: fx.Graph) -> fx.Node:
     node: fx.Node
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and functional_name(node.target) is not None:
+        if node.op == "call_function" and fused_optimizer(node.target) is not None:
             return node
     raise AssertionError("no fused optimizer node was recorded")
-
-
-def functional_name(target: Any) -> str | None:
-    """`_fused_adamw` for each overload of it and of its in-place form; None for other targets."""
-    if not isinstance(target, _compat.OpOverload):
-        return None
-    name = target._schema.name.removeprefix("aten::").removesuffix("_")
-    return name if name in WRITTEN else None

@@ -202,6 +202,6 @@ def _one_wait(launch: fx.Node, result: fx.Node) -> Iterator[str]:
 
 
 def _launched(node: fx.Node) -> bool:
-    return is_collective(node) or (
-        is_view(node) and any(is_collective(source) for source in node.all_input_nodes)
-    )
+    if is_wait(node) or not is_view(node):
+        return is_collective(node)
+    return is_collective(node) or any(map(is_collective, node.all_input_nodes))

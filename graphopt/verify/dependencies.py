@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from torch import fx
 
+from graphopt.ir.accesses import MemoryOrder
 from graphopt.verify import sent, structure
 from graphopt.verify.labels import Labels
 from graphopt.verify.matching import End, Matching, Sink, correspondence_by_name
-from graphopt.verify.memory import Memory
 from graphopt.verify.problems import DependencyReport, Problem
 from graphopt.verify.reach import CHUNK, labelled, missing, numbers
 from graphopt.verify.sides import Place, Side
@@ -74,8 +74,8 @@ class _Comparison:
     def __init__(
         self, before: fx.Graph, after: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]
     ) -> None:
-        self._before = before, Memory(before)
-        self._after = after, Memory(after)
+        self._before = before, MemoryOrder(before)
+        self._after = after, MemoryOrder(after)
         self._matching = Matching(self._before, self._after, correspondence)
         self._labels = Labels()
         self._uncut: Side | None = None

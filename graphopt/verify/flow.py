@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir.accesses import MemoryOrder, Write
+from graphopt.ir.reads import values_read
 from graphopt.verify.labels import Labels, signature_of
-from graphopt.verify.memory import Memory, Write
 from graphopt.verify.segments import (
     Items,
     Segments,
@@ -49,7 +50,7 @@ class Flow:
     def __init__(
         self,
         graph: fx.Graph,
-        memory: Memory,
+        memory: MemoryOrder,
         labels: Labels,
         cut: Container[fx.Node] = (),
         needed: Container[fx.Node] | None = None,
@@ -77,10 +78,8 @@ class Flow:
 
     def sources(self, node: fx.Node) -> list[int]:
         """The vertices that a node as a whole is computed from."""
-        overwritten = self._memory.overwritten(node)
-        read = [source for source in node.all_input_nodes if source not in overwritten]
         writes = self._memory.implicit.get(node, {}).values()
-        return [*map(self.vertex, read), *(self.vertex(*write) for write in writes)]
+        return [*map(self.vertex, values_read(node)), *(self.vertex(*write) for write in writes)]
 
     def _value(self, node: fx.Node) -> Value:
         if node not in self._values:  # a node at which the flow is cut

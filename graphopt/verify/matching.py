@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.graph_utils import get_outputs
-from graphopt.verify.memory import Memory, Write
+from graphopt.ir.accesses import MemoryOrder, Write
 from graphopt.verify.segments import segmented
 from graphopt.verify.traits import traits_of
 
@@ -54,8 +54,8 @@ class Matching:
 
     def __init__(
         self,
-        before: tuple[fx.Graph, Memory],
-        after: tuple[fx.Graph, Memory],
+        before: tuple[fx.Graph, MemoryOrder],
+        after: tuple[fx.Graph, MemoryOrder],
         correspondence: Mapping[fx.Node, fx.Node],
     ) -> None:
         self.same = _same_nodes(before[0], after[0], correspondence)
@@ -121,7 +121,7 @@ class Matching:
                 elif not self._equal(now, was):
                     self.constants.append((name, slot))
 
-    def _compare_state(self, before: Memory, after: Memory) -> None:
+    def _compare_state(self, before: MemoryOrder, after: MemoryOrder) -> None:
         now = {placeholder.target: write for placeholder, write in after.final.items()}
         for placeholder, write in before.final.items():
             if placeholder.target in now:

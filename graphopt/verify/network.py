@@ -9,8 +9,9 @@ from torch import fx
 
 from graphopt.graph_utils import tensors_in
 from graphopt.host import is_host_call
+from graphopt.ir.accesses import MemoryOrder
+from graphopt.ir.views import launch_of
 from graphopt.iter_graph import IterGraph
-from graphopt.verify.memory import Memory, launch_of
 from graphopt.verify.problems import operator_name
 from graphopt.verify.traits import traits_of
 
@@ -70,7 +71,7 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
             if last_call is not None:
                 _connect(found, last_call, node, "host")
             last_call = node
-    for earlier, later, hazard in Memory(graph).hazards:
+    for earlier, later, hazard in MemoryOrder(graph).hazards:
         _connect(found, earlier, later, "storage")
         found.edges[earlier, later].setdefault("hazard", set()).add(hazard)
     return found

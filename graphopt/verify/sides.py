@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graphopt.ir.accesses import MemoryOrder, Write
 from graphopt.verify.flow import Flow
 from graphopt.verify.labels import Labels
-from graphopt.verify.memory import Memory, Write
 from graphopt.verify.reach import Reach, union
 
 
@@ -35,7 +35,7 @@ class Side:
     def __init__(
         self,
         graph: fx.Graph,
-        memory: Memory,
+        memory: MemoryOrder,
         places: Sequence[Place],
         labels: Labels,
         cut: Container[fx.Node] | None = None,
@@ -62,7 +62,7 @@ class Side:
 
 
 def _needed(
-    graph: fx.Graph, memory: Memory, places: Sequence[Place], cut: Container[fx.Node]
+    graph: fx.Graph, memory: MemoryOrder, places: Sequence[Place], cut: Container[fx.Node]
 ) -> set[fx.Node]:
     """Nodes outside `cut` that lie between it and the places."""
     needed: set[fx.Node] = set()
@@ -75,7 +75,7 @@ def _needed(
     return needed
 
 
-def _inputs(node: fx.Node, memory: Memory) -> list[fx.Node]:
+def _inputs(node: fx.Node, memory: MemoryOrder) -> list[fx.Node]:
     """The nodes whose values `node` reads, those of implicit reads included."""
     writes = memory.implicit.get(node, {})
     return [*node.all_input_nodes, *(write.node for write in writes.values())]

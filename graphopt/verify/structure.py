@@ -10,8 +10,8 @@ from torch import fx
 
 from graphopt.graph_utils import get_outputs
 from graphopt.host import is_host_call
+from graphopt.ir.accesses import MemoryOrder, Write
 from graphopt.iter_graph import IterGraph
-from graphopt.verify.memory import Memory, Write
 from graphopt.verify.problems import Problem
 from graphopt.verify.traits import traits_of
 
@@ -111,7 +111,7 @@ def _repeated(calls: list[fx.Node]) -> Iterator[Problem]:
 
 
 def updates_around_calls(
-    before: tuple[fx.Graph, Memory], after: tuple[fx.Graph, Memory], same: Same
+    before: tuple[fx.Graph, MemoryOrder], after: tuple[fx.Graph, MemoryOrder], same: Same
 ) -> Iterator[Problem]:
     """An update of state does not pass a call, which ends the step where it raises. It may pass one
     that no update follows: what that raises is raised when the step is over."""
@@ -134,7 +134,7 @@ def updates_around_calls(
 
 
 def _calls_before_updates(
-    graph: fx.Graph, memory: Memory, counts: Callable[[fx.Node], bool]
+    graph: fx.Graph, memory: MemoryOrder, counts: Callable[[fx.Node], bool]
 ) -> dict[Any, tuple[fx.Node, list[fx.Node]]]:
     """By placeholder that is updated: its last update, and the calls that stand before that."""
     updates = {write.node: node.target for node, write in memory.final.items()}
@@ -162,7 +162,7 @@ def _other_values(now: fx.Node, was: fx.Node, same: Same) -> Iterator[Problem]:
             yield Problem(f"%{now.name} gives its function {new} for {old}", (now,))
 
 
-def waits(graph: fx.Graph, memory: Memory) -> Iterator[Problem]:
+def waits(graph: fx.Graph, memory: MemoryOrder) -> Iterator[Problem]:
     """Every collective has one wait for each of its results, and nobody reads a result before."""
     for node in graph.nodes:
         if traits_of(node).collective:
@@ -188,7 +188,7 @@ def _waits_of(launch: fx.Node) -> Iterator[Problem]:
                 found.setdefault(result, []).append(user)
             elif traits.item and node is launch:
                 pending.append((user, user.args[1]))
-            elif traits.view and not traits.writes:
+            elif traits.may_alias and not traits.writes:
                 pending.append((user, result))
             else:
                 yield Problem(
@@ -215,7 +215,7 @@ def _results(launch: fx.Node) -> list[int | None]:
 
 
 def state(
-    before: tuple[fx.Graph, Memory], after: tuple[fx.Graph, Memory], same: Same
+    before: tuple[fx.Graph, MemoryOrder], after: tuple[fx.Graph, MemoryOrder], same: Same
 ) -> Iterator[Problem]:
     """The same placeholders are updated, the output lists it, and nobody reads them afterwards."""
     was = {node.target: (node, write.node) for node, write in before[1].final.items()}
@@ -235,7 +235,7 @@ def state(
     yield from _stale_reads(before[1], after[1], same)
 
 
-def write_order(before: Memory, after: fx.Graph, same: Same) -> Iterator[Problem]:
+def write_order(before: MemoryOrder, after: fx.Graph, same: Same) -> Iterator[Problem]:
     """Writes to one storage keep their order."""
     now = {old: new for new, old in same.items()}
     position = {node: index for index, node in enumerate(after.nodes)}
@@ -249,7 +249,7 @@ def write_order(before: Memory, after: fx.Graph, same: Same) -> Iterator[Problem
             )
 
 
-def _stale_reads(before: Memory, after: Memory, same: Same) -> Iterator[Problem]:
+def _stale_reads(before: MemoryOrder, after: MemoryOrder, same: Same) -> Iterator[Problem]:
     """Reads of what has been overwritten, unless the graph before read it so, too."""
     for reader, sources in after.implicit.items():
         old = same.get(reader)

@@ -1,0 +1,151 @@
+"""Which reads and writes of one storage must keep their order.
+
+In the captured dialect nothing depends on the order of reads: what reads after a `copy_` reads its
+result. A raw trace has operators that write in place and readers that use another name for what
+was written; there a read depends on a node that its arguments do not mention. Both are handled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import fx
+
+from graphopt.ir.effects import Effects
+from graphopt.ir.operators import is_wait, may_alias, operator_of
+from graphopt.ir.reads import values_read
+from graphopt.ir.views import is_pure_view, launch_of, shared_with
+
+
+class Write(NamedTuple):
+    """A node that writes; `item`: which element of its lists, if it is a list operator."""
+
+    node: fx.Node
+    item: int | None = None
+
+
+class Hazard(NamedTuple):
+    """Two accesses of one storage of which at least one writes: "RAW", "WAR" or "WAW"."""
+
+    earlier: fx.Node
+    later: fx.Node
+    kind: str
+
+
+class Accesses:
+    """What accesses to storages that a graph writes have to follow, asked for in any order in which
+    the nodes may run.
+
+    Attributes:
+        implicit: for a node, those of its inputs that another node wrote meanwhile: the value that
+            is read is not that of the input node but that of the write.
+    """
+
+    def __init__(self, effects: Effects, graph: fx.Graph) -> None:
+        self.implicit: dict[fx.Node, dict[fx.Node, Write]] = {}
+        self._effects = effects
+        updated = effects.updated()
+        found = ((n, [k for k in effects.keys(n) if k in updated]) for n in graph.nodes)
+        self._watched = {node: keys for node, keys in found if keys}
+        self._last: dict[object, Write] = {}
+        self._readers: dict[object, list[fx.Node]] = {}
+
+    def add(self, node: fx.Node) -> list[Hazard]:
+        """What has to keep its place before `node`, among the nodes added so far.
+
+        Chained: each read belongs to the write before and the write after it, so that there are not
+        more than accesses.
+        """
+        if node.op == "output" or not self._may_access(node):
+            return []
+        found: list[Hazard] = []
+        for source in self._read(node):
+            for key in self._watched.get(source, ()):
+                found += self._note_read(node, source, key)
+        for destination, item in self._written(node):
+            for key in self._watched.get(destination, ()):
+                found += self._note_write(Write(node, item), key)
+        return found
+
+    def _may_access(self, node: fx.Node) -> bool:
+        """Whether a node takes something that is written, or waits: answered at once for most."""
+        return is_wait(node) or not self._watched.keys().isdisjoint(node.all_input_nodes)
+
+    def last_write(self, node: fx.Node) -> Write | None:
+        """The last write so far to the storage of `node`."""
+        return self._last.get(self._effects.key(node))
+
+    def _note_read(self, node: fx.Node, source: fx.Node, key: object) -> Iterator[Hazard]:
+        last = self._last.get(key)
+        if last is not None:
+            yield Hazard(last.node, node, "RAW")
+            if _value_of(source) is not last.node:
+                self.implicit.setdefault(node, {})[source] = last
+        self._readers.setdefault(key, []).append(node)
+
+    def _note_write(self, write: Write, key: object) -> Iterator[Hazard]:
+        last = self._last.get(key)
+        if last is not None and last.node is not write.node:
+            yield Hazard(last.node, write.node, "WAW")
+        for reader in self._readers.pop(key, ()):
+            if reader is not write.node:
+                yield Hazard(reader, write.node, "WAR")
+        self._last[key] = write
+
+    def _read(self, node: fx.Node) -> list[fx.Node]:
+        """Inputs that the node reads: views and items do not read."""
+        known = operator_of(node)
+        if known.item or known.metadata_only or is_pure_view(node):
+            return []
+        launch = launch_of(node) if known.wait else None
+        if launch is not None and not operator_of(launch).writes:
+            # Also one that works on a copy: it may be given its in-place form later.
+            return [*node.all_input_nodes, *launch.all_input_nodes]
+        return values_read(node)
+
+    def _written(self, node: fx.Node) -> Iterator[tuple[fx.Node, int | None]]:
+        """What a node writes; a wait ends what its collective writes in place."""
+        writer = launch_of(node) if is_wait(node) else node
+        if writer is None:
+            return
+        destinations = dict.fromkeys(self._effects.calls.written(writer))
+        if not destinations or not operator_of(writer).listed:
+            yield from ((destination, None) for destination in destinations)
+            return
+        for argument in (*writer.args, *writer.kwargs.values()):
+            if not isinstance(argument, (list, tuple)):
+                continue
+            for item, element in enumerate(argument):
+                if isinstance(element, fx.Node) and element in destinations:
+                    yield element, item
+
+
+class MemoryOrder:
+    """The accesses of one graph in its own order.
+
+    Attributes:
+        hazards: pairs of accesses that must keep their order.
+        implicit: see `Accesses`.
+        final: placeholder -> the write after which its storage is not written any more.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        accesses = Accesses(Effects(graph), graph)
+        self.hazards = [hazard for node in graph.nodes for hazard in accesses.add(node)]
+        self.implicit = accesses.implicit
+        self.final: dict[fx.Node, Write] = {}
+        for node in graph.nodes:
+            last = accesses.last_write(node) if node.op == "placeholder" else None
+            if last is not None:
+                self.final[node] = last
+
+
+def _value_of(node: fx.Node) -> fx.Node:
+    """The write or the original that a node is a view of, by the arguments of nodes."""
+    while may_alias(node) and not operator_of(node).writes:
+        sources = shared_with(node)
+        if not sources:
+            break
+        node = sources[0]
+    return node

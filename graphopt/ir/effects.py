@@ -1,0 +1,176 @@
+"""Who shares memory in one graph, and who reads and writes it.
+
+    x = placeholder      ┐
+    t = t(x)             │ one alias class: t reads nothing, and whoever reads it reads x
+    m = mm(a, t)         ┘ (m has memory of its own)
+    c = copy_(x, v)      reads v; what reads c reads x, renewed
+
+Two nodes are in one class when they may share memory: by what their operators do
+(`graphopt.ir.operators`), or because their `meta["val"]` do. Everything is near-linear in the size
+of the graph. Order is that of the graph at the time of the question; whoever moves a node says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.ir import views
+from graphopt.ir.operators import overwritten
+from graphopt.ir.outputs import get_outputs
+from graphopt.ir.reads import Reads, read_by
+
+
+class Calls(Protocol):
+    """What the calls of a graph do to memory."""
+
+    def shared_with(self, node: fx.Node) -> Iterable[fx.Node]:
+        """Nodes whose memory the value of `node` may share."""
+
+    def written(self, node: fx.Node) -> list[fx.Node]:
+        """Arguments that `node` updates in place."""
+
+
+class OperatorCalls:
+    """The calls of graphs of operators: rows say what they do."""
+
+    def shared_with(self, node: fx.Node) -> Iterable[fx.Node]:
+        return views.shared_with(node)
+
+    def written(self, node: fx.Node) -> list[fx.Node]:
+        return overwritten(node)
+
+
+class Effects:
+    """Alias classes of one graph, and who reads them.
+
+    Args:
+        calls: what the calls of the graph do; None: it is a graph of operators.
+    """
+
+    def __init__(self, graph: fx.Graph, calls: Calls | None = None) -> None:
+        self.calls = calls or OperatorCalls()
+        self._graph = graph
+        self._parent: dict[object, object] = {}
+        self._inputs: dict[object, fx.Node] = {}
+        self._fixed: set[object] = set()
+        self._reads: Reads | None = None
+        for node in graph.nodes:
+            self._add(node)
+        outputs = get_outputs(graph)
+        for value in (*outputs.results, *outputs.carried):
+            if isinstance(value, fx.Node):
+                self._fixed.add(self._find(value))
+
+    # ---------------------------------------------------------------------------- alias classes
+
+    def _add(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            self._join(node, _key(value))
+        for source in self.calls.shared_with(node):
+            self._join(source, node)
+        if node.op == "placeholder":
+            self._inputs[self._find(node)] = node
+        elif node.op == "get_attr":
+            self._join(("attribute", node.target), node)
+            self._fixed.add(self._find(node))
+
+    def _find(self, item: object) -> object:
+        parent = self._parent.setdefault(item, item)
+        while parent != self._parent[parent]:
+            self._parent[item] = self._parent[parent]
+            item, parent = parent, self._parent[parent]
+        return parent
+
+    def _join(self, a: object, b: object) -> None:
+        first, second = self._find(a), self._find(b)
+        if first == second:
+            return
+        self._parent[second] = first
+        if second in self._inputs:
+            self._inputs[first] = self._inputs[second]
+        if second in self._fixed:
+            self._fixed.add(first)
+        if self._reads is not None:
+            self._reads.join(first, second)
+
+    def key(self, node: fx.Node) -> object:
+        """Stands for the alias class of `node`, until nodes are joined."""
+        return self._find(node)
+
+    def keys(self, node: fx.Node) -> list[object]:
+        """The alias classes of `node`: of each of its results, where it has several."""
+        value = node.meta.get("val")
+        if not isinstance(value, (list, tuple)):
+            return [self._find(node)]
+        tensors = (leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        return list(dict.fromkeys(map(self._find, (node, *map(_key, tensors)))))
+
+    def join(self, a: fx.Node, b: fx.Node) -> None:
+        """Say that `a` and `b` share storage from now on."""
+        self._join(a, b)
+
+    def same(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two nodes may share storage."""
+        return self._find(a) == self._find(b)
+
+    def input_of(self, node: fx.Node) -> fx.Node | None:
+        """The placeholder whose storage `node` may share."""
+        return self._inputs.get(self._find(node))
+
+    def updated(self) -> set[object]:
+        """The classes that a node of the graph writes."""
+        states = (state for node in self._graph.nodes for state in self.calls.written(node))
+        return {key for state in states for key in self.keys(state)}
+
+    # ------------------------------------------------------------------------------------ reads
+
+    @property
+    def reads(self) -> Reads:
+        """Who reads each class; found when it is first asked for."""
+        if self._reads is None:
+            self._reads = Reads(self._graph, self._find)
+        return self._reads
+
+    def insert(self, node: fx.Node, before: fx.Node) -> None:
+        """Take in a new node with storage of its own, read by `before` alone."""
+        self.reads.note(self._find(node), before)
+
+    def moved(self, nodes: Iterable[fx.Node]) -> None:
+        """Say that nodes stand elsewhere now."""
+        for node in nodes:
+            for source in read_by(node):
+                self.reads.forget_last(self._find(source))
+
+    def read_after(self, node: fx.Node, place: fx.Node) -> bool:
+        """Whether anything reads the storage of `node` after `place`."""
+        return self.reads.after(self._find(node), place, renewed=True) or self.old_read_after(
+            node, place
+        )
+
+    def old_read_after(self, node: fx.Node, place: fx.Node) -> bool:
+        """Whether anything reads what is in the storage of `node` now after `place`.
+
+        Who reads what a later `copy_` puts there does not.
+        """
+        root = self._find(node)
+        if node in self.reads.renewed and self.reads.after(root, place, renewed=True):
+            return True
+        return self.reads.after(root, place, renewed=False)
+
+    def is_in_flight(self, node: fx.Node) -> bool:
+        """Whether a collective reads the storage of `node` when the graph has ended."""
+        return self._find(node) in self.reads.in_flight
+
+    def leaves_the_graph(self, node: fx.Node) -> bool:
+        """Whether the storage of `node` is returned, or is a constant of the module."""
+        return self._find(node) in self._fixed
+
+
+def _key(tensor: torch.Tensor) -> object:
+    return "storage", _compat.storage_key(tensor)

@@ -1,0 +1,137 @@
+"""Families of operators about which schemas say too little, or the wrong thing.
+
+`graphopt.ir.operators` makes one row per operator of them. Names are those of schemas, without
+overload. Each is tested against what kernels do (tests/test_operators.py): add a name here and the
+test says whether it is right.
+"""
+
+from __future__ import annotations
+
+COLLECTIVE_NAMESPACE = "_c10d_functional"
+
+WAIT_FOR_SEVERAL = f"{COLLECTIVE_NAMESPACE}::wait_tensors"  # since torch 2.15
+WAITS = (f"{COLLECTIVE_NAMESPACE}::wait_tensor", WAIT_FOR_SEVERAL)
+"""The operators that wait for functional collectives; all others of their namespace launch."""
+
+
+def _aten(*names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names)
+
+
+def _collective(*names: str) -> frozenset[str]:
+    return frozenset(f"{COLLECTIVE_NAMESPACE}::{name}" for name in names)
+
+
+_CASTS = _aten(
+    *("_cast_Byte", "_cast_Char", "_cast_Double", "_cast_Float", "_cast_Half", "_cast_Int"),
+    *("_cast_Long", "_cast_Short"),
+)
+
+_UNDECLARED_MAY_COPY = _CASTS | _aten(
+    *("_reshape_from_tensor", "alpha_dropout", "atleast_1d", "atleast_2d", "atleast_3d"),
+    *("broadcast_tensors", "cartesian_prod", "conj_physical", "dropout", "feature_alpha_dropout"),
+    *("feature_dropout", "meshgrid", "sum_to_size", "to_dense", "type_as"),
+)
+
+UNDECLARED_ALIASES = {
+    **dict.fromkeys(_UNDECLARED_MAY_COPY, (0,)),
+    **dict.fromkeys(_aten("einsum", "histogramdd"), (1,)),
+    **dict.fromkeys(
+        _aten(
+            *("_unpack_dual", "_unsafe_view", "data", "lift", "unsafe_chunk", "unsafe_split"),
+            "unsafe_split_with_sizes",
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(WAITS, (0,)),
+    **dict.fromkeys(_collective("isend", "irecv"), (0,)),
+    **dict.fromkeys(_collective("batch_p2p_ops"), (3,)),
+}
+"""Positions of the arguments whose memory a result may share, against what the schema says."""
+
+MAY_COPY = (
+    _UNDECLARED_MAY_COPY
+    | _aten(
+        *("_autocast_to_full_precision", "_autocast_to_reduced_precision", "contiguous"),
+        *("einsum", "flatten", "histogramdd", "ravel", "reshape", "reshape_as", "resolve_conj"),
+        *("resolve_neg", "to"),
+    )
+    | _collective("isend", "irecv", "batch_p2p_ops")
+)
+"""Operators that return their argument, a view of it, or something else."""
+
+DROPOUTS = _aten("alpha_dropout", "dropout", "feature_alpha_dropout", "feature_dropout")
+"""Operators that return their argument where they drop nothing, and only there."""
+
+ONE_TENSOR_TWICE = _aten(
+    "mkldnn_rnn_layer_backward",
+    "_cudnn_rnn_backward",
+    "_thnn_fused_lstm_cell_backward",
+    "_thnn_fused_lstm_cell_backward_impl",
+    "_thnn_fused_gru_cell_backward",
+)
+"""Operators that may return one tensor as several of their results."""
+
+COPIES = _aten("copy_")
+"""Operators that do not read the argument that they write: all of it is replaced."""
+
+FUSED_OPTIMIZERS: dict[str, tuple[int, ...]] = {
+    "_fused_adam": (0, 2, 3, 4),
+    "_fused_adamw": (0, 2, 3, 4),
+    "_fused_sgd": (0, 2),
+    "_fused_adagrad": (0, 2),
+}
+"""Positions of the lists that a fused optimizer updates; results of the functional form stand at
+the same positions. Gradients (1) are written only where a `grad_scale` is given."""
+
+WRITES_WHERE = {
+    **{
+        name: {3: "training", 4: "training"}
+        for name in _aten("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    },
+    **{f"aten::{name}_": {1: "grad_scale"} for name in FUSED_OPTIMIZERS},
+}
+"""Positions of arguments that are written only where another argument is given and not False: the
+statistics of batch norms, of which schemas do not speak, and gradients that a scaler has scaled."""
+
+WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,)}
+"""Positions of arguments that a kernel computes in: what stands there afterwards means nothing."""
+
+UNDECLARED_WRITES = {
+    **dict.fromkeys(_collective("irecv"), (0,)),
+    **dict.fromkeys(_collective("batch_p2p_ops"), (3,)),
+}
+"""Positions of arguments that are written, against what the schema says."""
+
+LISTED_FAMILIES = ("aten::_foreach_", "aten::_fused_")
+"""Beginnings of the names of operators that apply one computation to each entry of lists."""
+
+COPY_WHAT_THEY_SEND = _collective("all_reduce", "all_reduce_coalesced", "broadcast")
+"""Collectives that work on a copy, or in their in-place form on the tensor itself. All others read
+what they send until their wait."""
+
+ELEMENT_COLLECTIVES = ("all_reduce", "broadcast")
+"""Collectives whose element number i depends on element number i of what is sent."""
+
+SAME_ELEMENTS = _aten(
+    *("_to_copy", "_unsafe_view", "alias", "clone", "detach", "flatten", "reshape", "squeeze"),
+    *("unflatten", "unsqueeze", "view"),
+)
+"""Operators whose result has the elements of the first argument in the same row-major order."""
+
+SPLITS = _aten(
+    *("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"),
+    *("unsafe_split_with_sizes", "split_with_sizes_copy"),
+)
+
+METADATA_ONLY = _aten(
+    *("empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones"),
+    *("new_zeros", "ones_like", "zeros_like"),
+)
+"""Operators that read the shape, dtype and device of their argument alone."""
+
+TWINS = _aten(
+    *("bernoulli", "fill", "index_add", "index_copy", "index_put", "masked_fill", "scatter"),
+    *("scatter_add", "zero"),
+) | _collective("all_reduce", "broadcast")
+"""Operators, besides pointwise and list ones, whose in-place form computes the same bits."""

@@ -1,0 +1,320 @@
+"""What operators do besides computing their result: one row per operator.
+
+Capture, passes, verifier, finalizer, lowering and pipelining all ask here which operators are
+views, work on lists, in place, at random, element by element, or communicate. An operator that no
+family (`graphopt.ir.families`) names aliases and writes what its schema says.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.ir.families import (
+    COLLECTIVE_NAMESPACE,
+    COPIES,
+    COPY_WHAT_THEY_SEND,
+    DROPOUTS,
+    ELEMENT_COLLECTIVES,
+    FUSED_OPTIMIZERS,
+    LISTED_FAMILIES,
+    MAY_COPY,
+    METADATA_ONLY,
+    ONE_TENSOR_TWICE,
+    SAME_ELEMENTS,
+    SPLITS,
+    UNDECLARED_ALIASES,
+    UNDECLARED_WRITES,
+    WAITS,
+    WORKSPACES,
+    WRITES_WHERE,
+)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is known of the target of a node.
+
+    Attributes:
+        aliases: per result, positions of the arguments whose memory it may share. An operator that
+            returns lists has one entry per list.
+        view: each result is a view of the first argument for certain, and nothing is computed.
+        item: it picks one of several results.
+        writes: positions of the arguments that it may update in place; see `written`.
+        workspaces: positions of the arguments that it computes in, and leaves without a meaning.
+        copies: it does not read what it writes, all of which it replaces.
+        random: it draws random numbers, or reads or writes the state of a generator.
+        wait, collective: it ends or launches a collective.
+        reads_until_wait: of a collective: it reads what it sends until its wait.
+        reduction: of a collective: its name without the marks of variants, such as "all_reduce".
+        listed: a list of independent operations, one for each entry of its list arguments.
+        pointwise: each element of the result is computed from one of each operand.
+        elements: how the elements of a concatenation go through it: "cat", "same", "split",
+            "slice", "pointwise", or "" where they mix.
+        metadata_only: of its tensor arguments it reads only what is known without their values.
+        one_tensor_twice: several of its results may be one tensor.
+    """
+
+    aliases: tuple[tuple[int, ...], ...] = ()
+    view: bool = False
+    item: bool = False
+    writes: tuple[int, ...] = ()
+    workspaces: tuple[int, ...] = ()
+    copies: bool = False
+    random: bool = False
+    wait: bool = False
+    collective: bool = False
+    reads_until_wait: bool = False
+    reduction: str = ""
+    listed: bool = False
+    pointwise: bool = False
+    elements: str = ""
+    metadata_only: bool = False
+    one_tensor_twice: bool = False
+
+    @property
+    def may_alias(self) -> bool:
+        """Whether a result may share memory with an argument."""
+        return any(self.aliases)
+
+
+_PLAIN = Operator()
+_GETITEM = Operator(aliases=((0,),), view=True, item=True)
+
+
+def operator_of(node: fx.Node) -> Operator:
+    """The row of what a node calls. Modules and methods have none of their own."""
+    return row(node.target) if node.op == "call_function" else _PLAIN
+
+
+def row(target: Any) -> Operator:
+    """The row of a target; a row without effects where it is no operator of torch's."""
+    if isinstance(target, _compat.OpOverload):
+        return _row(target)
+    return _GETITEM if target is operator.getitem else _PLAIN
+
+
+@cache
+def _row(target: _compat.OpOverload) -> Operator:
+    schema = target._schema
+    name = schema.name
+    wait = name in WAITS
+    collective = target.namespace == COLLECTIVE_NAMESPACE and not wait
+    reduction = ""
+    if collective:
+        reduction = name.split("::")[1].removesuffix("_").removesuffix("_coalesced")
+    aliases, writes = _aliases(schema), _writes(schema)
+    pointwise = torch.Tag.pointwise in target.tags
+    return Operator(
+        aliases=aliases,
+        view=any(aliases) and not writes and not wait and name not in MAY_COPY,
+        writes=writes,
+        workspaces=WORKSPACES.get(name, ()),
+        copies=name in COPIES,
+        random=torch.Tag.nondeterministic_seeded in target.tags or target.namespace == "graphopt",
+        wait=wait,
+        collective=collective,
+        reads_until_wait=collective and not writes and name not in COPY_WHAT_THEY_SEND,
+        reduction=reduction,
+        listed=_is_listed(schema, collective or wait),
+        pointwise=pointwise,
+        elements=_elements(name, wait, reduction, pointwise),
+        metadata_only=name in METADATA_ONLY,
+        one_tensor_twice=name in ONE_TENSOR_TWICE,
+    )
+
+
+def _aliases(schema: Any) -> tuple[tuple[int, ...], ...]:
+    undeclared = UNDECLARED_ALIASES.get(schema.name)
+    if undeclared is not None:
+        return (undeclared,) * len(schema.returns)
+    return tuple(_aliased_by(result.alias_info, schema) for result in schema.returns)
+
+
+def _aliased_by(result: Any, schema: Any) -> tuple[int, ...]:
+    """Positions of arguments in an alias set of a result; those in any, where it is of a list:
+    torch does not say in which."""
+    if result is None:
+        return ()
+    marked = [(i, a.alias_info) for i, a in enumerate(schema.arguments) if a.alias_info is not None]
+    return tuple(
+        index
+        for index, argument in marked
+        if not result.before_set or not result.before_set.isdisjoint(argument.before_set)
+    )
+
+
+def _writes(schema: Any) -> tuple[int, ...]:
+    declared = {
+        index
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    undeclared = *UNDECLARED_WRITES.get(schema.name, ()), *WRITES_WHERE.get(schema.name, ())
+    return tuple(sorted(declared.union(undeclared)))
+
+
+def _is_listed(schema: Any, communicates: bool) -> bool:
+    """List operators are known by their first argument, a list of tensors, and by their family:
+    `cat` takes a list as well, and an operator like `_fused_rms_norm` does not."""
+    if not schema.arguments or not is_list_of_tensors(schema.arguments[0].type):
+        return False
+    return communicates or schema.name.startswith(LISTED_FAMILIES)
+
+
+def is_list_of_tensors(kind: Any) -> bool:
+    """Whether the type of an argument in a schema is a list of tensors."""
+    return isinstance(kind, torch.ListType) and isinstance(kind.getElementType(), torch.TensorType)
+
+
+def _elements(name: str, wait: bool, reduction: str, pointwise: bool) -> str:
+    if name == "aten::cat":
+        return "cat"
+    if wait or name in SAME_ELEMENTS:
+        return "same"
+    if name in SPLITS:
+        return "split"
+    if name == "aten::slice":
+        return "slice"
+    return "pointwise" if pointwise or reduction in ELEMENT_COLLECTIVES else ""
+
+
+def is_operator(target: object, *names: str) -> bool:
+    """Whether a node target is an overload of one of the operators, such as ``aten::copy_``."""
+    return isinstance(target, _compat.OpOverload) and target._schema.name in names
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether a node replaces the whole value of its first argument by that of its second."""
+    return operator_of(node).copies
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a functional collective."""
+    return operator_of(node).wait
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node launches a functional collective."""
+    return operator_of(node).collective
+
+
+def is_item(node: fx.Node) -> bool:
+    """Whether a node picks one of several results."""
+    return operator_of(node).item
+
+
+def is_pointwise(target: object) -> bool:
+    """Whether a node target computes each element of its result from one of each operand."""
+    return row(target).pointwise
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Whether the result, or an item of it, may share memory with an argument."""
+    return operator_of(node).may_alias
+
+
+def is_list_operator(node: fx.Node) -> bool:
+    """Whether a node computes, in place or not, one thing for each entry of lists of tensors."""
+    known = operator_of(node)
+    return known.listed and not known.collective and not known.wait
+
+
+def fused_optimizer(target: Any) -> str | None:
+    """`_fused_adamw` for each overload of it and of its in-place form; None for other targets."""
+    if not isinstance(target, _compat.OpOverload):
+        return None
+    name: str = target._schema.name.removeprefix("aten::").removesuffix("_")
+    return name if name in FUSED_OPTIMIZERS else None
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of an operator call that its schema calls `name`: its default, where it is not
+    given; None if the operator has none such."""
+    assert isinstance(node.target, _compat.OpOverload)
+    for index, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name != name:
+            continue
+        if index < len(node.args):
+            return node.args[index]
+        default = parameter.default_value if parameter.has_default_value() else None
+        return node.kwargs.get(name, default)
+    return None
+
+
+def argument_at(node: fx.Node, index: int) -> Any:
+    """The argument that a schema has at a position, given by position or by name."""
+    if index < len(node.args):
+        return node.args[index]
+    assert isinstance(node.target, _compat.OpOverload)
+    return node.kwargs.get(node.target._schema.arguments[index].name)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node may draw from a random number generator, or reads or writes its state."""
+    return operator_of(node).random
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, or touches a generator: attention without dropout does
+    not, although its operator may."""
+    if not is_random(node):
+        return False
+    return argument(node, "dropout_p") != 0.0 and argument(node, "train") is not False
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """Arguments that a node updates in place; of a call of compiled code by `meta["writes"]`,
+    positions of arguments."""
+    if node.op in ("call_module", "call_method"):
+        return [node.args[index] for index in node.meta.get("writes", ())]
+    found: list[fx.Node] = []
+    for index in operator_of(node).writes:
+        if _is_written(node, index):
+            found += nodes_in(argument_at(node, index))
+    return found
+
+
+def overwritten(node: fx.Node) -> list[fx.Node]:
+    """What `written` says, and the workspaces that the node computes in."""
+    found = written(node)
+    for index in operator_of(node).workspaces:
+        found += nodes_in(argument_at(node, index))
+    return found
+
+
+def _is_written(node: fx.Node, index: int) -> bool:
+    conditions = WRITES_WHERE.get(node.target._schema.name)  # type: ignore[union-attr]
+    if conditions is None or index not in conditions:
+        return True
+    return argument(node, conditions[index]) not in (None, False)
+
+
+def aliased(node: fx.Node) -> list[fx.Node]:
+    """Arguments whose memory the result of a node, or an item of it, may share."""
+    known = operator_of(node)
+    if known.item:
+        return node.all_input_nodes[:1]
+    if is_operator(node.target, *DROPOUTS) and argument(node, "train") and argument(node, "p"):
+        return []
+    positions = dict.fromkeys(index for result in known.aliases for index in result)
+    return [leaf for index in positions for leaf in nodes_in(argument_at(node, index))]
+
+
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """Nodes among the leaves of a nest."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from nodes_in(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from nodes_in(entry)

@@ -1,0 +1,169 @@
+"""Which nodes share memory because one is a view of the other, and who reads through views."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.ir.operators import (
+    aliased,
+    argument_at,
+    is_collective,
+    is_copy,
+    is_item,
+    is_wait,
+    may_alias,
+    nodes_in,
+    operator_of,
+    written,
+)
+
+
+def is_pure_view(node: fx.Node) -> bool:
+    """Whether a node computes nothing: its result, or each of several, is a view for certain."""
+    known = operator_of(node)
+    if known.item:
+        source = node.all_input_nodes[0]
+        return not _holds_several(source) or is_pure_view(source)
+    if known.view:
+        return True
+    if not known.may_alias or known.writes or known.wait or known.collective:
+        return False
+    return any(_share_storage(node, source) for source in aliased(node))
+
+
+def may_be_view(node: fx.Node) -> bool:
+    """Whether nothing says if the result of a node is a view."""
+    known = operator_of(node)
+    if not known.may_alias or known.item or known.writes or known.wait or known.collective:
+        return False
+    return not is_pure_view(node)
+
+
+def is_update(node: fx.Node) -> bool:
+    """Whether a node updates its first argument, and is that."""
+    updated = written(node) if node.op == "call_function" else []
+    return bool(updated) and node.args[0] is updated[0]
+
+
+def shared_with(node: fx.Node) -> list[fx.Node]:
+    """Nodes whose memory the value of a node may share, by what its operator does."""
+    known = operator_of(node)
+    if known.item:
+        source, index = node.args
+        return _item_of(source, index)
+    if known.listed and _holds_several(node):
+        return []  # each item shares that of its own entry
+    if len(known.aliases) > 1:
+        return []
+    return aliased(node)
+
+
+def _item_of(source: Any, index: Any) -> list[fx.Node]:
+    """What an item of several results shares memory with; an item of a tensor is a view of it."""
+    if not isinstance(source, fx.Node):
+        return []
+    known = operator_of(source)
+    if known.one_tensor_twice or not _holds_several(source):
+        return [source]
+    if known.item or not known.aliases:
+        return []
+    result = known.aliases[0]
+    if len(known.aliases) > 1:
+        result = known.aliases[index] if isinstance(index, int) else sum(known.aliases, ())
+    found: list[fx.Node] = []
+    for position in result:
+        value = argument_at(source, position)
+        if known.listed and isinstance(value, (list, tuple)) and isinstance(index, int):
+            value = value[index]
+        found += nodes_in(value)
+    return found
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node that made the tensor whose memory `node` holds, as far as that is certain."""
+    while is_pure_view(node) or is_update(node) or is_wait(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def inner_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """Which of the nodes `inside` have to be returned so that `node`, one of them, is there."""
+    if node not in inside:
+        return
+    if is_pure_view(node) or is_update(node) or is_wait(node):
+        for source in node.all_input_nodes[:1]:
+            yield from inner_bases(source, inside)
+    else:
+        yield node
+
+
+def outer_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """What has to come from outside so that `node` is there among the nodes `inside`."""
+    if is_pure_view(node):
+        for source in node.all_input_nodes:
+            yield from outer_bases(source, inside)
+    elif node in inside:
+        return
+    elif is_update(node):
+        yield from outer_bases(node.all_input_nodes[0], inside)
+    else:
+        yield node
+
+
+def view_tail(node: fx.Node) -> list[fx.Node]:
+    """`node` and the views of it, directly or through views."""
+    found = [node]
+    for member in found:  # grows while it is read
+        found += [user for user in member.users if is_only_view(user, member)]
+    return found
+
+
+def is_only_view(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` is nothing but a view of `node`."""
+    return may_alias(user) and not written(user) and user.all_input_nodes == [node]
+
+
+def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that read the storage of `root`, directly or through views of it."""
+    found: set[fx.Node] = set()
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user.op == "output" or user in found:
+                continue
+            found.add(user)
+            yield user
+            if may_alias(user) and not is_copy(user):
+                pending.append(user)
+
+
+def launch_of(wait: fx.Node) -> fx.Node | None:
+    """The collective that a wait ends, found through items and views."""
+    node: object = next(iter(wait.all_input_nodes), None)
+    while isinstance(node, fx.Node) and not is_collective(node):
+        if not may_alias(node) or is_wait(node):
+            return None
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
+
+
+def is_awaited(launch: fx.Node) -> bool:
+    """Whether a wait of the same graph ends a collective, read directly or through items."""
+    return any(is_wait(u) or (is_item(u) and any(map(is_wait, u.users))) for u in launch.users)
+
+
+def _holds_several(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (list, tuple))
+
+
+def _share_storage(node: fx.Node, source: fx.Node) -> bool:
+    result, value = node.meta.get("val"), source.meta.get("val")
+    if not isinstance(result, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    return _compat.storage_key(result) == _compat.storage_key(value)
