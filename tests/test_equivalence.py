@@ -415,7 +415,7 @@ class Values:
         if key[0] == "fill":
             return torch.full((length,), float.fromhex(key[1][1]))
         if key[0] == "cast":
-            return self.term(key[3], length).to(getattr(torch, key[2].removeprefix("torch.")))
+            return self.term(key[3][1], length).to(getattr(torch, key[2].removeprefix("torch.")))
         if key[0] == "permute":
             return self.row(key[1]).view(key[2]).permute(key[3]).flatten()
         assert key[0] == "each", key

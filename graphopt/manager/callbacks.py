@@ -23,7 +23,13 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
 from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
-from graphopt.verify import Problem, check_dependencies, check_equivalence
+from graphopt.verify import Problem, check_dependencies
+from graphopt.verify.equivalence import Proof
+from graphopt.verify.interface import (
+    changed_arguments,
+    returned_problems,
+    unread_waits,
+)
 from graphopt.verify.metadata import changed_problems
 
 logger = logging.getLogger("graphopt")
@@ -91,6 +97,7 @@ class Verification(PassCallback):
 
     def __init__(self, level: str) -> None:
         self._prove = level == "equivalence"
+        self._proof = Proof()
 
     def after_pass(self, context: PassContext) -> None:
         if context.record.changed:
@@ -111,30 +118,45 @@ class Verification(PassCallback):
             correspondence=before.correspondence,
             same_dtypes=not context.pass_.changes_numerics,
         )
-        problems = report.problems or _badly_typed(context)
+        problems = report.problems or _badly_typed(context) or before.changed_constants()
         if not problems and self._prove and not context.pass_.changes_numerics:
-            problems = _not_equivalent(context)
+            problems = self._not_equivalent(context)
+        else:
+            self._proof = Proof()
+            problems = problems or _kept_nodes_changed(context)
         if problems:
             raise Refused(problems)
 
+    def _not_equivalent(self, context: PassContext) -> list[Problem]:
+        if not context.before.annotated:
+            return []
+        report = self._proof.compare(context.before.graph, context.gm)
+        if report.decidable:
+            return report.problems
+        logger.info("%s: %s", context.pass_.name, report.problems[0].message)
+        return _kept_nodes_changed(context)
+
 
 def _badly_typed(context: PassContext) -> list[Problem]:
-    before = context.before
-    if before.correspondence is None or not before.annotated:
+    """What is wrong with nodes by themselves, and with what the graph returns and sends."""
+    before, gm = context.before, context.gm
+    same = before.correspondence
+    if same is None or not before.annotated:
         return []
     functional = follows_output_convention(before.graph)
     new, changed = before.new_nodes(), before.changed_nodes()
-    return list(changed_problems(new, changed, functional=functional))
+    problems = list(changed_problems(new, changed, functional=functional))
+    problems += returned_problems(before.graph, gm.graph)
+    problems += unread_waits(before.graph, gm.graph, same)
+    return problems
 
 
-def _not_equivalent(context: PassContext) -> list[Problem]:
-    if not context.before.annotated:
+def _kept_nodes_changed(context: PassContext) -> list[Problem]:
+    """Without a proof, what is kept has to be as it was."""
+    same = context.before.correspondence
+    if same is None or context.pass_.changes_numerics:
         return []
-    report = check_equivalence(context.before.graph, context.gm)
-    if report.decidable:
-        return report.problems
-    logger.info("%s: %s", context.pass_.name, report.problems[0].message)
-    return []
+    return list(changed_arguments(context.gm.graph, same))
 
 
 class Dump(PassCallback):

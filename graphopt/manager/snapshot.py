@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from graphopt.collector import collector_paused
 from graphopt.iter_graph import IterGraph, copy_graph
+from graphopt.verify import Problem
+from graphopt.verify.equivalence import attribute
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 
@@ -36,6 +39,7 @@ class Snapshot:
             self._nodes = [(node, _content(node), dict(node.meta)) for node in gm.graph.nodes]
         self.copies: Mapping[fx.Node, fx.Node] = MappingProxyType(copies)
         self._late = _late(gm.graph)
+        self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
         self.note_attributes()
         self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
         self.annotated = all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
@@ -74,11 +78,48 @@ class Snapshot:
             and (not _same(_content(node), content) or node.meta.get("val") is not meta.get("val"))
         ]
 
+    def changed_constants(self) -> list[Problem]:
+        """Constants of the module that stand behind their names no longer."""
+        return [
+            Problem(
+                f"the constant {node.target} of the module is another one, or was changed",
+                (node,),
+                hint="give a new constant a name of its own",
+            )
+            for node in _attributes_read(self._gm)
+            if str(node.target) in self._constants
+            and not _same(_content_of(self._gm, node), self._constants[str(node.target)])
+        ]
+
     def restore(self) -> None:
         """Make the graph module what it was. Its nodes are then the copies."""
         for module, attributes in self._modules.items():
             _restore_attributes(module, attributes)
         self._gm.graph = self.graph
+
+
+def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "get_attr"]
+
+
+def _content_of(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
+    """What tells an attribute from another one: tensors count their updates."""
+    found = attribute(gm, node)
+    if isinstance(found, torch.Tensor):
+        return _Same(found), found._version
+    return _Same(found), str(found.graph) if isinstance(found, fx.GraphModule) else None
+
+
+class _Same:
+    """An object, equal to itself alone."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.held is other.held
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _late(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

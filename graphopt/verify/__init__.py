@@ -6,6 +6,7 @@ from graphopt.verify.dependencies import check_dependencies
 from graphopt.verify.equivalence import EquivalenceReport, check_equivalence
 from graphopt.verify.network import dependency_graph
 from graphopt.verify.problems import DependencyReport, Problem
+from graphopt.verify.stages import check_divided, check_finalized
 
 __all__ = [
     "DependencyReport",
@@ -14,7 +15,9 @@ __all__ = [
     "SpecReport",
     "check_captured",
     "check_dependencies",
+    "check_divided",
     "check_equivalence",
+    "check_finalized",
     "check_graph",
     "check_spmd",
     "dependency_graph",

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.verify.terms import Segment, TensorValue, Terms, canonical, elements, tensor_value
+from graphopt.graph_utils import tensors_in
+from graphopt.verify.terms import (
+    Segment,
+    TensorValue,
+    Terms,
+    canonical,
+    elements,
+    elements_of,
+    tensor_value,
+)
 
 Arguments = dict[str, Any]
 Apply = Callable[[Terms, Any, Arguments, Any], Any]
@@ -30,12 +39,34 @@ class Axiom:
         operators: names of the operators that it is about.
         why: why it holds bit for bit.
         apply: the value of a call, None where the condition does not hold.
+        speaks_of: the arguments that it takes into account, by name, layouts of the result
+            included; outside its condition is a call that gives another one. None: all.
     """
 
     name: str
     operators: tuple[str, ...]
     why: str
     apply: Apply
+    speaks_of: frozenset[str] | None = None
+
+    def value(self, terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
+        """The value of a call; None outside the condition."""
+        others = () if self.speaks_of is None else args.keys() - self.speaks_of
+        if any(not _is_usual(args[name]) for name in others) or not _has_sizes(fake):
+            return None
+        return self.apply(terms, target, args, fake)
+
+
+def _is_usual(value: Any) -> bool:
+    """Whether an option such as `pin_memory`, `non_blocking` or `layout` means nothing special."""
+    return value is None or value is False or value is torch.strided
+
+
+def _has_sizes(fake: Any) -> bool:
+    """Whether the sizes of a result are numbers: rules compute with them."""
+    if isinstance(fake, torch.Tensor):
+        return not _compat.has_symbolic_shape(fake)
+    return not any(map(_compat.has_symbolic_shape, tensors_in(fake)))
 
 
 def _same_elements(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
@@ -52,7 +83,15 @@ def _cast(
 ) -> tuple[Segment, ...]:
     cast = ("cast", str(before), str(after))
     return terms.segments(
-        Segment(terms.make((*cast, s.term), uniform=terms[s.term].uniform), s.start, s.length)
+        Segment(
+            terms.make(
+                (*cast, elements_of(s.term)),
+                uniform=terms[s.term].uniform,
+                constant=terms[s.term].constant,
+            ),
+            s.start,
+            s.length,
+        )
         for s in segments
     )
 
@@ -84,6 +123,26 @@ def _single_permutation(terms: Terms, source: TensorValue) -> tuple[Any, Any, An
     return (base, shape, order) if tuple(shape[i] for i in order) == source.shape else None
 
 
+def permuted_back(
+    terms: Terms, part: Any, value: TensorValue
+) -> tuple[TensorValue, TensorValue] | None:
+    """What `part` is a permutation of, and `value` permuted back in the same way."""
+    inner = _single_permutation(terms, part) if isinstance(part, TensorValue) else None
+    if inner is None:
+        return None
+    base, shape, order = inner
+    back = tuple(sorted(range(len(order)), key=order.__getitem__))
+    found = value.segments
+    undone = _single_permutation(terms, value)
+    if undone is not None and undone[1:] == (shape, order):
+        found = undone[0]
+    else:
+        key = ("permute", found, value.shape, back)
+        found = (Segment(terms.make(key), 0, elements(shape)),)
+    layout = (shape, (), value.dtype, value.device)
+    return TensorValue(tuple(base), *layout), TensorValue(tuple(found), *layout)
+
+
 def _order(name: str, args: Arguments, rank: int) -> tuple[int, ...]:
     if name == "aten::permute":
         return tuple(dim % rank for dim in args["dims"])
@@ -100,14 +159,12 @@ def _slice(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
         return None
     dim = args["dim"] % len(source.shape)
     size = source.shape[dim]
-    if target._schema.name == "aten::select":
-        start, step = args["index"], 1
-        start += size if start < 0 else 0
-    else:
-        start, step = args["start"] or 0, args["step"]
-        start = min(max(start + size if start < 0 else start, 0), size)
-    if not isinstance(start, int) or step != 1 or elements(source.shape[:dim]) != 1:
+    start = args["index"] if target._schema.name == "aten::select" else args["start"] or 0
+    if not isinstance(start, int) or args.get("step", 1) != 1:
         return None
+    if elements(source.shape[:dim]) != 1:
+        return None
+    start = min(max(start + size if start < 0 else start, 0), size)
     inner = elements(source.shape[dim + 1 :])
     return tensor_value(terms.part(source.segments, start * inner, fake.numel()), fake)
 
@@ -145,6 +202,11 @@ def _filled(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
         return None
     number = float(value) if fake.dtype.is_floating_point else value
     term = terms.make(("fill", canonical(number), str(fake.dtype)), uniform=True)
+    return tensor_value(terms.segments([Segment(term, 0, fake.numel())]), fake)
+
+
+def _uninitialised(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
+    term = terms.make(("undefined", str(fake.dtype)), uniform=True)
     return tensor_value(terms.segments([Segment(term, 0, fake.numel())]), fake)
 
 
@@ -204,7 +266,7 @@ def _apply_to_runs(
     for name, value in args.items():
         if isinstance(value, TensorValue):
             run = next(remaining)
-            entry: Any = ("elements", run.term, str(value.dtype))
+            entry: Any = (*elements_of(run.term), str(value.dtype))
             shown.append((name, entry if together else (*entry, run.start, run.length)))
         else:
             shown.append((name, canonical(value)))
@@ -212,7 +274,8 @@ def _apply_to_runs(
     twice = _negated(terms, key)
     if twice is not None:
         return Segment(twice, runs[0].start, runs[0].length)
-    term = terms.make(key, uniform=all(uniform))
+    constant = all(terms[run.term].constant for run in runs)
+    term = terms.make(key, uniform=all(uniform), constant=constant)
     start = starts.pop() if together and starts else 0
     return Segment(term, start, runs[0].length)
 
@@ -248,7 +311,7 @@ def _aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:
 def reduced(terms: Terms, key: tuple[Any, ...], value: TensorValue, fake: Any) -> TensorValue:
     """An elementwise collective on every segment of what is sent."""
     found = [
-        Segment(terms.make((*key, str(value.dtype), s.term)), s.start, s.length)
+        Segment(terms.make((*key, str(value.dtype), elements_of(s.term))), s.start, s.length)
         for s in value.segments
     ]
     return tensor_value(terms.segments(found), fake)
@@ -262,6 +325,10 @@ def _aten(*names: str) -> tuple[str, ...]:
     return tuple(f"aten::{name}" for name in names)
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 AXIOMS = (
     Axiom(
         "same elements",
@@ -271,18 +338,22 @@ AXIOMS = (
         ),
         "they copy or rename elements in row-major order; a cast rounds each element for itself",
         _same_elements,
+        _names("self input size sizes shape dim start_dim end_dim implicit")
+        | _names("memory_format dtype device"),
     ),
     Axiom(
         "permutations compose",
         _aten("permute", "t", "transpose"),
         "they rename indices; dimensions of size 1 do not change the order of elements",
         _permuted,
+        _names("self dims dim0 dim1"),
     ),
     Axiom(
         "slices are ranges",
         _aten("slice", "select", "narrow"),
         "with step 1 and behind dimensions of size 1 only, a slice is a run of elements",
         _slice,
+        _names("self dim start end step index length"),
     ),
     Axiom(
         "splits are ranges",
@@ -290,12 +361,14 @@ AXIOMS = (
               "unsafe_split_with_sizes", "split_with_sizes_copy"),
         "behind dimensions of size 1 only, parts are consecutive runs of elements",
         _split,
+        _names("self dim split_size split_sizes chunks sections"),
     ),
     Axiom(
         "cat joins ranges",
         _aten("cat", "stack"),
         "behind dimensions of size 1 only, and in one dtype, elements follow one another",
         _cat,
+        _names("tensors dim"),
     ),
     Axiom(
         "constants",
@@ -303,6 +376,14 @@ AXIOMS = (
               "new_full", "full_like", "scalar_tensor"),
         "all elements are one number",
         _filled,
+        _names("self size fill_value s dtype device memory_format"),
+    ),
+    Axiom(
+        "uninitialised memory",
+        _aten("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+        "what it holds is undefined, so that no result that is defined depends on it",
+        _uninitialised,
+        _names("self size stride dtype device memory_format"),
     ),
     Axiom(
         "elementwise by runs",

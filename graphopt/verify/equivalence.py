@@ -20,14 +20,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt.errors import VerificationError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.derive import CARRIED
+from graphopt.verify.difference import Difference
 from graphopt.verify.evaluation import Evaluation, NotDecidedError, evaluate_graph, input_value
 from graphopt.verify.problems import Problem
-from graphopt.verify.terms import Pending, ScalarValue, TensorValue, Terms
+from graphopt.verify.terms import Pending, Terms
 
 _SHOWN = 10
 
@@ -72,8 +74,9 @@ def check_equivalence(
 ) -> EquivalenceReport:
     """Whether `after` computes what `before` does, for all inputs.
 
-    Both are in the captured dialect (docs/ir.md). Of an `IterGraphModule` the step is compared, and
-    if it has late nodes, the graphs that run them are compared with the step.
+    Graphs may update storages in place; what is seen through views of them is followed. Of an
+    `IterGraphModule` the step is compared, and if it has late nodes, the graphs that run them are
+    compared with the step.
 
     Near-linear in the number of nodes. Changes nothing.
 
@@ -81,19 +84,101 @@ def check_equivalence(
         before: the graph that a pass was given, or a copy of it.
         after: what the pass made of it.
     """
-    terms = Terms()
-    try:
-        old = evaluate_graph(before, terms)
-    except NotDecidedError as error:
-        return EquivalenceReport([error.problem], decidable=False)
-    try:
-        new = evaluate_graph(after, terms)
-        problems = list(_differences(terms, old, new, ""))
-        if not problems and isinstance(after, IterGraphModule) and after.graph.late:
-            problems = list(_late(after, terms, new))
-    except NotDecidedError as error:
-        return EquivalenceReport([error.problem])
-    return EquivalenceReport(problems, reorders_sums=bool(new.sent))
+    return Proof().compare(before, after)
+
+
+class Proof:
+    """Compares one graph after another with what it was, as a pipeline changes it.
+
+    What is known of the graph after one pass is known of the graph before the next.
+    """
+
+    def __init__(self) -> None:
+        self._terms = Terms()
+        self._known: Evaluation | None = None
+
+    def compare(
+        self, before: fx.GraphModule | fx.Graph, after: fx.GraphModule | fx.Graph
+    ) -> EquivalenceReport:
+        """As `check_equivalence`. After a call without problems, `before` is what was `after`."""
+        terms, known = self._terms, self._known
+        self._known = None
+        try:
+            old = evaluate_graph(before, terms) if known is None else known
+        except NotDecidedError as error:
+            return EquivalenceReport([error.problem], decidable=False)
+        try:
+            new = evaluate_graph(after, terms)
+            problems = [*_of_constants(before, after), *_differences(terms, old, new, "")]
+            problems += _of_aliases(old, new)
+            if not problems and isinstance(after, IterGraphModule) and after.graph.late:
+                problems = list(_late(after, terms, new))
+        except NotDecidedError as error:
+            return EquivalenceReport([error.problem])
+        if not problems:
+            self._known = new
+        return EquivalenceReport(problems, reorders_sums=bool(new.sent))
+
+
+def _of_constants(
+    before: fx.GraphModule | fx.Graph, after: fx.GraphModule | fx.Graph
+) -> Iterator[Problem]:
+    """Constants of the module are known by name: behind the name has to stand what stood there."""
+    if not isinstance(before, fx.GraphModule) or not isinstance(after, fx.GraphModule):
+        return
+    there = {str(node.target) for node in before.graph.nodes if node.op == "get_attr"}
+    for node in after.graph.nodes:
+        if node.op != "get_attr" or str(node.target) not in there:
+            continue
+        if not _same_object(attribute(before, node), attribute(after, node)):
+            yield Problem(f"the constant {node.target} of the module is another one", (node,))
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What a node that reads an attribute of the module gives; None where it is not there."""
+    found: Any = gm
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _same_object(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+        return alike and torch.equal(one, other)
+    if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):
+        return str(one.graph) == str(other.graph)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _of_aliases(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
+    """What leaves the graph lies in storage of its own, as it did: not in that of state, which the
+    next iteration overwrites, nor in that of another result."""
+    apart = {
+        place
+        for owner, places in old.aliases.items()
+        if _is_apart(owner, places)
+        for place in places
+    }
+    for owner, places in new.aliases.items():
+        if _is_apart(owner, places):
+            continue
+        for kind, index in places:
+            if (kind, index) in apart:
+                yield Problem(
+                    f"{_KINDS[kind]} {index} shares its storage with %{owner.name}, which others"
+                    " read or write",
+                    (new.nodes[kind, index],),
+                )
+
+
+def _is_apart(owner: fx.Node, places: Sequence[Any]) -> bool:
+    return owner.op not in ("placeholder", "get_attr") and len(places) == 1
+
+
+_KINDS = {"result": "result", "carried": "carried value", "state": "state"}
 
 
 def _late(gm: IterGraphModule, terms: Terms, step: Evaluation) -> Iterator[Problem]:
@@ -121,7 +206,8 @@ def _arbitrary_carried(gm: IterGraphModule, terms: Terms, left: Sequence[Any]) -
     found = {}
     for node, value in zip(_carried_inputs(gm.main_gm), left, strict=True):
         fresh = input_value(terms, node)
-        found[str(node.target)] = Pending(fresh) if isinstance(value, Pending) else fresh
+        pending = isinstance(value, Pending) and not isinstance(fresh, Pending)
+        found[str(node.target)] = Pending(fresh) if pending else fresh
     return found
 
 
@@ -138,6 +224,7 @@ def _flushed(gm: IterGraphModule, terms: Terms, run: Evaluation, user: int) -> E
         effects=run.effects + drain.effects,
         sent=_together(run.sent, drain.sent),
         origins=drain.origins | run.origins,
+        nodes=drain.nodes | run.nodes,
     )
 
 
@@ -167,21 +254,24 @@ def _differences(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> 
 def _of_values(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
     for kind, before, after in (
         ("result", old.results, new.results),
-        ("carried value", old.carried, new.carried),
+        ("carried", old.carried, new.carried),
     ):
         if len(before) != len(after):
-            yield Problem(f"{where}{len(after)} {kind}s, before it was {len(before)}")
+            yield Problem(f"{where}{len(after)} {_KINDS[kind]}s, before it was {len(before)}")
             continue
         for index, (one, other) in enumerate(zip(before, after, strict=True)):
             if one != other:
-                yield _problem(terms, old, new, f"{where}{kind} {index}", one, other)
+                text = f"{where}{_KINDS[kind]} {index}"
+                yield Difference(terms, old, new, (kind, index)).problem(text, one, other)
     for name in dict.fromkeys([*old.states, *new.states]):
         one, other = old.states.get(name), new.states.get(name)
         if one is None or other is None:
             verb = "is updated, before it was not" if one is None else "is not updated any more"
-            yield Problem(f"{where}%{name} {verb}")
+            node = new.nodes.get(("state", name)) or old.nodes.get(("state", name))
+            yield Problem(f"{where}%{name} {verb}", () if node is None else (node,))
         elif one != other:
-            yield _problem(terms, old, new, f"{where}the update of %{name}", one, other)
+            text = f"{where}the update of %{name}"
+            yield Difference(terms, old, new, ("state", name)).problem(text, one, other)
 
 
 def _of_sends(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
@@ -198,86 +288,3 @@ def _of_sends(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Ite
             hint="each element that was sent is sent once; comm.get_all_comm_blocks lists the"
             " collectives, and a collective that nobody needs has to go with its wait",
         )
-
-
-def _problem(
-    terms: Terms, old: Evaluation, new: Evaluation, what: str, one: Any, other: Any
-) -> Problem:
-    """The smallest parts of two values that differ."""
-    message, first, second = _smallest(terms, one, other)
-    nodes = [new.origins.get(second), old.origins.get(first)] if first is not None else []
-    shown = tuple(dict.fromkeys(node for node in nodes if node is not None))
-    return Problem(f"{what} is not what it was: {message}", shown)
-
-
-def _smallest(terms: Terms, one: Any, other: Any) -> tuple[str, Any, Any]:
-    """Follow two values down to where they begin to differ."""
-    found: tuple[str, Any, Any] = ("another value", None, None)
-    while True:
-        pair = _first_pair(one, other)
-        if pair is None:
-            return _layouts(one, other) or found[0], found[1], found[2]
-        first, second = pair
-        keys = terms[first].key, terms[second].key
-        found = _message(*keys), first, second
-        inner = _inner(*keys)
-        if inner is None:
-            return found
-        one, other = inner
-
-
-def _message(one: Sequence[Any], other: Sequence[Any]) -> str:
-    if one[:2] != other[:2]:
-        return f"{_operator(other)} in place of {_operator(one)}"
-    return f"{_operator(one)} gets other arguments"
-
-
-def _operator(key: Sequence[Any]) -> str:
-    if key[0] in ("call", "entry", "each"):
-        return str(key[1])
-    if key[0] == "input":
-        return f"%{key[1]}"
-    return str(key[0])
-
-
-def _inner(one: Any, other: Any) -> tuple[Any, Any] | None:
-    """The one part of two keys that differs, if both are otherwise alike and it has terms."""
-    if not isinstance(one, tuple) or not isinstance(other, tuple) or len(one) != len(other):
-        return None
-    different = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
-    if not different:
-        return None
-    a, b = different[0]
-    if _first_pair(a, b) is not None:
-        return a, b
-    return _inner(a, b)
-
-
-def _first_pair(one: Any, other: Any) -> tuple[int, int] | None:
-    """The first terms of two values that differ."""
-    if isinstance(one, TensorValue) and isinstance(other, TensorValue):
-        for a, b in zip(one.segments, other.segments, strict=False):
-            if a.term != b.term:
-                return a.term, b.term
-        return None
-    if isinstance(one, ScalarValue) and isinstance(other, ScalarValue):
-        return None if one == other else (one.term, other.term)
-    if not isinstance(one, tuple) or not isinstance(other, tuple) or len(one) != len(other):
-        return None
-    if one[:1] == other[:1] == ("elements",) and one[1] != other[1]:
-        return one[1], other[1]
-    for a, b in zip(one, other, strict=True):
-        found = _first_pair(a, b)
-        if found is not None:
-            return found
-    return None
-
-
-def _layouts(one: Any, other: Any) -> str | None:
-    if not isinstance(one, TensorValue) or not isinstance(other, TensorValue):
-        return None
-    for name in ("shape", "dtype", "device", "stride"):
-        a, b = getattr(one, name), getattr(other, name)
-        if a != b:
-            return f"{name} {b}, before it was {a}"
-    return f"elements {other.segments}, before it was {one.segments}"

@@ -5,34 +5,36 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_outputs, is_random, may_alias, written
+from graphopt.graph_utils import get_output, get_outputs, is_random, is_wait, may_alias, written
 from graphopt.optim.lists import list_schema
+from graphopt.tracing import fused
 from graphopt.verify.axioms import RULES, reduced
+from graphopt.verify.calls import entries, fresh, leaves, parameters, target_name, terms_in
+from graphopt.verify.constants import sent_constants
+from graphopt.verify.contents import CannotWriteError, Contents, with_layout
+from graphopt.verify.functional import functional_form, standard_form
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import (
     Origins,
     Pending,
-    ScalarValue,
     TensorValue,
     Terms,
     canonical,
-    elements,
     tensor_value,
     whole,
 )
 from graphopt.verify.traits import traits_of
 
 _ELEMENTWISE = ("all_reduce", "broadcast")
-_LARGEST_PADDING = 64
-"""Bytes to which members of a bucket are aligned."""
+_PERHAPS_VIEWS = ("aten::reshape", "aten::flatten", "aten::contiguous", "aten::to")
+"""Operators that give a view of their argument or a copy, as its strides have it."""
 
 
 class NotDecidedError(Exception):
@@ -61,6 +63,9 @@ class Evaluation:
         sent: for each kind of collective and term, at which elements more or fewer copies begin
             to be sent than before.
         origins: the first node of each term.
+        nodes: the node of each result and carried value, by kind and number, and the last update
+            of each state by its target.
+        aliases: results, carried values and states that share a storage, by its owner.
     """
 
     results: list[Any] = field(default_factory=list)
@@ -70,6 +75,8 @@ class Evaluation:
     effects: list[Any] = field(default_factory=list)
     sent: dict[Any, Counter[int]] = field(default_factory=dict)
     origins: Origins = field(default_factory=dict)
+    nodes: dict[tuple[str, Any], Any] = field(default_factory=dict)
+    aliases: dict[fx.Node, list[tuple[str, Any]]] = field(default_factory=dict)
 
 
 def evaluate_graph(
@@ -90,71 +97,119 @@ def evaluate_graph(
 
 
 def input_value(terms: Terms, node: fx.Node) -> Any:
-    """An arbitrary value of a placeholder."""
-    return _fresh(terms, ("input", str(node.target)), node.meta.get("val"))
+    """An arbitrary value of a placeholder; one that is waited for is under way."""
+    value = fresh(terms, ("input", str(node.target)), node.meta.get("val"))
+    return Pending(value) if any(map(is_wait, node.users)) else value
 
 
 class _Evaluator:
-    def __init__(self, graph: fx.Graph, terms: Terms, inputs: dict[str, Any]) -> None:
+    """Evaluates one graph; `found` is where what its nodes do besides giving values is noted."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        terms: Terms,
+        inputs: dict[str, Any],
+        found: Evaluation | None = None,
+    ) -> None:
         self._graph, self._terms, self._inputs = graph, terms, inputs
-        self._values: dict[fx.Node, Any] = {}
-        self._root: dict[fx.Node, fx.Node] = {}
-        self._version: Counter[fx.Node] = Counter()
-        self._seen: dict[fx.Node, int] = {}
-        self._found = Evaluation()
+        self._contents = Contents(terms, self._view)
+        self._sent_constants = sent_constants(graph)
+        self._in_flight: dict[fx.Node, fx.Node] = {}
+        self._found = found or Evaluation()
 
     def run(self) -> Evaluation:
-        for node in self._graph.nodes:
-            if node.op == "output":
-                break
-            self._values[node] = self._value(node)
-            self._note(node)
+        """The evaluation of the whole graph."""
+        self._walk()
         self._finish()
         return self._found
 
-    def _note(self, node: fx.Node) -> None:
-        """Remember which node gave a term first, and at which version of its storage."""
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and _compat.has_symbolic_shape(value):
-            raise NotDecidedError("its shape is not known", node)
-        for term in _terms_in(self._values[node]):
-            self._found.origins.setdefault(term, node)
+    def _walk(self) -> None:
+        for node in self._graph.nodes:
+            if node.op == "output":
+                break
+            held = node.meta.get("val")
+            if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
+                raise NotDecidedError("its shape is not known", node)
+            value = self._value(node)
+            base = self._base(node)
+            self._contents.add(node, value, base, same=base is not None and _is_itself(node))
+            for term in terms_in(value):
+                self._found.origins.setdefault(term, node)
+
+    def _base(self, node: fx.Node) -> fx.Node | None:
+        """The node whose storage a node shares."""
         source = node.args[0] if node.args else None
-        aliases = (may_alias(node) or traits_of(node).wait) and isinstance(source, fx.Node)
-        root = self._root[source] if aliases else node  # type: ignore[index]
-        self._root[node] = root
-        self._seen[node] = self._version[root]
+        if isinstance(source, (list, tuple)) or not isinstance(source, fx.Node):
+            return None
+        if node.op != "call_function":
+            return None
+        if node.target is operator.getitem:  # results of one operator are separate, but for views
+            several = isinstance(source.meta.get("val"), (list, tuple))
+            return None if several and self._base(source) is None else source
+        traits = traits_of(node)
+        if traits.wait or may_alias(node):
+            return source
+        return source if _is_itself(node) else None
 
     def _finish(self) -> None:
         outputs = get_outputs(self._graph)
-        self._found.results = [self._read(value) for value in outputs.results]
-        self._found.carried = [self._read(value) for value in outputs.carried]
-        for node, count in self._version.items():
-            if count and node.op == "placeholder":
-                self._found.states[str(node.target)] = self._values[node]
+        found = self._found
+        found.results = self._returned("result", outputs.results)
+        found.carried = self._returned("carried", outputs.carried)
+        for owner in self._contents.written():
+            if owner.op == "placeholder":
+                found.states[str(owner.target)] = self._contents.read(owner)
+                found.nodes["state", str(owner.target)] = owner
+            elif owner.op == "get_attr":
+                raise NotDecidedError("it updates a constant of the module", owner)
+        for update in outputs.updates:
+            if isinstance(update, fx.Node):
+                owner = self._contents.owner(update)
+                found.nodes["state", str(owner.target)] = update
+
+    def _returned(self, kind: str, values: Sequence[Any]) -> list[Any]:
+        for index, value in enumerate(values):
+            if isinstance(value, fx.Node):
+                self._found.nodes[kind, index] = value
+                owner = self._contents.owner(value)
+                self._found.aliases.setdefault(owner, []).append((kind, index))
+        return [self._read(value, sent=True) for value in values]
 
     # ------------------------------------------------------------------------------ reading
 
-    def _read(self, value: Any) -> Any:
-        """An argument: nodes as their values."""
+    def _read(self, value: Any, *, sent: bool = False) -> Any:
+        """An argument: nodes as their values. `sent`: also those that are under way."""
         if isinstance(value, fx.Node):
-            return self._read_node(value)
+            return self._read_node(value, sent)
         if isinstance(value, (list, tuple)):
-            return tuple(self._read(entry) for entry in value)
+            return tuple(self._read(entry, sent=sent) for entry in value)
         if isinstance(value, dict):
-            return {key: self._read(entry) for key, entry in value.items()}
+            return {key: self._read(entry, sent=sent) for key, entry in value.items()}
         if isinstance(value, slice):
             return slice(*map(self._read, (value.start, value.stop, value.step)))
         return value
 
-    def _read_node(self, node: fx.Node) -> Any:
-        root = self._root[node]
-        if node is not root and self._seen[node] != self._version[root]:
-            raise NotDecidedError(
-                f"%{node.name} is read after %{root.name}, whose storage it shares, was updated",
-                node,
-            )
-        return self._values[node]
+    def _read_node(self, node: fx.Node, sent: bool) -> Any:
+        if self._in_flight:
+            launch = self._in_flight.get(self._contents.owner(node))
+            if launch is not None and not sent:
+                raise NotDecidedError(f"it is read while %{launch.name} is under way", node)
+            if launch is not None:
+                return Pending(self._contents.read(node))
+        return self._contents.read(node)
+
+    def _view(self, node: fx.Node, value: Any) -> Any:
+        """What a view gives of another value of its first argument."""
+        if node.target is operator.getitem:
+            return self._picked(node, value)
+        if not isinstance(node.target, _compat.OpOverload):
+            raise NotDecidedError("its storage was updated", node)
+        if node.target._schema.name in _PERHAPS_VIEWS:
+            raise NotDecidedError("it may be a view of what was updated, or a copy", node)
+        arguments = self._arguments(node)
+        arguments[next(iter(arguments))] = value
+        return self._applied(node, node.target, arguments)
 
     # ---------------------------------------------------------------------------- computing
 
@@ -163,45 +218,90 @@ class _Evaluator:
             given = self._inputs.get(str(node.target))
             return input_value(self._terms, node) if given is None else given
         if node.op == "get_attr":
-            return _fresh(self._terms, ("attribute", str(node.target)), node.meta.get("val"))
+            return fresh(self._terms, ("attribute", str(node.target)), node.meta.get("val"))
+        if node.op == "call_module":
+            return self._module(node)
         if node.op != "call_function":
             raise NotDecidedError(f"it calls {node.op} {node.target}", node)
         traits = traits_of(node)
+        if traits.wait:
+            return self._waited(node)
         if traits.copies:
             return self._copy(node)
         if written(node):
-            raise NotDecidedError("it updates an argument in place", node)
-        if traits.wait:
-            return self._waited(node)
+            return self._in_place(node)
         if traits.collective:
             return self._collective(node, traits.reduction)
+        if str(node.target).endswith("_mutation"):
+            raise NotDecidedError("it updates arguments of which its schema does not speak", node)
         if node.target is operator.getitem:
-            return self._item(node)
+            return self._picked(node, self._read(node.args[0], sent=True))
         return self._call(node)
+
+    def _module(self, node: fx.Node) -> Any:
+        """A part of the graph that stands in a graph of its own: one that was divided off, or is
+        compiled, which is trusted to compute what its source does."""
+        body = _source_of(self._graph.owning_module, str(node.target))
+        if body is None:
+            raise NotDecidedError(
+                f"it calls the module {node.target}, whose graph is unknown", node
+            )
+        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+        given = dict(zip((str(n.target) for n in inputs), self._read(node.args), strict=False))
+        found = replace(self._found, results=[], carried=[], states={}, nodes={}, aliases={})
+        inner = _Evaluator(body.graph, self._terms, given, found)
+        inner._walk()
+        for owner in inner._contents.written():
+            argument = node.args[inputs.index(owner)] if owner in inputs else None
+            if not isinstance(argument, fx.Node):
+                raise NotDecidedError("it updates a constant of its module", node)
+            self._written(node, argument, inner._contents.read(owner))
+        self._found.draws = found.draws
+        return inner._read(get_output(body.graph).args[0], sent=True)
 
     def _call(self, node: fx.Node) -> Any:
         arguments = self._arguments(node)
         self._refuse_pending(node, arguments)
         if list_schema(node) is not None:
-            entries = self._entries(node, arguments)
-            if entries is not None:
-                return entries
-        target = node.target
+            found = entries(self._terms, node.target, arguments, node.meta["val"])
+            if found is not None:
+                return found
+        if node in self._sent_constants:
+            return self._sent_constant(node, arguments)
+        return self._applied(node, node.target, arguments)
+
+    def _applied(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
+        """What a call gives: by its rule, or an unknown function of all arguments."""
         extra: tuple[Any, ...] = ()
+        fake, target = node.meta.get("val"), standard_form(target)
         if is_random(node):
             extra = ("draw", self._found.draws)
             self._found.draws += 1
         elif isinstance(target, _compat.OpOverload) and isinstance(
-            node.meta.get("val"), (torch.Tensor, list, tuple)
+            fake, (torch.Tensor, list, tuple)
         ):
             rule = RULES.get(target._schema.name)
-            value = rule and rule.apply(self._terms, target, arguments, node.meta["val"])
+            value = rule and rule.value(self._terms, target, arguments, fake)
             if value is not None:
                 return value
-        key = ("call", _target_name(target), *extra, canonical(arguments))
-        if not extra and node.is_impure():
+        key = ("call", target_name(target), *extra, canonical(arguments))
+        if not extra and node.is_impure() and not written(node):
             self._found.effects.append(key)
-        return _fresh(self._terms, key, node.meta.get("val"))
+        return fresh(self._terms, key, fake)
+
+    def _sent_constant(self, node: fx.Node, arguments: dict[str, Any]) -> Any:
+        """A constant that is sent: what other ranks send there is theirs, so that a reduction of
+        this one is told from that of another which has the same value here."""
+        fake = node.meta["val"]
+        value = RULES[cast(Any, node.target)._schema.name].value(
+            self._terms, node.target, arguments, fake
+        )
+        if value is None:
+            return self._applied(node, node.target, arguments)
+        like = [entry for entry in arguments.values() if isinstance(entry, TensorValue)]
+        place = canonical(like[0]) if like else node.name
+        key = ("constant", tuple(self._terms[s.term].key for s in value.segments), place)
+        return whole(self._terms.make(key, constant=True), fake)
 
     def _arguments(self, node: fx.Node) -> dict[str, Any]:
         """Arguments by name, defaults filled in; of Python functions by position."""
@@ -209,63 +309,22 @@ class _Evaluator:
         if not isinstance(node.target, _compat.OpOverload):
             return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
         found = {}
-        for index, (name, default) in enumerate(_parameters(node.target)):
+        for index, (name, default) in enumerate(parameters(node.target)):
             found[name] = args[index] if index < len(args) else kwargs.get(name, default)
         return found
 
     def _refuse_pending(self, node: fx.Node, arguments: Any) -> None:
-        if any(isinstance(value, Pending) for value in _leaves(arguments)):
+        if any(isinstance(value, Pending) for value in leaves(arguments)):
             raise NotDecidedError("it reads what a collective gives before its wait", node)
 
-    def _entries(self, node: fx.Node, arguments: dict[str, Any]) -> Any:
-        """A list operator as one call for each entry; None where entries cannot be told apart."""
-        fake = node.meta["val"]
-        lists = {
-            name: value
-            for name, value in arguments.items()
-            if isinstance(value, tuple) and name in _list_parameters(node.target)
-        }
-        length = len(next(iter(lists.values()), ()))
-        if any(value and len(value) != length for value in lists.values()):
-            return None
-        shared = [value for name, value in arguments.items() if name not in lists]
-        if any(isinstance(v, TensorValue) and elements(v.shape) != 1 for v in shared):
-            return None
-        several = isinstance(fake, tuple) or (bool(fake) and isinstance(fake[0], (list, tuple)))
-        columns = list(fake) if several else [fake]
-        rows = [self._entry(node, arguments, lists, index, columns) for index in range(length)]
-        found = tuple(
-            tuple(row[number] for row in rows) if column else ()
-            for number, column in enumerate(columns)
-        )
-        return found if several else found[0]
-
-    def _entry(
-        self,
-        node: fx.Node,
-        arguments: dict[str, Any],
-        lists: dict[str, Any],
-        index: int,
-        columns: Sequence[Any],
-    ) -> list[Any]:
-        one = {
-            name: (value[index] if value else None) if name in lists else value
-            for name, value in arguments.items()
-        }
-        key = ("entry", str(node.target), canonical(one))
-        return [
-            _fresh(self._terms, (*key, number), column[index]) if column else None
-            for number, column in enumerate(columns)
-        ]
-
-    def _item(self, node: fx.Node) -> Any:
-        source, index = self._read(node.args[0]), cast(Any, node.args[1])
+    def _picked(self, node: fx.Node, source: Any) -> Any:
+        index = cast(Any, node.args[1])
         if isinstance(source, Pending):
             return Pending(source.value[index]) if isinstance(source.value, tuple) else source
         if isinstance(source, tuple) and isinstance(index, int):
             return source[index]
         key = ("call", "getitem", canonical(source), canonical(self._read(index)))
-        return _fresh(self._terms, key, node.meta.get("val"))
+        return fresh(self._terms, key, node.meta.get("val"))
 
     # ------------------------------------------------------------------------- communication
 
@@ -275,7 +334,6 @@ class _Evaluator:
         first, sent = next(iter(arguments.items()))
         options = canonical({name: v for name, v in arguments.items() if name != first})
         kind = (reduction, options)
-        self._refuse_constants(node, sent)
         self._count(kind, sent)
         fake = node.meta["val"]
         if reduction in _ELEMENTWISE and self._is_static(sent):
@@ -283,61 +341,103 @@ class _Evaluator:
                 pairs = zip(sent, fake, strict=True)
                 return Pending(tuple(reduced(self._terms, kind, v, f) for v, f in pairs))
             return Pending(reduced(self._terms, kind, sent, fake))
-        return Pending(_fresh(self._terms, ("collective", *kind, canonical(sent)), fake))
+        return Pending(fresh(self._terms, ("collective", *kind, canonical(sent)), fake))
 
     def _is_static(self, sent: Any) -> bool:
         values = sent if isinstance(sent, tuple) else (sent,)
         return all(isinstance(value, TensorValue) and value.is_static for value in values)
 
-    def _refuse_constants(self, node: fx.Node, sent: Any) -> None:
-        """Padding apart, what a rank sends is met by other ranks' values of the same place, which a
-        constant does not name: that of an unused parameter, say."""
-        for value in sent if isinstance(sent, tuple) else (sent,):
-            for segment in value.segments if isinstance(value, TensorValue) else ():
-                nbytes = segment.length * value.dtype.itemsize
-                if self._terms[segment.term].uniform and nbytes >= _LARGEST_PADDING:
-                    raise NotDecidedError("it sends a constant", node)
-
     def _count(self, kind: Any, sent: Any) -> None:
         for value in sent if isinstance(sent, tuple) else (sent,):
             for segment in value.segments if isinstance(value, TensorValue) else ():
-                if not self._terms[segment.term].uniform:
+                if not self._terms[segment.term].constant:
                     edges = self._found.sent.setdefault((kind, segment.term), Counter())
                     edges[segment.start] += 1
                     edges[segment.start + segment.length] -= 1
 
     def _waited(self, node: fx.Node) -> Any:
-        value = self._read(node.args[0])
+        source = node.args[0]
+        value = self._read(source, sent=True)
         if not isinstance(value, Pending):
             raise NotDecidedError("it waits for something that is not a collective's", node)
+        if isinstance(source, fx.Node):
+            self._in_flight.pop(self._contents.owner(source), None)
         return value.value
 
     # -------------------------------------------------------------------------------- state
 
     def _copy(self, node: fx.Node) -> Any:
         destination = cast(fx.Node, node.args[0])
-        root = self._root[destination]
         arguments = self._arguments(node)
         self._refuse_pending(node, arguments)
-        written_over, source = self._values[root], arguments["src"]
-        if destination is not root and not _is_copy_of(destination, root):
-            raise NotDecidedError(f"it updates a part of %{root.name}", node)
+        if arguments["non_blocking"]:
+            raise NotDecidedError("it copies while the host goes on", node)
         fake = destination.meta["val"]
-        value = _copied(self._terms, written_over, source, fake)
+        value = _copied(self._terms, arguments["self"], arguments["src"], fake)
         if value is None:
             raise NotDecidedError("what it writes has another shape than its destination", node)
-        self._values[root] = value
-        self._version[root] += 1
+        return self._written(node, destination, value)
+
+    def _written(self, node: fx.Node, destination: fx.Node, value: Any) -> Any:
+        if not isinstance(value, TensorValue):
+            raise NotDecidedError("what it updates is not a tensor", node)
+        value = with_layout(value, destination.meta["val"])
+        try:
+            self._contents.write(destination, value)
+        except CannotWriteError as error:
+            raise NotDecidedError(str(error), node) from None
         return value
 
+    def _in_place(self, node: fx.Node) -> Any:
+        """An operator that updates its arguments: what its functional form gives is written."""
+        traits = traits_of(node)
+        if traits.collective:
+            return self._in_place_collective(node, traits.reduction)
+        target = functional_form(node.target)
+        if target is None:
+            raise NotDecidedError("it updates an argument in place, in a way that is unknown", node)
+        arguments = self._arguments(node)
+        self._refuse_pending(node, arguments)
+        if list_schema(node) is None:
+            (destination,) = written(node)
+            return self._written(node, destination, self._applied(node, target, arguments))
+        return self._in_place_lists(node, target, arguments)
 
-def _is_copy_of(node: fx.Node, root: fx.Node) -> bool:
-    """Whether a node is the result of updates of `root` as a whole."""
-    while node is not root:
-        if not traits_of(node).copies:
-            return False
-        node = cast(fx.Node, node.args[0])
-    return True
+    def _in_place_lists(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
+        found = entries(self._terms, target, arguments, node.meta["val"])
+        if found is None:
+            raise NotDecidedError("entries of its lists cannot be told apart", node)
+        several = fused.functional_name(node.target)
+        columns = found if several else (found,)
+        for position in fused.WRITTEN[several] if several else (0,):
+            destinations = cast(Sequence[Any], node.args[position])
+            for destination, value in zip(destinations, columns[position], strict=True):
+                self._written(node, destination, value)
+        return found
+
+    def _in_place_collective(self, node: fx.Node, reduction: str) -> Any:
+        """It may write whenever it likes until its wait."""
+        destination = node.args[0]
+        if not isinstance(destination, fx.Node) or reduction not in _ELEMENTWISE:
+            raise NotDecidedError("it is an update in place by several ranks", node)
+        value = self._collective(node, reduction)
+        self._written(node, destination, value.value)
+        self._in_flight[self._contents.owner(destination)] = node
+        return value.value
+
+
+def _source_of(owner: Any, path: str) -> fx.GraphModule | None:
+    """The graph that a module was made from."""
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    found = owner if isinstance(owner, fx.GraphModule) else getattr(owner, "graph_module", None)
+    return found if isinstance(found, fx.GraphModule) else None
+
+
+def _is_itself(node: fx.Node) -> bool:
+    """Whether a node gives its first argument, by another name."""
+    traits = traits_of(node)
+    return traits.wait or (traits.writes and isinstance(node.args[0], fx.Node))
 
 
 def _copied(terms: Terms, before: Any, source: Any, fake: torch.Tensor) -> TensorValue | None:
@@ -348,61 +448,3 @@ def _copied(terms: Terms, before: Any, source: Any, fake: torch.Tensor) -> Tenso
     if source.dtype == before.dtype:
         return tensor_value(source.segments, fake)
     return cast(TensorValue, RULES["aten::_to_copy"].apply(terms, None, {"self": source}, fake))
-
-
-def _fresh(terms: Terms, key: tuple[Any, ...], fake: Any) -> Any:
-    """A value of which nothing is known but its key."""
-    if isinstance(fake, torch.Tensor):
-        return whole(terms.make(key), fake)
-    if isinstance(fake, (list, tuple)):
-        return tuple(_fresh(terms, (*key, index), entry) for index, entry in enumerate(fake))
-    return ScalarValue(terms.make(key))
-
-
-def _terms_in(value: Any) -> list[int]:
-    if isinstance(value, Pending):
-        return _terms_in(value.value)
-    if isinstance(value, TensorValue):
-        return [segment.term for segment in value.segments]
-    if isinstance(value, ScalarValue):
-        return [value.term]
-    if isinstance(value, tuple):
-        return [term for entry in value for term in _terms_in(entry)]
-    return []
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, (TensorValue, Pending)):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [leaf for entry in value for leaf in _leaves(entry)]
-    if isinstance(value, dict):
-        return [leaf for entry in value.values() for leaf in _leaves(entry)]
-    return [value]
-
-
-def _target_name(target: Any) -> str:
-    if isinstance(target, _compat.OpOverload):
-        return str(target)
-    module = getattr(target, "__module__", "")
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
-    return f"{module}.{name}" if name and "<" not in name else f"{module}.{name} {id(target)}"
-
-
-@lru_cache(maxsize=4096)
-def _parameters(target: Any) -> tuple[tuple[str, Any], ...]:
-    """Names and defaults of the arguments of an operator."""
-    return tuple(
-        (argument.name, tuple(default) if isinstance(default, list) else default)
-        for argument in target._schema.arguments
-        for default in [argument.default_value]
-    )
-
-
-@lru_cache(maxsize=4096)
-def _list_parameters(target: Any) -> frozenset[str]:
-    return frozenset(
-        argument.name
-        for argument in target._schema.arguments
-        if isinstance(argument.type, torch.ListType)
-    )

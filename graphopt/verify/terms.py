@@ -69,10 +69,16 @@ class Pending:
 
 @dataclass(frozen=True)
 class Term:
-    """A term's key; `uniform`: whether all of its elements are the same constant."""
+    """A term's key.
+
+    Attributes:
+        uniform: whether all of its elements are one number.
+        constant: whether they are numbers that no input decides.
+    """
 
     key: Key
     uniform: bool
+    constant: bool
 
 
 class Terms:
@@ -88,12 +94,12 @@ class Terms:
     def __getitem__(self, number: int) -> Term:
         return self._terms[number]
 
-    def make(self, key: Key, *, uniform: bool = False) -> int:
+    def make(self, key: Key, *, uniform: bool = False, constant: bool = False) -> int:
         """The number of the term with this key."""
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._terms)
-            self._terms.append(Term(key, uniform))
+            self._terms.append(Term(key, uniform, uniform or constant))
         return number
 
     def segments(self, parts: Iterable[Segment]) -> tuple[Segment, ...]:
@@ -154,6 +160,11 @@ def elements(shape: Sequence[Any]) -> int:
     for size in shape:
         total *= size if isinstance(size, int) else 1
     return total
+
+
+def elements_of(term: int) -> tuple[str, int]:
+    """A term as part of a key, by which it is told from a number there."""
+    return "elements", term
 
 
 def canonical(value: Any) -> Any:

@@ -1,0 +1,124 @@
+"""What calls of operators are in terms: arguments by name, entries of lists, unknown values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.verify.terms import (
+    Pending,
+    ScalarValue,
+    TensorValue,
+    Terms,
+    canonical,
+    elements,
+    whole,
+)
+
+
+def entries(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> Any:
+    """A list operator as one call for each entry; None where entries cannot be told apart."""
+    lists = {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, tuple) and name in list_parameters(target)
+    }
+    length = len(next(iter(lists.values()), ()))
+    if any(value and len(value) != length for value in lists.values()):
+        return None
+    shared = [value for name, value in arguments.items() if name not in lists]
+    if any(isinstance(v, TensorValue) and elements(v.shape) != 1 for v in shared):
+        return None
+    several = isinstance(fake, tuple) or (bool(fake) and isinstance(fake[0], (list, tuple)))
+    columns = list(fake) if several else [fake]
+    rows = [_entry(terms, target, arguments, lists, index, columns) for index in range(length)]
+    found = tuple(
+        tuple(row[number] for row in rows) if column else ()
+        for number, column in enumerate(columns)
+    )
+    return found if several else found[0]
+
+
+def _entry(
+    terms: Terms,
+    target: Any,
+    arguments: dict[str, Any],
+    lists: dict[str, Any],
+    index: int,
+    columns: Sequence[Any],
+) -> list[Any]:
+    one = {
+        name: (value[index] if value else None) if name in lists else value
+        for name, value in arguments.items()
+    }
+    key = ("entry", str(target), canonical(one))
+    return [
+        fresh(terms, (*key, number), column[index]) if column else None
+        for number, column in enumerate(columns)
+    ]
+
+
+def fresh(terms: Terms, key: tuple[Any, ...], fake: Any) -> Any:
+    """A value of which nothing is known but its key."""
+    if isinstance(fake, torch.Tensor):
+        return whole(terms.make(key), fake)
+    if isinstance(fake, (list, tuple)):
+        return tuple(fresh(terms, (*key, index), entry) for index, entry in enumerate(fake))
+    return ScalarValue(terms.make(key))
+
+
+def terms_in(value: Any) -> list[int]:
+    """All terms of which a value is made."""
+    if isinstance(value, Pending):
+        return terms_in(value.value)
+    if isinstance(value, TensorValue):
+        return [segment.term for segment in value.segments]
+    if isinstance(value, ScalarValue):
+        return [value.term]
+    if isinstance(value, tuple):
+        return [term for entry in value for term in terms_in(entry)]
+    return []
+
+
+def leaves(value: Any) -> list[Any]:
+    """The tensors, and whatever else is no nest, in a nest of values."""
+    if isinstance(value, (TensorValue, Pending)):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [leaf for entry in value for leaf in leaves(entry)]
+    if isinstance(value, dict):
+        return [leaf for entry in value.values() for leaf in leaves(entry)]
+    return [value]
+
+
+def target_name(target: Any) -> str:
+    """By which a key knows a target: what has no name of its own is known by its identity."""
+    if isinstance(target, _compat.OpOverload):
+        return str(target)
+    module = getattr(target, "__module__", "")
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    return f"{module}.{name}" if name and "<" not in name else f"{module}.{name} {id(target)}"
+
+
+@lru_cache(maxsize=4096)
+def parameters(target: Any) -> tuple[tuple[str, Any], ...]:
+    """Names and defaults of the arguments of an operator."""
+    return tuple(
+        (argument.name, tuple(default) if isinstance(default, list) else default)
+        for argument in target._schema.arguments
+        for default in [argument.default_value]
+    )
+
+
+@lru_cache(maxsize=4096)
+def list_parameters(target: Any) -> frozenset[str]:
+    """The arguments of an operator that are lists."""
+    return frozenset(
+        argument.name
+        for argument in target._schema.arguments
+        if isinstance(argument.type, torch.ListType)
+    )

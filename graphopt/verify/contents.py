@@ -1,0 +1,160 @@
+"""What the storages of a graph hold while it runs: updates in place, seen through all aliases.
+
+A node is the owner of its storage, or an alias of another node: a view, the result of an update in
+place, a wait. What an alias reads is what its owner holds at that moment, taken through the chain
+of views between both; what is written through a view is put into the owner's row of elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+
+from graphopt.verify.axioms import permuted_back
+from graphopt.verify.terms import (
+    Pending,
+    Segment,
+    TensorValue,
+    Terms,
+    layout_of,
+    tensor_value,
+    whole,
+)
+
+View = Callable[[fx.Node, Any], Any]
+"""What a node that is a view gives of another value of its first argument."""
+
+
+class CannotWriteError(Exception):
+    """An update of elements that cannot be told apart from others."""
+
+
+class Contents:
+    """Values of nodes as they change.
+
+    Args:
+        view: what a view gives.
+    """
+
+    def __init__(self, terms: Terms, view: View) -> None:
+        self._terms, self._view = terms, view
+        self._held: dict[fx.Node, Any] = {}
+        self._base: dict[fx.Node, fx.Node] = {}
+        self._same: set[fx.Node] = set()
+        self._owner: dict[fx.Node, fx.Node] = {}
+        self._version: dict[fx.Node, int] = {}
+        self._seen: dict[fx.Node, int] = {}
+
+    def add(self, node: fx.Node, value: Any, base: fx.Node | None, *, same: bool = False) -> None:
+        """Take in a node.
+
+        Args:
+            base: the node whose storage it shares; None: it has its own.
+            same: whether it is `base` itself by another name, and not a view of it.
+        """
+        self._held[node] = value
+        owner = self._owner[node] = node if base is None else self._owner[base]
+        if base is not None:
+            self._base[node] = base
+            self._seen[node] = self._version.get(owner, 0)
+            if same:
+                self._same.add(node)
+
+    def owner(self, node: fx.Node) -> fx.Node:
+        """The node whose storage a node shares; itself if it has its own."""
+        return self._owner[node]
+
+    def written(self) -> Iterator[fx.Node]:
+        """Owners whose storage was updated."""
+        yield from self._version
+
+    def read(self, node: fx.Node) -> Any:
+        """What a node holds now."""
+        base = self._base.get(node)
+        if base is None:
+            return self._held[node]
+        version = self._version.get(self._owner[node], 0)
+        if self._seen[node] != version:
+            value = self.read(base)
+            self._held[node] = value if node in self._same else self._view(node, value)
+            self._seen[node] = version
+        return self._held[node]
+
+    def write(self, node: fx.Node, value: TensorValue) -> None:
+        """Put a value in place of what a node holds.
+
+        Raises:
+            CannotWriteError: it is a view whose elements are no range of those of its owner.
+        """
+        while node in self._same:
+            node = self._base[node]
+        owner = self._owner[node]
+        if owner is node:
+            self._held[owner] = value
+        else:
+            self._held[owner] = self._with_part(owner, node, value)
+        self._version[owner] = self._version.get(owner, 0) + 1
+        self._held[node], self._seen[node] = value, self._version[owner]
+
+    def _with_part(self, owner: fx.Node, node: fx.Node, value: TensorValue) -> TensorValue:
+        held = self._held[owner]
+        if isinstance(held, Pending):  # waited for by now, or it could not be read
+            held = held.value
+        if not isinstance(held, TensorValue) or not held.is_static:
+            raise CannotWriteError(f"it updates a part of %{owner.name}")
+        places = whole(self._terms.make(("places", owner.name)), owner.meta["val"])
+        part = self._through(node, owner, places)
+        back = permuted_back(self._terms, part, value)
+        if back is not None:
+            part, value = back
+        segments = self._replaced(places.segments[0].term, held, part, value)
+        if segments is None:
+            raise CannotWriteError(f"it updates a part of %{owner.name}")
+        return TensorValue(segments, *layout_of(owner.meta["val"]))
+
+    def _through(self, node: fx.Node, owner: fx.Node, value: Any) -> Any:
+        """A value of the owner as a node sees it."""
+        chain = []
+        while node is not owner:
+            chain.append(node)
+            node = self._base[node]
+        for view in reversed(chain):
+            value = value if view in self._same else self._view(view, value)
+        return value
+
+    def _replaced(
+        self, places: int, held: TensorValue, part: Any, value: TensorValue
+    ) -> tuple[Segment, ...] | None:
+        """The row of `held` with `value` where `part` lies."""
+        if not isinstance(part, TensorValue) or any(s.term != places for s in part.segments):
+            return None
+        length = sum(segment.length for segment in held.segments)
+        if sum(s.length for s in part.segments) != sum(s.length for s in value.segments):
+            return None
+        rows: list[Segment] = []
+        end = 0
+        for piece in sorted(
+            (s.start, s.length, offset) for s, offset in _with_offsets(part.segments)
+        ):
+            start, count, offset = piece
+            if start < end:
+                return None
+            rows += self._terms.part(held.segments, end, start - end)
+            rows += self._terms.part(value.segments, offset, count)
+            end = start + count
+        rows += self._terms.part(held.segments, end, length - end)
+        return self._terms.segments(rows)
+
+
+def _with_offsets(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, int]]:
+    offset = 0
+    for segment in segments:
+        yield segment, offset
+        offset += segment.length
+
+
+def with_layout(value: Any, like: Any) -> Any:
+    """A value as it stands in memory that is laid out otherwise."""
+    return tensor_value(value.segments, like) if isinstance(value, TensorValue) else value

@@ -1,0 +1,175 @@
+"""Where two values begin to differ: the smallest slices of both graphs, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from graphopt.verify.axioms import RULES
+from graphopt.verify.evaluation import Evaluation
+from graphopt.verify.problems import Problem
+from graphopt.verify.terms import ScalarValue, Segment, TensorValue, Terms
+
+HINT = (
+    "if the pass is right, a rule is missing: declare changes_numerics=True for the pass, or check"
+    " dependencies alone with verify='dependencies'"
+)
+_LAYOUT = ("shape", "dtype", "device", "stride")
+
+
+class Difference:
+    """One output that is not what it was.
+
+    Args:
+        terms: in which both graphs were evaluated.
+        old, new: what they leave.
+        place: kind and number of the output, as in `Evaluation.nodes`.
+    """
+
+    def __init__(
+        self, terms: Terms, old: Evaluation, new: Evaluation, place: tuple[str, Any]
+    ) -> None:
+        self._terms, self._old, self._new, self._place = terms, old, new, place
+
+    def problem(self, what: str, one: Any, other: Any) -> Problem:
+        """The output, the first nodes that differ on the way to it, and the rule that is nearest.
+
+        Args:
+            what: the output, in words.
+            one, other: its values before and after.
+        """
+        message, first, second = self._smallest(one, other)
+        nodes = [self._new.origins.get(second), self._old.origins.get(first)]
+        nodes.append(self._new.nodes.get(self._place))
+        shown = tuple(dict.fromkeys(node for node in nodes if isinstance(node, fx.Node)))
+        lines = [f"{what} is not what it was: {message}", *self._slices(first, second)]
+        return Problem("\n".join(lines), shown, hint=self._nearest_rule(first, second) + HINT)
+
+    def _smallest(self, one: Any, other: Any) -> tuple[str, int, int]:
+        """Follow two values down to where they begin to differ."""
+        message, first, second = "another value", -1, -1
+        while True:
+            pair = first_pair(one, other)
+            if pair is None:
+                return _layouts(one, other) or message, first, second
+            first, second = pair
+            keys = self._terms[first].key, self._terms[second].key
+            message = _message(*keys)
+            inner = _inner(*keys)
+            if inner is None:
+                return message, first, second
+            one, other = inner
+
+    def _slices(self, first: int, second: int) -> Iterator[str]:
+        """The smallest differing part of each graph, in one line, with the line that it is from."""
+        if first < 0 or second < 0:
+            return
+        for word, term, of in (("before", first, self._old), ("after", second, self._new)):
+            node = of.origins.get(term)
+            source = None if node is None else node.meta.get("source")
+            end = "" if source is None else f"   ({source})"
+            yield f"  {word + ':':<10} {self._text(term, of)}{end}"
+
+    def _text(self, term: int, of: Evaluation) -> str:
+        key = self._terms[term].key
+        parts = [self._part(part, of) for part in _parts(key)]
+        return f"{operator_of(key)}({', '.join(parts)})" if parts else operator_of(key)
+
+    def _part(self, part: Any, of: Evaluation) -> str:
+        if not isinstance(part, int):
+            return str(part)
+        node = of.origins.get(part)
+        return operator_of(self._terms[part].key) if node is None else f"%{node.name}"
+
+    def _nearest_rule(self, first: int, second: int) -> str:
+        """The rule that is about one of both operators, but not in this case."""
+        for term in (second, first):
+            key = self._terms[term].key if term >= 0 else ("",)
+            name = operator_of(key).replace(".", "::", 1).partition(".")[0]
+            if key[0] == "call" and name in RULES:
+                axiom = RULES[name]
+                return f"the rule {axiom.name!r} does not hold here ({axiom.why}); "
+        return ""
+
+
+def _message(one: Sequence[Any], other: Sequence[Any]) -> str:
+    if one[:2] != other[:2]:
+        return f"{operator_of(other)} in place of {operator_of(one)}"
+    return f"{operator_of(one)} gets other arguments"
+
+
+def operator_of(key: Sequence[Any]) -> str:
+    """What makes a term, in a word."""
+    if not key:
+        return ""
+    if key[0] in ("call", "entry", "each"):
+        return str(key[1])
+    return f"%{key[1]}" if key[0] == "input" else str(key[0])
+
+
+def _parts(key: Any) -> Iterator[Any]:
+    """Terms, as numbers, and constants, as text, of which a key speaks."""
+    if isinstance(key, TensorValue):
+        yield from dict.fromkeys(segment.term for segment in key.segments)
+    elif isinstance(key, (ScalarValue, Segment)):
+        yield key.term
+    elif isinstance(key, tuple):
+        if key[:1] == ("elements",):
+            yield key[1]
+        elif key[:1] in (("float",), ("bool",)):
+            yield str(float.fromhex(key[1])) if key[0] == "float" else str(key[1])
+        else:
+            for entry in key:
+                yield from _parts(entry)
+    elif isinstance(key, int):
+        yield str(key)
+
+
+def _inner(one: Any, other: Any) -> tuple[Any, Any] | None:
+    """The one part of two keys that differs, if both are otherwise alike and it has terms."""
+    if not isinstance(one, tuple) or not isinstance(other, tuple) or len(one) != len(other):
+        return None
+    if one[:1] != other[:1] or (
+        one[:1] in (("call",), ("each",), ("entry",)) and one[1] != other[1]
+    ):
+        return None
+    for a, b in zip(one, other, strict=True):
+        if a == b:
+            continue
+        if first_pair(a, b) is not None:
+            return a, b
+        inner = _inner(a, b)
+        if inner is not None:
+            return inner
+    return None
+
+
+def first_pair(one: Any, other: Any) -> tuple[int, int] | None:
+    """The first terms of two values that differ."""
+    if isinstance(one, Segment) and isinstance(other, Segment):
+        return None if one.term == other.term else (one.term, other.term)
+    if isinstance(one, TensorValue) and isinstance(other, TensorValue):
+        return first_pair(tuple(one.segments), tuple(other.segments[: len(one.segments)]))
+    if isinstance(one, ScalarValue) and isinstance(other, ScalarValue):
+        return None if one == other else (one.term, other.term)
+    if not isinstance(one, tuple) or not isinstance(other, tuple):
+        return None
+    if one[:1] == other[:1] == ("elements",):
+        return None if one[1] == other[1] else (one[1], other[1])
+    for a, b in zip(one, other, strict=False):
+        found = first_pair(a, b)
+        if found is not None:
+            return found
+    return None
+
+
+def _layouts(one: Any, other: Any) -> str | None:
+    if not isinstance(one, TensorValue) or not isinstance(other, TensorValue):
+        return None
+    for name in _LAYOUT:
+        a, b = getattr(one, name), getattr(other, name)
+        if a != b:
+            return f"{name} {b}, before it was {a}"
+    return "other elements of the same value"

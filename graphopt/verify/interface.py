@@ -1,0 +1,97 @@
+"""What a rewritten graph shows to the outside, and what it keeps of the graph before: cheap checks.
+
+They need no evaluation: each looks at nodes, one by one, and at those that stand for them before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.graph_utils import get_output, get_outputs
+from graphopt.verify.problems import Problem
+from graphopt.verify.terms import layout_of
+from graphopt.verify.traits import traits_of
+
+Same = Mapping[fx.Node, fx.Node]
+
+
+def returned_problems(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
+    """Results and carried values are as many, and of the shapes and dtypes, that they were."""
+    was, now = get_outputs(before), get_outputs(after)
+    output = get_output(after)
+    for kind, old, new in (
+        ("result", was.results, now.results),
+        ("carried value", was.carried, now.carried),
+    ):
+        if len(old) != len(new):
+            message = f"the graph returns {len(new)} {kind}s, before it was {len(old)}"
+            yield Problem(message, (output,))
+            continue
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
+            first, second = _kind(one), _kind(other)
+            if first != second:
+                nodes = (other, output) if isinstance(other, fx.Node) else (output,)
+                yield Problem(f"{kind} {index} is {second}, before it was {first}", nodes)
+
+
+def _kind(value: Any) -> Any:
+    held = value.meta.get("val") if isinstance(value, fx.Node) else value
+    if not isinstance(held, torch.Tensor):
+        return type(held).__name__ if isinstance(value, fx.Node) else repr(value)
+    shape, _, dtype, device = layout_of(held)
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def unread_waits(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
+    """Whatever is reduced is reduced for somebody, unless it never was."""
+    for node in after.nodes:
+        if not traits_of(node).wait or node.users:
+            continue
+        was = same.get(node)
+        if was is None or was.users:
+            yield Problem(
+                f"nobody reads what %{node.name} waits for",
+                (node, *node.all_input_nodes),
+                hint="a collective goes together with its wait: graphopt.comm.replace_collective",
+            )
+
+
+def changed_arguments(after: fx.Graph, same: Same) -> Iterator[Problem]:
+    """Kept nodes keep their operator, and all arguments that are no nodes, in their positions.
+
+    But for those that rename elements or pick from lists, which are followed by elements.
+    """
+    for node in after.nodes:
+        was = same.get(node)
+        if was is None or node.op != "call_function" or _renames(node) or _renames(was):
+            continue
+        if node.target != was.target:
+            yield Problem(f"%{node.name} is another operator than before", (node, was))
+        elif _without_nodes((node.args, node.kwargs)) != _without_nodes((was.args, was.kwargs)):
+            yield Problem(
+                f"%{node.name} gets other arguments than before, besides those that are computed",
+                (node, was),
+                hint="put in a new node rather than changing one that the graph had",
+            )
+
+
+def _renames(node: fx.Node) -> bool:
+    traits = traits_of(node)
+    return traits.item or traits.listed or traits.elements in ("cat", "split", "slice", "same")
+
+
+def _without_nodes(value: Any) -> Any:
+    return fx.node.map_aggregate(value, _mark)
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return _NODE
+    return (type(value), value) if isinstance(value, (bool, int, float)) else value
+
+
+_NODE = object()

@@ -1,0 +1,61 @@
+"""Random wrong and right edits of captured steps: the former are refused, the latter are not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from edit_tools import Edit
+from illegal_edits import ILLEGAL
+from legal_edits import LEGAL, LEGAL_IN_PLACE
+from mutation_trials import CASES, DIALECTS, Case, Verdict, case, trial, two_ranks
+
+FEW = 25
+MANY = 700
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it logs edits that shape rules refuse
+    with two_ranks():
+        yield
+    logger.setLevel(level)
+
+
+def verdicts(cases: list[Case], edits: dict[str, Edit], count: int, seed: int) -> list[Verdict]:
+    """One kind after the other, on the cases in turn; every third time a pair."""
+    draw, names = Random(seed), list(edits)
+    draw.shuffle(names)
+    found = []
+    for number in range(count):
+        chosen = [names[number % len(names)]]
+        if number % 3 == 2:
+            chosen.append(draw.choice(names))
+        of = cases[number % len(cases)]
+        found.append(trial(of, [(name, edits[name]) for name in chosen], draw))
+    return [verdict for verdict in found if verdict.outcome != "none"]
+
+
+def all_is_well(cases: list[Case], count: int, seed: int) -> None:
+    wrong = verdicts(cases, ILLEGAL, count, seed)
+    assert wrong and not [v for v in wrong if v.differs or v.outcome == "crash"]
+    legal = LEGAL_IN_PLACE if cases[0].dialect == "finalized" else LEGAL
+    right = verdicts(cases, legal, count, seed)
+    assert right and not [v for v in right if v.differs or v.outcome != "accepted"]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_slice(dialect: str) -> None:
+    all_is_well([case("shared-storage", "adamw-fused", dialect, trials=1)], FEW, 0)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_all_models(dialect: str, seed: int) -> None:
+    all_is_well([case(*names, dialect) for names in CASES], MANY, seed)
