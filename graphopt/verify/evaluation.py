@@ -13,8 +13,9 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import get_output, get_outputs, is_random, is_wait, may_alias, written
+from graphopt.ir.families import FUSED_OPTIMIZERS
+from graphopt.ir.operators import fused_optimizer
 from graphopt.optim.lists import list_schema
-from graphopt.tracing import fused
 from graphopt.verify.axioms import RULES, reduced
 from graphopt.verify.calls import entries, fresh, leaves, parameters, target_name, terms_in
 from graphopt.verify.constants import sent_constants
@@ -407,9 +408,9 @@ class _Evaluator:
         found = entries(self._terms, target, arguments, node.meta["val"])
         if found is None:
             raise NotDecidedError("entries of its lists cannot be told apart", node)
-        several = fused.functional_name(node.target)
+        several = fused_optimizer(node.target)
         columns = found if several else (found,)
-        for position in fused.WRITTEN[several] if several else (0,):
+        for position in FUSED_OPTIMIZERS[several] if several else (0,):
             destinations = cast(Sequence[Any], node.args[position])
             for destination, value in zip(destinations, columns[position], strict=True):
                 self._written(node, destination, value)
@@ -437,7 +438,7 @@ def _source_of(owner: Any, path: str) -> fx.GraphModule | None:
 def _is_itself(node: fx.Node) -> bool:
     """Whether a node gives its first argument, by another name."""
     traits = traits_of(node)
-    return traits.wait or (traits.writes and isinstance(node.args[0], fx.Node))
+    return traits.wait or (bool(traits.writes) and isinstance(node.args[0], fx.Node))
 
 
 def _copied(terms: Terms, before: Any, source: Any, fake: torch.Tensor) -> TensorValue | None:
