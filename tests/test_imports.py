@@ -71,6 +71,7 @@ PUBLIC = {
         "graph_optimization_pass",
         "parse_pipeline",
         "registry",
+        "simulate",
     ],
     "graphopt.comm": ["CommBlock", "get_all_comm_blocks", "get_comm_block"],
     "graphopt.optim": [
