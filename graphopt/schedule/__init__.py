@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from graphopt.schedule.errors import ScheduleError
 from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order, hold_back
+from graphopt.schedule.order import Schedule, apply_schedule
+from graphopt.schedule.overlap import overlap_schedule
 from graphopt.schedule.program import Message, Program, program_of
 from graphopt.schedule.simulator import simulate, simulate_program
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot
@@ -17,10 +20,14 @@ __all__ = [
     "LaunchOrder",
     "Message",
     "Program",
+    "Schedule",
+    "ScheduleError",
     "Send",
     "Timeline",
     "apply_launch_order",
+    "apply_schedule",
     "hold_back",
+    "overlap_schedule",
     "program_of",
     "simulate",
     "simulate_program",

@@ -180,6 +180,15 @@ def held_bytes(program: Program) -> NDArray[np.int64]:
     return held
 
 
+def made_bytes(program: Program) -> dict[fx.Node, int]:
+    """Bytes of the storages that each node makes."""
+    made: dict[fx.Node, int] = {}
+    for first, _, size in _lives(program):
+        node = program.order[first]
+        made[node] = made.get(node, 0) + size
+    return made
+
+
 def _lives(program: Program) -> list[tuple[int, int, int]]:
     """First position, last position and bytes of each storage that the step makes."""
     first: dict[int, int] = {}
