@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import graphopt
 from graphopt.cost import CostModel
-from graphopt.schedule import Timeline, simulate_program
+from graphopt.schedule import Timeline, collectives_text, simulate_program
 from graphopt.schedule.bounds import Job, jackson
 from graphopt.schedule.links import fair_rates
 from graphs import training_step
@@ -178,7 +178,9 @@ def test_a_captured_step(tmp_path: Path) -> None:
     check(moved)
     assert moved.step_seconds < plain.step_seconds
     assert all(slot.message.lag for slot in moved.collectives)
-    assert all("one iteration" not in str(slot.message.reader) for slot in moved.collectives)
+    text = collectives_text(moved)
+    assert all(f"%{slot.message.launch.name}  " in text for slot in moved.collectives)
+    assert text.count(", one iteration later") == len(moved.collectives)
     moved.save_chrome_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = {event["name"] for event in events}

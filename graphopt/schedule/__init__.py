@@ -12,6 +12,7 @@ from graphopt.schedule.overlap import overlap_schedule
 from graphopt.schedule.program import Message, Program, program_of
 from graphopt.schedule.simulator import simulate, simulate_program
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot
+from graphopt.schedule.text import collectives_text
 from graphopt.schedule.timeline import Timeline
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Timeline",
     "apply_launch_order",
     "apply_schedule",
+    "collectives_text",
     "hold_back",
     "overlap_schedule",
     "program_of",
