@@ -14,6 +14,7 @@ out, as communicators do.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -205,7 +206,9 @@ def _lives(program: Program) -> list[tuple[int, int, int]]:
             last[key] = index
             size[key] = max(size.get(key, 0), _bytes(tensor))
         for source in node.all_input_nodes:
-            for tensor in tensors_in(source.meta.get("val")):
+            # An item of a list reads nothing of the others, of which there may be many.
+            read = node if node.target is operator.getitem else source
+            for tensor in tensors_in(read.meta.get("val")):
                 key = _compat.storage_key(tensor)
                 last[key] = index
                 if node in program.late and source not in program.late:
