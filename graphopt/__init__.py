@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraph, IterGraphModule
     from graphopt.manager import PassRecord
     from graphopt.parallel import DataParallel, Manual
+    from graphopt.schedule import simulate
     from graphopt.step import TrainStep, compile
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.callback import callback
@@ -73,6 +74,7 @@ __all__ = [
     "graph_optimization_pass",
     "parse_pipeline",
     "registry",
+    "simulate",
 ]
 
 
@@ -95,6 +97,7 @@ _HOMES = {
     "graph_optimization_pass": "graphopt.discovery",
     "parse_pipeline": "graphopt.discovery",
     "registry": "graphopt.discovery",
+    "simulate": "graphopt.schedule",
 }
 
 

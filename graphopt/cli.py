@@ -324,7 +324,9 @@ def show(
     """Print a saved graph, or the difference between two, in colour on a terminal.
 
     Rows are grouped by phase and marked where collectives are launched and waited for, state is
-    updated, and nodes run one iteration late.
+    updated, and nodes run one iteration late. Below, for each collective: bytes, parameters, who
+    waits for it and how long it takes, by presets (graphopt.cost), which know neither your device
+    nor your link.
     """
     if phase is not None and diff is not None:
         raise typer.BadParameter("--phase does not go with --diff", param_hint="--phase")

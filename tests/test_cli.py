@@ -22,6 +22,7 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import applied_passes, default_registry
 from graphopt.readable import graph_diff, graph_text
 from graphopt.saved import load_graph, save_graph
+from graphopt.schedule import collectives_text, simulate
 from registry import isolate
 
 COMMANDS = sorted(typer.main.get_group(cli.app).commands)
@@ -291,7 +292,9 @@ def test_misuse(folder: Path, words: str, message: str) -> None:
 
 
 def test_show(folder: Path) -> None:
-    assert invoke("show", "step.pt").output == graph_text(load_graph("step.pt"))
+    shown = load_graph("step.pt")
+    text = graph_text(shown) + collectives_text(simulate(shown))
+    assert invoke("show", "step.pt").output == text
     forward = invoke("show", "step.pt", "--phase", "forward").output
     assert "%t_default" in forward and "── output ──" not in forward
 

@@ -1,4 +1,4 @@
-"""`graphopt show`: print a saved graph, or how two saved graphs differ."""
+"""`graphopt show`: print a saved graph and what its collectives cost, or how two graphs differ."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from graphopt.commands.errors import reported
 from graphopt.readable import graph_diff
 from graphopt.readable.terminal import print_diff, print_graph
 from graphopt.saved import load_graph
+from graphopt.schedule import collectives_text, simulate
 
 
 def run_show(file: Path, phase: str | None, other: Path | None) -> None:
@@ -20,6 +21,8 @@ def run_show(file: Path, phase: str | None, other: Path | None) -> None:
         compared = None if other is None else load_graph(other)
     if compared is None:
         print_graph(graph, console, phase=phase)
+        if phase is None:
+            console.out(collectives_text(simulate(graph)), end="", highlight=False)
         return
     difference = graph_diff(graph, compared, (str(file), str(other)))
     if difference:

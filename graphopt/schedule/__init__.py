@@ -1,7 +1,36 @@
-"""Schedules as data: decided on a plan of what has to be sent, then applied to the graph."""
+"""Schedules as data: decided on a plan of what has to be sent, then applied to the graph.
+
+`simulate` predicts how long a graph takes in its order; the passes decide orders.
+"""
 
 from __future__ import annotations
 
+from graphopt.schedule.errors import ScheduleError
 from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order, hold_back
+from graphopt.schedule.order import Schedule, apply_schedule
+from graphopt.schedule.overlap import overlap_schedule
+from graphopt.schedule.program import Message, Program, program_of
+from graphopt.schedule.simulator import simulate, simulate_program
+from graphopt.schedule.steps import CollectiveSlot, ComputeSlot
+from graphopt.schedule.text import collectives_text
+from graphopt.schedule.timeline import Timeline
 
-__all__ = ["LaunchOrder", "Send", "apply_launch_order", "hold_back"]
+__all__ = [
+    "CollectiveSlot",
+    "ComputeSlot",
+    "LaunchOrder",
+    "Message",
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "Send",
+    "Timeline",
+    "apply_launch_order",
+    "apply_schedule",
+    "collectives_text",
+    "hold_back",
+    "overlap_schedule",
+    "program_of",
+    "simulate",
+    "simulate_program",
+]

@@ -1,0 +1,206 @@
+"""Measure operators and collectives where they run, once, and keep what was found.
+
+    rank 0    reads its table ─┐ measures with all others ─┐ what it found counts ─┐
+    rank 1    (waits)          ┴ measures                  ┴ takes it over         ┴ ...
+
+All ranks measure at the same time, as they compute at the same time in training: they share cores
+and links then. What rank 0 found is the answer on every rank, so that all decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from graphopt import _compat
+from graphopt.cost.collectives import CollectiveTable, Network, Point, fitted
+from graphopt.cost.errors import CostTableError
+from graphopt.cost.model import CostModel
+from graphopt.cost.operators import OperatorTable, machine_name, measure_operators
+from graphopt.cost.roofline import DEVICES
+from graphopt.errors import FileError, MissingFileError
+from graphopt.graph_utils import tensors_in
+from graphopt.meeting import Channel
+from graphopt.places import place
+
+logger = logging.getLogger("graphopt")
+
+SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
+"""Bytes of the all-reduces that are measured."""
+
+
+def calibrate(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    group: dist.ProcessGroup | None = None,
+    *,
+    table: str | PathLike[str] | None = None,
+    timeout: float = 60.0,
+) -> CostModel:
+    """Measure what a graph's operators and collectives take on this machine.
+
+    Takes seconds. Every rank of the group has to call it; all get what rank 0 found.
+
+    Args:
+        graph_module: in the captured dialect, such as ``graphopt.capture(…).graph_module``.
+        inputs: one for each placeholder, such as ``captured.inputs``; they are not changed.
+        group: whose collectives are measured; None: the default group, if there is one.
+        table: file of costs measured before. What is there for the same machine is not measured
+            again; it is written anew where something was. None: ``graphopt/costs.json`` in the
+            user's cache folder.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        SpmdMismatchError: not all ranks of the group called it.
+        FileError: `table` is given and cannot be written.
+    """
+    path = _cache_file() if table is None else place(table)
+    channel = _channel(group, timeout)
+    device = _device(inputs)
+    kept = _kept(path, machine_name(device)) if _decides(channel) else None
+    missing = kept is None or _operators(kept).lacks(graph_module.graph)
+    if _decided(channel, missing):
+        kept = _measured(graph_module, inputs, device, channel, kept)
+        if _decides(channel):
+            _write(kept, path, required=table is not None)
+    return _spread(channel, kept)
+
+
+def _cache_file() -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return place(folder) / "graphopt" / "costs.json"
+
+
+def _channel(group: dist.ProcessGroup | None, timeout: float) -> Channel | None:
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return None
+    found = _compat.group_or_default(group)
+    return Channel(found, "calibrate", timeout) if found.size() > 1 else None
+
+
+def _decides(channel: Channel | None) -> bool:
+    return channel is None or channel.group.rank() == 0
+
+
+def _decided(channel: Channel | None, mine: bool) -> bool:
+    """What rank 0 says."""
+    if channel is None:
+        return mine
+    return bool(channel.exchange({"measure": mine})[0]["measure"])
+
+
+def _spread(channel: Channel | None, model: CostModel | None) -> CostModel:
+    """Rank 0's model, on every rank."""
+    if channel is None:
+        assert model is not None
+        return model
+    text = model.to_text() if model is not None and channel.group.rank() == 0 else ""
+    return CostModel.from_text(channel.exchange({"costs": text})[0]["costs"])
+
+
+def _kept(path: Path, machine: str) -> CostModel | None:
+    """What an earlier calibration of this machine left."""
+    try:
+        model = CostModel.load(path)
+    except MissingFileError:
+        return None
+    except (CostTableError, FileError) as error:
+        logger.warning("costs are measured anew: %s", error)
+        return None
+    if not isinstance(model.compute, OperatorTable):
+        return None
+    if model.compute.machine != machine:
+        logger.warning(
+            "costs are measured anew: those in %s are of another machine (%s), and this is %s",
+            path,
+            model.compute.machine,
+            machine,
+        )
+        return None
+    return model
+
+
+def _operators(model: CostModel) -> OperatorTable:
+    assert isinstance(model.compute, OperatorTable)
+    return model.compute
+
+
+def _measured(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    device: torch.device,
+    channel: Channel | None,
+    kept: CostModel | None,
+) -> CostModel:
+    seconds = {} if kept is None else dict(_operators(kept).seconds)
+    seconds |= measure_operators(graph_module, inputs)
+    fallback = DEVICES["cpu" if device.type == "cpu" else "h100"]
+    operators = OperatorTable(seconds, machine_name(device), fallback)
+    table = CollectiveTable({}) if kept is None else kept.communication
+    assert isinstance(table, CollectiveTable)
+    if channel is not None:
+        table = _with_group(table, channel.group, device)
+    return CostModel(operators, table)
+
+
+def _with_group(
+    table: CollectiveTable, group: dist.ProcessGroup, device: torch.device
+) -> CollectiveTable:
+    """A table that knows the all-reduces of a group, and other collectives by what these show."""
+    points = measure_all_reduces(group, device)
+    ranks = group.size()
+    alpha, beta = fitted(points)
+    # A ring sends 2 (p - 1) / p of the bytes over each link.
+    rate = 2 * (ranks - 1) / ranks / max(beta, 1e-15)
+    fallback = Network("measured", 0.0, rate, start=alpha)
+    found = {**table.points, ("all_reduce", ranks): tuple(points)}
+    return CollectiveTable(found, table.links, fallback)
+
+
+def measure_all_reduces(
+    group: dist.ProcessGroup, device: torch.device, rounds: int = 7
+) -> list[Point]:
+    """Median seconds of all-reduces of `SIZES` bytes, one at a time; no size is faster than a
+    smaller one. All ranks of the group have to call it."""
+    points: list[Point] = []
+    for nbytes in SIZES:
+        tensor = torch.zeros(nbytes // 4, device=device)
+        seconds = [_all_reduce_seconds(tensor, group) for _ in range(rounds + 1)][1:]
+        points.append((nbytes, max(statistics.median(seconds), points[-1][1] if points else 0.0)))
+    return points
+
+
+def _all_reduce_seconds(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
+    dist.barrier(group)
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    start = time.perf_counter()
+    dist.all_reduce(tensor, group=group)
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter() - start
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    """Where the inputs are: on a GPU, if one of them is."""
+    devices = {tensor.device for tensor in tensors_in(list(inputs))}
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+
+def _write(model: CostModel, path: Path, required: bool) -> None:
+    try:
+        model.save(path)
+    except FileError as error:
+        if required:
+            raise
+        logger.warning("costs are not kept for the next time: %s", error)

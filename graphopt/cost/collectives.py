@@ -1,0 +1,229 @@
+"""Seconds of a collective: the alpha-beta model, presets, and tables.
+
+A message of `n` bytes takes ``alpha + n * beta`` between two ranks (Hockney, "The communication
+challenge for MPP", Parallel Computing 1994). What a collective of `p` ranks takes follows from its
+algorithm (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in
+MPICH", IJHPCA 2005). With `n` bytes in all:
+
+    all-gather, reduce-scatter, all-to-all    ring    (p - 1) (alpha + n / p * beta)
+    all-reduce                                ring    2 (p - 1) (alpha + n / p * beta)
+    all-reduce                                tree    2 log2(p) alpha + 2 (p - 1) / p * n * beta
+    broadcast                                 tree    log2(p) alpha + n * beta
+
+The tree is the double binary tree, which keeps the full rate (Sanders, Speck, Träff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 2009); of the two
+the faster one counts.
+
+Start-up time takes a communicator, but not its link; time of transfer takes the link, which
+communicators share.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.comm import argument, kind_of
+from graphopt.cost.errors import CostTableError
+from graphopt.graph_utils import tensors_in
+
+Point = tuple[int, float]
+"""Bytes, and the seconds that a collective of so many took."""
+
+SHARED_LINK = "network"
+"""The link that all groups take where nothing else is said."""
+
+
+class Collective(NamedTuple):
+    """What the time of a collective depends on.
+
+    Attributes:
+        kind: such as ``"all_reduce"``.
+        nbytes: of the whole tensor: what each rank has before a reduce-scatter or after an
+            all-gather, not one rank's share.
+        ranks: in its group.
+        group: name of the group.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: int
+    group: str
+
+
+class Transfer(NamedTuple):
+    """What a collective asks for.
+
+    Attributes:
+        latency: seconds before anything is on the link.
+        transfer: seconds that it keeps its links busy, alone on them.
+        links: names of what it shares with other groups.
+    """
+
+    latency: float
+    transfer: float
+    links: tuple[str, ...] = (SHARED_LINK,)
+
+    @property
+    def seconds(self) -> float:
+        """Alone, from start to end."""
+        return self.latency + self.transfer
+
+
+def collective_of(node: fx.Node, ranks: int | None = None) -> Collective:
+    """What a launch asks for.
+
+    Args:
+        ranks: of its group, where the group itself is not there to be asked (a saved graph).
+    """
+    sent = _nbytes([source.meta.get("val") for source in node.all_input_nodes])
+    received = _nbytes(node.meta.get("val"))
+    group = str(argument(node, "group_name"))
+    size = ranks or argument(node, "group_size") or _size_of(group)
+    return Collective(kind_of(node), max(sent, received), int(size), group)
+
+
+def _size_of(group: str) -> int:
+    found = _compat.group_named(group)
+    return 2 if found is None else found.size()
+
+
+def _nbytes(value: object) -> int:
+    return sum(
+        t.numel() * t.element_size() for t in tensors_in(value) if not _compat.has_symbolic_shape(t)
+    )
+
+
+@dataclass(frozen=True)
+class Network:
+    """Collectives by the alpha-beta model.
+
+    Attributes:
+        name: of the preset.
+        alpha: seconds from the start of a message to its first byte.
+        bytes_per_second: that one rank sends while it receives as much.
+        start: seconds that each collective takes on top, whatever its size and ranks.
+        links: by group, what it shares with others; a group that is not named takes one link that
+            all of these share.
+    """
+
+    name: str
+    alpha: float
+    bytes_per_second: float
+    start: float = 0.0
+    links: Mapping[str, tuple[str, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.alpha >= 0 and self.start >= 0 and self.bytes_per_second > 0):
+            raise CostTableError(
+                f"network {self.name!r}: alpha and start are seconds from 0, bytes_per_second is"
+                " above 0"
+            )
+
+    def __call__(self, collective: Collective) -> Transfer:
+        steps, passes = _steps_and_passes(collective)
+        links = (self.links or {}).get(collective.group, (SHARED_LINK,))
+        seconds = passes * collective.nbytes / self.bytes_per_second
+        return Transfer(self.start + steps * self.alpha, seconds, links)
+
+
+def _steps_and_passes(collective: Collective) -> tuple[float, float]:
+    """Messages one after another, and how often all bytes go over a rank's link."""
+    kind, _, ranks, _ = collective
+    if ranks < 2:
+        return 0.0, 0.0
+    share = (ranks - 1) / ranks
+    depth = math.ceil(math.log2(ranks))
+    if kind.startswith("all_reduce"):
+        return min(2.0 * (ranks - 1), 2.0 * depth), 2 * share
+    if kind.startswith("broadcast"):
+        return depth, 1.0
+    return ranks - 1, share
+
+
+NETWORKS: Mapping[str, Network] = {
+    network.name: network
+    for network in (
+        Network("nvlink", 1e-6, 360e9, start=6e-6),
+        Network("infiniband", 3e-6, 45e9, start=10e-6),
+        Network("ethernet", 30e-6, 1.1e9, start=100e-6),
+        Network("loopback", 20e-6, 2e9, start=150e-6),
+    )
+}
+"""NVLink 4 and 400 Gbit/s InfiniBand between GPUs with NCCL; 10 Gbit/s Ethernet and one machine
+with gloo. Rates are about nine tenths of the vendors'."""
+
+
+@dataclass(frozen=True)
+class CollectiveTable:
+    """Collectives as measured or published: linear between two sizes of one kind and group size.
+
+    Below the smallest size its time counts, and above the largest the rate of the last two goes on.
+
+    Attributes:
+        points: by kind and number of ranks, in order of bytes.
+        links: as of `Network`.
+        fallback: for kinds and numbers of ranks without points.
+    """
+
+    points: Mapping[tuple[str, int], tuple[Point, ...]]
+    links: Mapping[str, tuple[str, ...]] | None = None
+    fallback: Network = NETWORKS["ethernet"]
+
+    def __post_init__(self) -> None:
+        for (kind, ranks), points in self.points.items():
+            sizes = [size for size, _ in points]
+            if not points or sizes != sorted(set(sizes)) or any(s < 0 for _, s in points):
+                raise CostTableError(
+                    f"the table of {kind} on {ranks} ranks needs points in order of bytes, each"
+                    " size once, with seconds from 0"
+                )
+
+    def __call__(self, collective: Collective) -> Transfer:
+        points = self.points.get((collective.kind, collective.ranks))
+        if points is None:
+            return self.fallback(collective)
+        links = (self.links or {}).get(collective.group, (SHARED_LINK,))
+        seconds = interpolated(points, collective.nbytes)
+        latency = min(points[0][1], seconds)
+        return Transfer(latency, seconds - latency, links)
+
+
+def interpolated(points: Sequence[Point], nbytes: int) -> float:
+    """Seconds for `nbytes`, between or beyond the points of a table."""
+    index = bisect_left(points, (nbytes, -1.0))
+    if index == 0:
+        return points[0][1]
+    if len(points) == 1:
+        return points[0][1] * nbytes / points[0][0] if points[0][0] else points[0][1]
+    (size, low), (next_size, high) = (
+        points[index - 1 : index + 1] if index < len(points) else points[-2:]
+    )
+    slope = max(0.0, (high - low) / (next_size - size))
+    return low + slope * (nbytes - size)
+
+
+def fitted(samples: Iterable[Point]) -> tuple[float, float]:
+    """Start-up seconds and seconds per byte that come closest to samples, relative to their times.
+
+    Least squares with weights; neither is below 0.
+    """
+    points = [(nbytes, seconds) for nbytes, seconds in samples if seconds > 0]
+    if not points:
+        raise CostTableError("nothing was measured")
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_x = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * s for w, (_, s) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (n - mean_x) ** 2 for w, (n, _) in zip(weights, points, strict=True))
+    if not spread:
+        return mean_y, 0.0
+    both = sum(w * (n - mean_x) * (s - mean_y) for w, (n, s) in zip(weights, points, strict=True))
+    beta = max(0.0, both / spread)
+    return max(0.0, mean_y - beta * mean_x), beta

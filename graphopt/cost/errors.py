@@ -1,0 +1,9 @@
+"""What is wrong with costs that were given or saved."""
+
+from __future__ import annotations
+
+from graphopt.errors import GraphOptError
+
+
+class CostTableError(GraphOptError, ValueError):
+    """Costs that cannot be used: a damaged file, a name that nobody knows, a negative time."""

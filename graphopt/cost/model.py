@@ -1,0 +1,202 @@
+"""`CostModel`: what schedules are decided with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from torch import fx
+
+from graphopt.cost.collectives import (
+    NETWORKS,
+    Collective,
+    CollectiveTable,
+    Network,
+    Transfer,
+    collective_of,
+)
+from graphopt.cost.errors import CostTableError
+from graphopt.cost.operators import OperatorTable
+from graphopt.cost.roofline import DEVICES, RooflineCost
+from graphopt.graph_utils import is_collective, tensors_in
+from graphopt.places import place, read_text, write
+
+_FORMAT = "graphopt costs"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of operators and of collectives.
+
+    Attributes:
+        compute: seconds that a node computes, such as a `RooflineCost`, an `OperatorTable`, or a
+            function of one's own.
+        communication: what a collective asks for, such as a `Network`, a `CollectiveTable`, or a
+            function from `Collective` to `Transfer`.
+        slowdown: share by which compute takes longer while a collective is under way.
+    """
+
+    compute: Callable[[fx.Node], float]
+    communication: Callable[[Collective], Transfer]
+    slowdown: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.slowdown < float("inf"):
+            raise CostTableError(f"slowdown={self.slowdown!r}: a share of compute, from 0")
+
+    def compute_seconds(self, node: fx.Node) -> float:
+        """Seconds that the device computes for a node."""
+        return _checked(self.compute(node), node)
+
+    def transfer(self, node: fx.Node, world_size: int | None = None) -> Transfer:
+        """What the launch of a collective asks for.
+
+        Args:
+            world_size: ranks of its group, where the group is not there to be asked.
+        """
+        found = self.communication(collective_of(node, world_size))
+        _checked(found.latency, node)
+        _checked(found.transfer, node)
+        return found
+
+    @classmethod
+    def preset(cls, device: str = "cpu", network: str = "ethernet") -> CostModel:
+        """A roofline of `DEVICES` and a network of `NETWORKS`, by name.
+
+        Raises:
+            CostTableError: there is none of that name.
+        """
+        for name, known in ((device, DEVICES), (network, NETWORKS)):
+            if name not in known:
+                raise CostTableError(f"there is no {name!r}: choose one of {', '.join(known)}")
+        return cls(RooflineCost(DEVICES[device]), NETWORKS[network])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write costs to a file of JSON; `CostModel.load` brings them back.
+
+        Raises:
+            CostTableError: a part is a function of one's own.
+            FileError: the file cannot be written.
+        """
+        write(place(path), self.to_text())
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> CostModel:
+        """Read what `save` wrote.
+
+        Raises:
+            FileError: the file cannot be read.
+            CostTableError: it does not hold costs.
+        """
+        try:
+            return cls.from_text(read_text(place(path)))
+        except CostTableError as error:
+            raise CostTableError(f"{path}: {error}") from error
+
+    def to_text(self) -> str:
+        """As JSON."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "compute": _encode_compute(self.compute),
+            "communication": _encode_communication(self.communication),
+            "slowdown": self.slowdown,
+        }
+        return json.dumps(content, indent=1) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> CostModel:
+        """From what `to_text` gave."""
+        try:
+            content = json.loads(text)
+            if (content["format"], content["version"]) != (_FORMAT, _VERSION):
+                raise CostTableError("costs in another format: calibrate again")
+            compute = _decode_compute(content["compute"])
+            return cls(
+                compute, _decode_communication(content["communication"]), content["slowdown"]
+            )
+        except CostTableError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CostTableError(
+                f"no costs, or damaged ({error}): costs are written by CostModel.save"
+            ) from error
+
+
+def default_cost_model(graph: fx.Graph) -> CostModel:
+    """Presets by what a graph shows, the same on every machine: GPUs of a data sheet where its
+    tensors are on CUDA, else one core; groups of up to eight ranks share a machine."""
+    devices = {
+        tensor.device.type
+        for node in graph.nodes
+        if is_collective(node) or node.op == "placeholder"
+        for tensor in tensors_in(node.meta.get("val"))
+    }
+    if "cuda" not in devices:
+        return CostModel.preset("cpu", "ethernet")
+    launches = [node for node in graph.nodes if is_collective(node)]
+    ranks = max((collective_of(node).ranks for node in launches), default=1)
+    return CostModel.preset("h100", "nvlink" if ranks <= 8 else "infiniband")
+
+
+def _checked(seconds: float, node: fx.Node) -> float:
+    if not 0 <= seconds < float("inf"):
+        raise CostTableError(
+            f"the cost of %{node.name} is {seconds!r}: seconds are finite, and not less than 0"
+        )
+    return seconds
+
+
+def _encode_compute(compute: Callable[[fx.Node], float]) -> dict[str, Any]:
+    if isinstance(compute, RooflineCost) and DEVICES.get(compute.device.name) == compute.device:
+        return {"device": compute.device.name}
+    if isinstance(compute, OperatorTable):
+        return {
+            "machine": compute.machine,
+            "seconds": compute.seconds,
+            "device": compute.fallback.name,
+        }
+    raise CostTableError(f"{compute!r} cannot be saved: only presets and measured tables can")
+
+
+def _decode_compute(content: dict[str, Any]) -> RooflineCost | OperatorTable:
+    device = DEVICES[content["device"]]
+    if "seconds" not in content:
+        return RooflineCost(device)
+    seconds = {str(key): float(value) for key, value in content["seconds"].items()}
+    return OperatorTable(seconds, str(content["machine"]), device)
+
+
+def _encode_communication(communication: Callable[[Collective], Transfer]) -> dict[str, Any]:
+    if isinstance(communication, Network):
+        return {"network": _network(communication)}
+    if isinstance(communication, CollectiveTable):
+        points = [[kind, ranks, list(p)] for (kind, ranks), p in communication.points.items()]
+        fallback = _network(communication.fallback)
+        return {"points": points, "links": communication.links, "network": fallback}
+    raise CostTableError(f"{communication!r} cannot be saved: only networks and tables can")
+
+
+def _network(network: Network) -> list[Any]:
+    rates = (network.alpha, network.bytes_per_second, network.start)
+    return [network.name, *rates, network.links]
+
+
+def _decode_communication(content: dict[str, Any]) -> Network | CollectiveTable:
+    name, alpha, rate, start, links = content["network"]
+    network = Network(str(name), alpha, rate, start, _links(links))
+    if "points" not in content:
+        return network
+    points = {
+        (str(kind), int(ranks)): tuple((int(size), float(seconds)) for size, seconds in measured)
+        for kind, ranks, measured in content["points"]
+    }
+    return CollectiveTable(points, _links(content["links"]), network)
+
+
+def _links(content: dict[str, list[str]] | None) -> dict[str, tuple[str, ...]] | None:
+    return None if content is None else {group: tuple(names) for group, names in content.items()}

@@ -1,0 +1,168 @@
+"""Seconds of an operator from what it computes and moves, for graphs of fake tensors.
+
+The roofline model (Williams, Waterman, Patterson, "Roofline: an insightful visual performance model
+for multicore architectures", CACM 2009): an operator takes as long as its arithmetic at the peak
+rate of the device, or as its operands and results take from and to memory, whichever is longer.
+Here a fixed time is added for starting it, which is what small operators cost.
+
+Peak rates are those of the vendors' data sheets, dense. What of them a kernel reaches depends on
+its shapes; `efficiency` stands for all of them together.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.cost.errors import CostTableError
+from graphopt.graph_utils import is_collective, is_operator, is_view, is_wait, tensors_in
+
+TERA = 1e12
+GIGA = 1e9
+
+_FREE = ("aten::_unsafe_view", "aten::detach", "aten::alias")
+"""Operators that only make another view, beside those whose schema says so."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do.
+
+    Attributes:
+        name: for messages.
+        flops: operations per second by dtype; a dtype that is missing counts as float32.
+        bytes_per_second: of memory.
+        launch_seconds: added to each operator that does something.
+        efficiency: share of the peak rates that operators reach.
+    """
+
+    name: str
+    flops: Mapping[torch.dtype, float]
+    bytes_per_second: float
+    launch_seconds: float = 0.0
+    efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        rates = [*self.flops.values(), self.bytes_per_second, self.efficiency]
+        if torch.float32 not in self.flops or not all(0 < rate < float("inf") for rate in rates):
+            raise CostTableError(
+                f"device {self.name!r}: give rates above 0, that of torch.float32 among them"
+            )
+        if not 0 <= self.launch_seconds < float("inf"):
+            raise CostTableError(f"device {self.name!r}: launch_seconds is not less than 0")
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Operations per second."""
+        return self.flops.get(dtype, self.flops[torch.float32])
+
+
+def _gpu(name: str, fp32: float, tf32: float, half: float, bandwidth: float) -> Device:
+    rates = {torch.float64: fp32 / 2, torch.float32: tf32}
+    rates |= {torch.float16: half, torch.bfloat16: half}
+    return Device(name, rates, bandwidth, launch_seconds=2e-6, efficiency=0.7)
+
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        _gpu("h100", 67 * TERA, 495 * TERA, 989 * TERA, 3350 * GIGA),
+        _gpu("h200", 67 * TERA, 495 * TERA, 989 * TERA, 4800 * GIGA),
+        _gpu("a100", 19.5 * TERA, 156 * TERA, 312 * TERA, 2039 * GIGA),
+        # One core with AVX2 and a share of the memory's rate.
+        Device(
+            "cpu",
+            {torch.float32: 0.06 * TERA, torch.float64: 0.03 * TERA, torch.bfloat16: 0.03 * TERA},
+            8 * GIGA,
+            launch_seconds=3e-6,
+        ),
+    )
+}
+
+
+@dataclass
+class RooflineCost:
+    """`roofline_seconds` on one device, each node computed once.
+
+    Attributes:
+        device: what computes.
+    """
+
+    device: Device
+    _known: dict[fx.Node, tuple[object, float]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, node: fx.Node) -> float:
+        described = (node.target, node.args)
+        found = self._known.get(node)
+        if found is None or found[0] != described:
+            found = described, roofline_seconds(node, self.device)
+            self._known[node] = found
+        return found[1]
+
+
+def roofline_seconds(node: fx.Node, device: Device) -> float:
+    """Seconds that one node computes; 0 for inputs, views, Python numbers, launches and waits."""
+    if is_free(node):
+        return 0.0
+    sources = [source.meta.get("val") for source in node.all_input_nodes]
+    moved = sum(map(_bytes, tensors_in([*sources, node.meta.get("val")])))
+    arithmetic = flops_of(node)
+    dtype = _dtype(node)
+    computing = arithmetic / (device.flops_of(dtype) * device.efficiency)
+    moving = moved / (device.bytes_per_second * device.efficiency)
+    return device.launch_seconds + max(computing, moving)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a node takes the device no time: it moves no data, or others move it."""
+    if node.op not in ("call_function", "call_module", "call_method"):
+        return True
+    if is_collective(node) or is_wait(node) or node.target is operator.getitem:
+        return True
+    if is_view(node) and not is_operator(node.target, "aten::copy_"):
+        return not _writes(node)
+    if is_operator(node.target, *_FREE):
+        return True
+    return not any(True for _ in tensors_in(node.meta.get("val"))) and not _writes(node)
+
+
+def flops_of(node: fx.Node) -> float:
+    """Floating-point operations of a node, by the formulas of torch's flop counter; 0 for operators
+    without a formula, whose time is that of moving their operands."""
+    formula = _compat.flop_formula(node.target)
+    if formula is None:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    try:
+        return float(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    except (AttributeError, IndexError, TypeError, ValueError):  # other arguments than expected
+        return 0.0
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, _compat.OpOverload) and node.target._schema.is_mutable
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    for value in (node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)):
+        for tensor in tensors_in(value):
+            return tensor.dtype
+    return torch.float32
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if _compat.has_symbolic_shape(tensor) or tensor.layout is not torch.strided:
+        return 0
+    expanded = [
+        size
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if stride or not size
+    ]
+    count = 1
+    for size in expanded:
+        count *= size
+    return count * tensor.element_size()

@@ -1,0 +1,197 @@
+"""How short a step can be at best, with any order of its compute, launches and waits.
+
+**Communication.** What a group sends passes its queue, and what links carry passes them: the sum of
+the busiest is a bound.
+
+**Due dates.** A collective cannot start before what it needs is computed (its *head*), and has to
+have arrived before what needs it is computed (its *tail*). On one machine, with interruptions
+allowed, the least time for such jobs is the largest, over all sets of them, of
+
+    the least head + the sum of their times + the least tail
+
+which is found by serving at each time the job with the longest tail (Jackson's preemptive schedule;
+Carlier, "The one-machine sequencing problem", EJOR 1982). Heads and tails are sums of the compute
+that must come before and after, in whatever order.
+
+**Late work.** A collective that is waited for in the next iteration may take the compute of both.
+Where in each period all launches of a set come after `r` seconds of compute, and all their readers
+before the last `t` seconds of compute of the next period, compute of at least ``r + t - C`` lies
+between the readers and the launches of one period (`C` is all compute). The messages of the set do
+not travel meanwhile, so a period takes at least that and their sum.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from graphopt.schedule.program import Message, Program, states_written_late
+
+Bits = NDArray[np.uint8]
+Seconds = NDArray[np.float64]
+
+
+class Job(NamedTuple):
+    """What a machine has to do: not before `head`, for `seconds`, and `tail` after it."""
+
+    head: float
+    seconds: float
+    tail: float
+
+
+def communication_bound(program: Program) -> float:
+    """Seconds that the busiest group or link needs."""
+    return max((sum(seconds for _, seconds in jobs) for jobs in _resources(program)), default=0.0)
+
+
+def preemptive_bound(program: Program) -> float:
+    """Seconds of a step that no order of it can beat; see the docstring of the module."""
+    if not program.messages:
+        return program.compute_seconds
+    heads, tails = _before_and_after(program)
+    found = program.compute_seconds
+    for resource in _resources(program):
+        jobs = [
+            (message, Job(heads[message.index], seconds, tails[message.index]))
+            for message, seconds in resource
+        ]
+        found = max(
+            found,
+            jackson(job for message, job in jobs if not message.lag),
+            _late_bound([job for message, job in jobs if message.lag], program.compute_seconds),
+        )
+    return found
+
+
+def jackson(jobs: Iterable[Job]) -> float:
+    """When the last tail ends, where at each time the job with the longest tail is served."""
+    coming = sorted(jobs)
+    ready: list[tuple[float, float]] = []  # negative tail, seconds left
+    now = latest = 0.0
+    index = 0
+    while index < len(coming) or ready:
+        if not ready:
+            now = max(now, coming[index].head)
+        while index < len(coming) and coming[index].head <= now:
+            heapq.heappush(ready, (-coming[index].tail, coming[index].seconds))
+            index += 1
+        tail, left = heapq.heappop(ready)
+        until = coming[index].head if index < len(coming) else float("inf")
+        served = min(left, until - now)
+        now += served
+        if left > served:
+            heapq.heappush(ready, (tail, left - served))
+        else:
+            latest = max(latest, now - tail)
+    return latest
+
+
+def _late_bound(jobs: list[Job], compute: float) -> float:
+    """Of jobs that are due in the next period."""
+    latest_reader = max((compute - job.tail for job in jobs), default=0.0)
+    apart = [job for job in jobs if job.head >= latest_reader]
+    return jackson(apart) - compute if apart else 0.0
+
+
+def _resources(program: Program) -> Iterator[list[tuple[Message, float]]]:
+    """What each group and each link has to do."""
+    groups: dict[str, list[tuple[Message, float]]] = {}
+    links: dict[str, list[tuple[Message, float]]] = {}
+    for message in program.messages:
+        groups.setdefault(message.group, []).append((message, message.transfer.seconds))
+        for link in message.transfer.links:
+            links.setdefault(link, []).append((message, message.transfer.transfer))
+    yield from groups.values()
+    yield from links.values()
+
+
+def _before_and_after(program: Program) -> tuple[Seconds, Seconds]:
+    """Seconds of compute that must come before each message, and after it."""
+    after = _reached(program, _Forward(program))
+    before = _reached(program, _Backward(program))
+    return before, after
+
+
+def _reached(program: Program, way: _Forward | _Backward) -> Seconds:
+    """Per message, the sum of the seconds of all nodes that it reaches.
+
+    A row of bits for each node says which messages reach it; nodes with the same row share it.
+    """
+    width = (len(program.messages) + 7) // 8
+    empty = np.zeros(width, dtype=np.uint8)
+    rows: dict[fx.Node, Bits] = {}
+    total = np.zeros(8 * width)
+    pending: list[Bits] = []
+    weights: list[float] = []
+    for node in way.order:
+        row = empty
+        for source in way.sources(node):
+            found = rows.get(source, empty)
+            if found is not empty:
+                row = found if row is empty else row | found
+        started = way.started(node)
+        if started is not None:
+            row = row.copy()
+            row[started // 8] |= 128 >> (started % 8)
+        rows[node] = row
+        way.passed_on(node, row, rows)
+        if node in program.seconds and row is not empty:
+            pending.append(row)
+            weights.append(program.seconds[node])
+        if len(pending) == 1024:
+            total += np.asarray(weights) @ np.unpackbits(np.stack(pending), axis=1)
+            pending, weights = [], []
+    if pending:
+        total += np.asarray(weights) @ np.unpackbits(np.stack(pending), axis=1)
+    return total[: len(program.messages)]
+
+
+class _Forward:
+    """From messages to what needs them."""
+
+    def __init__(self, program: Program) -> None:
+        self.order = program.order
+        self._program = program
+        self._states = states_written_late(program)
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        late = self._program.late
+        if node not in late:
+            return node.all_input_nodes
+        # What a late node needs of others was computed in the iteration before.
+        return [s for s in node.all_input_nodes if s in late or s.op == "placeholder"]
+
+    def started(self, node: fx.Node) -> int | None:
+        message = self._program.waited.get(node)
+        return None if message is None else message.index
+
+    def passed_on(self, node: fx.Node, row: Bits, rows: dict[fx.Node, Bits]) -> None:
+        for state in self._states.get(node, ()):
+            rows[state] = rows[state] | row
+
+
+class _Backward:
+    """From messages to what they need."""
+
+    def __init__(self, program: Program) -> None:
+        self.order = program.order[::-1]
+        self._program = program
+        self._states = states_written_late(program)
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        late = self._program.late
+        users = [user for user in node.users if node in late or user not in late]
+        reads = [user for state in self._states.get(node, ()) for user in state.users]
+        return [*users, *(user for user in reads if user not in late)]
+
+    def started(self, node: fx.Node) -> int | None:
+        message = self._program.launched.get(node)
+        return None if message is None else message.index
+
+    def passed_on(self, node: fx.Node, row: Bits, rows: dict[fx.Node, Bits]) -> None:
+        """Who reads a state is asked by who writes it."""

@@ -1,0 +1,73 @@
+"""What must come before what, when nodes of a step are put into another order.
+
+Beside values these are: updates in place and those who read what they overwrite, random numbers,
+functions of the user's on the host, and what a collective reads until its wait. The order of
+launches is free, since all ranks decide it alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
+from graphopt.host import is_host_call
+from graphopt.storage import Storages
+
+Predecessors = dict[fx.Node, list[fx.Node]]
+
+
+def predecessors(graph: fx.Graph) -> Predecessors:
+    """For each node, nodes that have to stand before it; near-linear in size."""
+    found = {node: list(node.all_input_nodes) for node in graph.nodes}
+    _order_updates(graph, found)
+    _chain((node for node in graph.nodes if is_random(node)), found)
+    if any(map(is_host_call, graph.nodes)):
+        _chain((node for node in graph.nodes if is_host_call(node) or written(node)), found)
+    _chain((node for node in graph.nodes if _is_opaque(node)), found)
+    return found
+
+
+def _order_updates(graph: fx.Graph, found: Predecessors) -> None:
+    """Between two updates of a storage its readers have no order, but they do not leave."""
+    storages = Storages(graph)
+    updated = {storages.key(state) for node in graph.nodes for state in written(node)}
+    last: dict[object, fx.Node] = {}
+    readers: dict[object, list[fx.Node]] = {}
+    for node in graph.nodes:
+        writes = {storages.key(state) for state in written(node)}
+        reads = {storages.key(source) for source in _read(node)} & updated
+        for key in reads | writes:
+            if key in last:
+                found[node].append(last[key])
+        for key in writes:
+            found[node] += readers.pop(key, [])
+            last[key] = node
+        for key in reads - writes:
+            readers.setdefault(key, []).append(node)
+
+
+def _read(node: fx.Node) -> Iterable[fx.Node]:
+    """Whose storage a node reads; a wait reads what was sent, too."""
+    yield from node.all_input_nodes
+    if is_wait(node):
+        for launch in node.all_input_nodes:
+            yield from launch.all_input_nodes
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """Whether a node has effects of which only its being there is known."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return False
+    known = is_collective(node) or is_wait(node) or is_random(node) or is_host_call(node)
+    return is_needed(node) and not known and not written(node)
+
+
+def _chain(nodes: Iterable[fx.Node], found: Predecessors) -> None:
+    """Keep the order of `nodes`."""
+    before: fx.Node | None = None
+    for node in nodes:
+        if before is not None:
+            found[node].append(before)
+        before = node

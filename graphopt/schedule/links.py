@@ -1,0 +1,126 @@
+"""Links that groups share, as a fluid: who transfers at the same time has a fair share of each.
+
+A group is a queue: its first message is *active*, all others wait behind it. An active message
+first takes its latency, which needs no link, then its transfer. Those that transfer at once have
+max-min fair rates (Bertsekas and Gallager, "Data networks", section 6.5.2): of all links, the one
+that gives the smallest share decides it for its messages, and so on with what is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graphopt.schedule.program import Message
+
+CAPACITY = 1.0
+"""Of each link: one message alone transfers at rate 1."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """A message of one iteration on its way.
+
+    Attributes:
+        message: of the program.
+        launched: when it was.
+        start: when its group had finished all before it; None before that.
+        end: when it has arrived; None before that.
+        behind: the one before it in its group's queue, if that had not arrived yet.
+    """
+
+    message: Message
+    launched: float
+    start: float | None = None
+    end: float | None = None
+    behind: Flight | None = None
+    latency_left: float = field(init=False)
+    transfer_left: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.latency_left = self.message.transfer.latency
+        self.transfer_left = self.message.transfer.transfer
+
+
+class Links:
+    """All groups and links, at one point in time."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[Flight]] = {}
+        self._rates: dict[tuple[tuple[str, ...], ...], list[float]] = {}
+        self.busy = 0
+        """How many groups have something under way."""
+
+    def launch(self, flight: Flight) -> None:
+        """Put a flight at the end of its group's queue."""
+        queue = self._queues.setdefault(flight.message.group, deque())
+        if queue:
+            flight.behind = queue[-1]
+        else:
+            flight.start = flight.launched
+            self.busy += 1
+        queue.append(flight)
+
+    def until_change(self) -> float:
+        """Seconds until a latency or a transfer ends."""
+        heads, rates = self._state()
+        return min(
+            flight.latency_left if flight.latency_left > 0 else flight.transfer_left / rate
+            for flight, rate in zip(heads, rates, strict=True)
+        )
+
+    def advance(self, now: float, seconds: float) -> None:
+        """Let time pass, no more than until the next change."""
+        heads, rates = self._state()
+        for flight, rate in zip(heads, rates, strict=True):
+            if flight.latency_left > 0:
+                flight.latency_left = _left(flight.latency_left, seconds)
+            else:
+                flight.transfer_left = _left(flight.transfer_left, seconds * rate)
+            if flight.latency_left <= 0 and flight.transfer_left <= 0:
+                self._arrive(flight, now + seconds)
+
+    def _arrive(self, flight: Flight, now: float) -> None:
+        flight.end = now
+        queue = self._queues[flight.message.group]
+        queue.popleft()
+        if queue:
+            queue[0].start = now
+        else:
+            self.busy -= 1
+
+    def _state(self) -> tuple[list[Flight], list[float]]:
+        """Active flights, and the rate of each."""
+        heads = [queue[0] for queue in self._queues.values() if queue]
+        if len(heads) == 1:
+            return heads, [CAPACITY]
+        wanted = tuple(
+            () if flight.latency_left > 0 else flight.message.transfer.links for flight in heads
+        )
+        if wanted not in self._rates:
+            self._rates[wanted] = fair_rates(wanted)
+        return heads, self._rates[wanted]
+
+
+def _left(before: float, taken: float) -> float:
+    """What is left; rounding errors count as nothing."""
+    left = before - taken
+    return left if left > 1e-12 * before else 0.0
+
+
+def fair_rates(wanted: Sequence[tuple[str, ...]]) -> list[float]:
+    """Max-min fair rates of transfers, each given by its links; 1 for those that need none."""
+    rates = [CAPACITY] * len(wanted)
+    open_ = {index for index, links in enumerate(wanted) if links}
+    left = {link: CAPACITY for links in wanted for link in links}
+    while open_:
+        count = {link: sum(link in wanted[index] for index in open_) for link in left}
+        shares = {link: left[link] / count[link] for link in left if count[link]}
+        tightest = min(sorted(shares), key=shares.__getitem__)
+        for index in [index for index in open_ if tightest in wanted[index]]:
+            rates[index] = shares[tightest]
+            open_.discard(index)
+            for link in wanted[index]:
+                left[link] = max(0.0, left[link] - shares[tightest])
+    return rates

@@ -1,0 +1,204 @@
+"""A simulated step as a trace for Perfetto, and as one page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from graphopt.readable.rows import readable_bytes
+from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, SimulatedStep
+
+_MOST_BLOCKS = 3000
+"""Blocks of compute in a page; more would be narrower than a pixel."""
+_NAMES_SHOWN = 4
+
+
+def chrome_trace(timeline: SimulatedStep) -> str:
+    """JSON in the trace event format: compute is one thread, each group another."""
+    groups = _groups(timeline)
+    events = [_named(0, "compute"), *(_named(tid, f"group {g}") for g, tid in groups.items())]
+    events += [
+        _event(slot.node.name, 0, slot.start - timeline.begin, slot.end - slot.start, {})
+        for slot in timeline.compute
+    ]
+    for slot in timeline.collectives:
+        arguments = dict(_facts(slot))
+        tid = groups[slot.message.group]
+        begin = slot.start - timeline.begin
+        name = slot.message.launch.name
+        events.append(_event(name, tid, begin, slot.end - slot.start, arguments))
+    about = {
+        "step_seconds": timeline.step_seconds,
+        "exposed_comm_seconds": timeline.exposed_comm_seconds,
+        "bound_seconds": timeline.bound_seconds,
+    }
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+
+
+def page(timeline: SimulatedStep) -> str:
+    """HTML with a lane for compute and one for each group, and a table of the collectives."""
+    width = max([timeline.end, *(slot.end for slot in timeline.collectives)]) - timeline.begin
+    lanes = [("compute", list(_compute_blocks(timeline)))]
+    for group in _groups(timeline):
+        slots = [slot for slot in timeline.collectives if slot.message.group == group]
+        lanes.append((f"group {group}", [_block(timeline, slot) for slot in slots]))
+    rows = "\n".join(_lane(name, blocks, width) for name, blocks in lanes)
+    end = 100 * (timeline.end - timeline.begin) / width if width else 100
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Simulated step</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>Simulated step</h1>
+<p>{escape(str(timeline))}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms.
+In flight at most {readable_bytes(timeline.peak_bytes_in_flight)}.</p>
+<div class="scroll" tabindex="0" role="region" aria-label="lanes">
+<div class="chart" style="--end:{end:.4g}%">
+{rows}
+</div>
+</div>
+{_table(timeline)}
+<p class="note">Gaps in the first lane are waits. What stands right of the dashed line arrives while
+the next step computes. Pointing at a block shows what it is.</p>
+</body>
+</html>
+"""
+
+
+class _Block(NamedTuple):
+    kind: str
+    start: float
+    seconds: float
+    hover: str
+
+
+def _compute_blocks(timeline: SimulatedStep) -> Iterator[_Block]:
+    """Nodes that compute, runs of small ones put together."""
+    least = (timeline.end - timeline.begin) / _MOST_BLOCKS
+    run: list[ComputeSlot] = []
+    for slot in timeline.compute:
+        if run and (slot.start > run[-1].end or slot.end - run[0].start > least):
+            yield _compute_block(timeline, run)
+            run = []
+        run.append(slot)
+    if run:
+        yield _compute_block(timeline, run)
+
+
+def _compute_block(timeline: SimulatedStep, run: Sequence[ComputeSlot]) -> _Block:
+    longest = max(run, key=lambda slot: slot.end - slot.start)
+    node = longest.node
+    start, end = run[0].start, run[-1].end
+    lines = [f"%{node.name} = {node.target}" + (f" and {len(run) - 1} more" if run[1:] else "")]
+    source = node.meta.get("source")
+    lines += [_milliseconds(end - start), *([str(source)] if source is not None else [])]
+    phase = "late" if node in timeline.program.late else str(node.meta.get("phase", "graph"))
+    return _Block(phase, start - timeline.begin, end - start, "\n".join(lines))
+
+
+def _block(timeline: SimulatedStep, slot: CollectiveSlot) -> _Block:
+    facts = "\n".join(f"{name}: {value}" for name, value in _facts(slot))
+    hover = f"%{slot.message.launch.name}\n{facts}"
+    kind = "exposed" if slot.exposed else "hidden"
+    return _Block(kind, slot.start - timeline.begin, slot.end - slot.start, hover)
+
+
+def _facts(slot: CollectiveSlot) -> Iterator[tuple[str, str]]:
+    """What there is to say about a collective."""
+    message = slot.message
+    yield "collective", message.kind
+    yield "bytes", readable_bytes(message.nbytes)
+    yield "parameters", parameters_text(message.parameters)
+    yield "time", _milliseconds(slot.end - slot.start)
+    yield "queued", _milliseconds(slot.start - slot.launched)
+    yield "exposed", _milliseconds(slot.exposed)
+    yield "waited for by", reader_text(slot)
+
+
+def parameters_text(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def reader_text(slot: CollectiveSlot) -> str:
+    """Which node forces the wait, and in which iteration."""
+    reader = slot.message.reader
+    if reader is None:
+        return "nobody"
+    return f"%{reader.name}" + (", one iteration later" if slot.message.lag else "")
+
+
+def _lane(name: str, blocks: Sequence[_Block], width: float) -> str:
+    drawn = "".join(
+        f'<i class="{escape(block.kind)}" style="left:{_share(block.start, width)};'
+        f'width:{_share(block.seconds, width)}" title="{escape(block.hover)}"></i>'
+        for block in blocks
+    )
+    return f'<div class="row"><span>{escape(name)}</span><div class="time">{drawn}</div></div>'
+
+
+def _table(timeline: SimulatedStep) -> str:
+    heads = ["launch", "collective", "bytes", "parameters", "time", "queued", "exposed", "reader"]
+    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
+    rows = []
+    for slot in timeline.collectives:
+        values = [f"%{slot.message.launch.name}", *(value for _, value in _facts(slot))]
+        rows.append("<tr>" + "".join(f"<td>{escape(v)}</td>" for v in values) + "</tr>")
+    body = "\n".join(rows)
+    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def _groups(timeline: SimulatedStep) -> dict[str, int]:
+    """A number for each group, in order of its first launch."""
+    found = dict.fromkeys(slot.message.group for slot in timeline.collectives)
+    return {group: index + 1 for index, group in enumerate(found)}
+
+
+def _event(name: str, tid: int, start: float, seconds: float, args: Any) -> dict[str, Any]:
+    times = {"ts": start * 1e6, "dur": seconds * 1e6}
+    return {"name": name, "ph": "X", "pid": 0, "tid": tid, **times, "args": args}
+
+
+def _named(tid: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms"
+
+
+def _share(seconds: float, width: float) -> str:
+    return f"{100 * seconds / width:.4g}%" if width else "0%"
+
+
+_STYLE = """
+:root{color-scheme:light dark;--paper:#fff;--ink:#1b2430;--soft:#5b6675;--line:#d8dde4;
+--forward:#9cc3f5;--backward:#8fd6a8;--optimizer:#f5c77e;--late:#c7a6ec;--other:#b9c2ce;
+--hidden:#7fd4cf;--exposed:#e58a7d}
+@media (prefers-color-scheme:dark){:root{--paper:#14181e;--ink:#e5e9ef;--soft:#a0abb9;
+--line:#39414c}}
+body{background:var(--paper);color:var(--ink);margin:0 auto;padding:1.5rem;max-width:110rem;
+font:15px/1.5 system-ui,sans-serif}
+h1{font-size:1.4rem}.note{color:var(--soft)}
+.scroll{overflow-x:auto;border:1px solid var(--line);border-radius:6px;padding:.4rem 0}
+.chart{min-width:60rem}
+.row{display:flex;height:32px;margin:4px 0}
+.row span{flex:0 0 8rem;padding:0 .6rem;line-height:32px;font-size:12px;overflow:hidden}
+.time{position:relative;flex:1;margin-right:.6rem}
+.time::after{content:"";position:absolute;top:-4px;bottom:-4px;left:var(--end);
+border-left:1px dashed var(--soft)}
+.time i{position:absolute;top:0;bottom:0;min-width:1px;background:var(--other)}
+.forward{background:var(--forward)!important}.backward{background:var(--backward)!important}
+.optimizer{background:var(--optimizer)!important}.late{background:var(--late)!important}
+.hidden{background:var(--hidden)!important}.exposed{background:var(--exposed)!important}
+table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums;font-size:13px}
+th,td{text-align:left;padding:.15rem .9rem .15rem 0;border-bottom:1px solid var(--line)}
+"""

@@ -1,0 +1,226 @@
+"""What one iteration does in the steady state, in order: compute, launch, wait.
+
+    graph with late nodes            program
+    ---------------------            -------
+    mm   = mm(x, w)                  wait(0), of the iteration before
+    g    = …                         compute: update of w, late
+    bucket = all_reduce(g)    ==>    compute: mm, g, …
+    wait   = wait(bucket)    late    launch(0)
+    copy_(w, add(w, wait))   late
+
+One stream computes, in the order of the graph. Each group has a queue of its own, first in, first
+out, as communicators do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from graphopt import _compat
+from graphopt.comm import SENDS, argument, kind_of, late_nodes, view_tail
+from graphopt.cost import CostModel, Transfer
+from graphopt.graph_utils import is_collective, is_wait, tensors_in, written
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """One collective of each iteration.
+
+    Attributes:
+        index: in launch order.
+        launch: its node.
+        transfer: what it asks for.
+        nbytes: that it receives.
+        lag: 1 where it is waited for in the next iteration, else 0.
+        waits: its wait nodes.
+        reader: the first node that reads what it received, None if nobody does.
+    """
+
+    index: int
+    launch: fx.Node
+    transfer: Transfer
+    nbytes: int
+    lag: int
+    waits: tuple[fx.Node, ...]
+    reader: fx.Node | None
+
+    @property
+    def kind(self) -> str:
+        """Such as ``"all_reduce"``."""
+        return kind_of(self.launch)
+
+    @property
+    def group(self) -> str:
+        """Name of the process group."""
+        return str(argument(self.launch, "group_name"))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Whose gradients or values are sent, where the graph says so."""
+        return tuple(self.launch.meta.get(SENDS, ()))
+
+
+@dataclass
+class Program:
+    """One iteration in the steady state.
+
+    Attributes:
+        order: all nodes, late ones before their destinations.
+        late: those that belong to the iteration before.
+        seconds: of each node that computes.
+        messages: all collectives, in launch order.
+        launched: the message of each launch.
+        waited: the message of each wait.
+    """
+
+    order: list[fx.Node]
+    late: frozenset[fx.Node]
+    seconds: dict[fx.Node, float]
+    messages: list[Message]
+    launched: dict[fx.Node, Message] = field(init=False)
+    waited: dict[fx.Node, Message] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.launched = {message.launch: message for message in self.messages}
+        self.waited = {wait: message for message in self.messages for wait in message.waits}
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of all nodes, with nothing to wait for."""
+        return sum(self.seconds.values())
+
+
+def program_of(graph: fx.Graph, cost_model: CostModel, world_size: int | None = None) -> Program:
+    """The program of a graph.
+
+    Args:
+        world_size: ranks of its groups, where these are not there to be asked.
+
+    Raises:
+        CostTableError: a cost is negative or not finite.
+    """
+    late = late_nodes(graph)
+    order = list(steady_order(graph))
+    position = {node: index for index, node in enumerate(order)}
+    seconds = {}
+    messages: list[Message] = []
+    for node in order:
+        if is_collective(node):
+            transfer = cost_model.transfer(node, world_size)
+            messages.append(_message(len(messages), node, transfer, late.keys(), position))
+        elif node.op not in ("placeholder", "output", "get_attr"):
+            taken = cost_model.compute_seconds(node)
+            if taken:
+                seconds[node] = taken
+    return Program(order, frozenset(late), seconds, messages)
+
+
+def steady_order(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of one iteration, each late one before its destination."""
+    late = late_nodes(graph)
+    arriving: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node in late:
+            arriving.setdefault(late[node], []).append(node)
+    for node in graph.nodes:
+        if node in late:
+            continue
+        yield from arriving.get(node, ())
+        yield node
+
+
+def _message(
+    index: int,
+    launch: fx.Node,
+    transfer: Transfer,
+    late: Collection[fx.Node],
+    position: dict[fx.Node, int],
+) -> Message:
+    waits = tuple(sorted(_waits_of(launch), key=position.__getitem__))
+    lag = int(any(wait in late for wait in waits) and launch not in late)
+    tails = {node for wait in waits for node in view_tail(wait)}
+    readers = {user for node in tails for user in node.users} - tails
+    reader = min(readers, key=position.__getitem__, default=None)
+    received = sum(map(_bytes, tensors_in(launch.meta.get("val"))))
+    return Message(index, launch, transfer, received, lag, waits, reader)
+
+
+def _waits_of(launch: fx.Node) -> Iterator[fx.Node]:
+    for node in view_tail(launch):
+        yield from (user for user in node.users if is_wait(user))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return 0 if _compat.has_symbolic_shape(tensor) else tensor.numel() * tensor.element_size()
+
+
+def peak_bytes(program: Program) -> int:
+    """The most bytes of values that are held at once, inputs of the step left out."""
+    return int(held_bytes(program).max(initial=0))
+
+
+def held_bytes(program: Program) -> NDArray[np.int64]:
+    """Bytes of values that are held while each node of the order runs, inputs left out.
+
+    A value is held from the node that makes its storage to the last one that reads it; what late
+    nodes read of the iteration before is held throughout.
+    """
+    lives = _lives(program)
+    change = np.zeros(len(program.order) + 1, dtype=np.int64)
+    for first, last, size in lives:
+        change[first] += size
+        change[last + 1] -= size
+    held: NDArray[np.int64] = change.cumsum()[:-1]
+    return held
+
+
+def made_bytes(program: Program) -> dict[fx.Node, int]:
+    """Bytes of the storages that each node makes."""
+    made: dict[fx.Node, int] = {}
+    for first, _, size in _lives(program):
+        node = program.order[first]
+        made[node] = made.get(node, 0) + size
+    return made
+
+
+def _lives(program: Program) -> list[tuple[int, int, int]]:
+    """First position, last position and bytes of each storage that the step makes."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    size: dict[int, int] = {}
+    inputs: set[int] = set()
+    carried: set[int] = set()
+    for index, node in enumerate(program.order):
+        for tensor in tensors_in(node.meta.get("val") if node.op != "output" else None):
+            key = _compat.storage_key(tensor)
+            if node.op in ("placeholder", "get_attr"):
+                inputs.add(key)
+            first.setdefault(key, index)
+            last[key] = index
+            size[key] = max(size.get(key, 0), _bytes(tensor))
+        for source in node.all_input_nodes:
+            # An item of a list reads nothing of the others, of which there may be many.
+            read = node if node.target is operator.getitem else source
+            for tensor in tensors_in(read.meta.get("val")):
+                key = _compat.storage_key(tensor)
+                last[key] = index
+                if node in program.late and source not in program.late:
+                    carried.add(key)
+    end = len(program.order) - 1
+    return [
+        (0, end, size[key]) if key in carried else (first[key], last[key], size[key])
+        for key in size
+        if key not in inputs
+    ]
+
+
+def states_written_late(program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """Inputs of the step that late nodes update, by late node."""
+    return {node: written(node) for node in program.order if node in program.late and written(node)}

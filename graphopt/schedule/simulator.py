@@ -1,0 +1,224 @@
+"""How long a step takes: discrete events, iteration after iteration, until they are all alike.
+
+One stream computes in the order of the program and stops at a wait until its message has arrived;
+messages travel meanwhile (`graphopt.schedule.links`). Where late work hangs over into the next
+iteration, the first iterations are unlike those that follow; what is reported is the steady state.
+Compute between two waits or launches is one event, so that the work is linear in nodes, and in
+collectives times groups.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graphopt.cost import CostModel, default_cost_model
+from graphopt.schedule.links import Flight, Links
+from graphopt.schedule.program import Message, Program, peak_bytes, program_of
+from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, PathPart
+from graphopt.schedule.timeline import Timeline
+
+MOST_ITERATIONS = 24
+SAME = 1e-9
+"""Relative difference of the times of two iterations that count as alike."""
+
+
+def simulate(
+    graph_module: fx.GraphModule,
+    cost_model: CostModel | None = None,
+    world_size: int | None = None,
+) -> Timeline:
+    """Predict a step.
+
+    Args:
+        graph_module: in the captured dialect; an `IterGraphModule` may have late nodes.
+        cost_model: None: presets by the devices in the graph (`default_cost_model`).
+        world_size: ranks of its groups, where these are not there to be asked.
+
+    Raises:
+        CostTableError: a cost is negative or not finite.
+    """
+    model = cost_model or default_cost_model(graph_module.graph)
+    return simulate_program(program_of(graph_module.graph, model, world_size), model.slowdown)
+
+
+def simulate_program(program: Program, slowdown: float = 0.0) -> Timeline:
+    """The steady state of a program."""
+    machine = _Machine(slowdown)
+    actions = _actions(program)
+    ends, durations = [0.0], list[float]()
+    while not _settled(durations) and len(durations) < MOST_ITERATIONS:
+        machine.iterate(actions)
+        durations.append(machine.now - ends[-1])
+        ends.append(machine.now)
+    step = durations[-1] if _settled(durations) else sum(durations[-8:]) / len(durations[-8:])
+    machine.record = True
+    machine.iterate(_actions(program, every_node=True))
+    return _timeline(program, machine, step, ends[-1])
+
+
+def _settled(durations: list[float]) -> bool:
+    if len(durations) < 3:
+        return False
+    a, b, c = durations[-3:]
+    return abs(a - c) <= SAME * c and abs(b - c) <= SAME * c
+
+
+Action = tuple[str, float, Message | None, fx.Node | None]
+"""``("compute", seconds, None, node)``, ``("launch", 0, message, node)`` or ``("wait", …)``."""
+
+
+def _actions(program: Program, every_node: bool = False) -> list[Action]:
+    """What the stream does, with runs of compute put together unless `every_node`."""
+    actions: list[Action] = []
+    for node in program.order:
+        if node in program.seconds:
+            seconds = program.seconds[node]
+            if not every_node and actions and actions[-1][0] == "compute":
+                actions[-1] = ("compute", actions[-1][1] + seconds, None, node)
+            else:
+                actions.append(("compute", seconds, None, node))
+        elif node in program.launched:
+            actions.append(("launch", 0.0, program.launched[node], node))
+        elif node in program.waited:
+            actions.append(("wait", 0.0, program.waited[node], node))
+    return actions
+
+
+@dataclass
+class _Machine:
+    """One rank: its stream, its links, and what the iteration before has launched."""
+
+    slowdown: float
+    now: float = 0.0
+    record: bool = False
+    computed: list[ComputeSlot] = field(default_factory=list)
+    stalls: list[tuple[float, float, Flight]] = field(default_factory=list)
+    flights: dict[Message, deque[Flight]] = field(default_factory=dict)
+    before: dict[Message, Flight] = field(default_factory=dict)
+    current: dict[Message, Flight] = field(default_factory=dict)
+    links: Links = field(default_factory=Links)
+
+    def iterate(self, actions: list[Action]) -> None:
+        """Run one iteration."""
+        self.before, self.current = self.current, {}
+        for kind, seconds, message, node in actions:
+            if kind == "compute":
+                assert node is not None
+                self._compute(seconds, node)
+            elif kind == "launch":
+                assert message is not None
+                flight = Flight(message, self.now)
+                self.current[message] = flight
+                self.links.launch(flight)
+            else:
+                assert message is not None
+                self._wait(message)
+
+    def _compute(self, seconds: float, node: fx.Node) -> None:
+        start, left = self.now, seconds
+        while left > 0:
+            if not self.links.busy:
+                self.now += left
+                break
+            needed = left * (1 + self.slowdown)
+            passed = min(needed, self.links.until_change())
+            self.links.advance(self.now, passed)
+            self.now += passed
+            left = 0.0 if passed >= needed else left - passed / (1 + self.slowdown)
+        if self.record:
+            self.computed.append(ComputeSlot(node, start, self.now))
+
+    def _wait(self, message: Message) -> None:
+        flight = (self.before if message.lag else self.current).get(message)
+        if flight is None:  # late, in the first iteration
+            return
+        start = self.now
+        while flight.end is None:
+            passed = self.links.until_change()
+            self.links.advance(self.now, passed)
+            self.now += passed
+        if self.record and self.now > start:
+            self.stalls.append((start, self.now, flight))
+
+
+def _timeline(program: Program, machine: _Machine, step: float, begin: float) -> Timeline:
+    end = machine.now
+    while machine.links.busy:  # what the last iteration has launched arrives after it
+        passed = machine.links.until_change()
+        machine.links.advance(machine.now, passed)
+        machine.now += passed
+    exposed: dict[Message, float] = {}
+    for start, stop, flight in machine.stalls:
+        exposed[flight.message] = exposed.get(flight.message, 0.0) + stop - start
+    position = {node: index for index, node in enumerate(program.order)}
+    slots = [
+        _slot(flight, exposed.get(message, 0.0), begin, position)
+        for message, flight in machine.current.items()
+    ]
+    return Timeline(
+        program=program,
+        step_seconds=step,
+        begin=begin,
+        end=end,
+        compute=machine.computed,
+        collectives=slots,
+        critical_path=_critical_path(machine, begin, end),
+        peak_bytes_in_flight=_most_in_flight(program),
+        peak_bytes=peak_bytes(program),
+    )
+
+
+def _slot(
+    flight: Flight, exposed: float, begin: float, position: dict[fx.Node, int]
+) -> CollectiveSlot:
+    assert flight.start is not None and flight.end is not None
+    message = flight.message
+    distance = None
+    if message.waits:
+        apart = position[message.waits[0]] - position[message.launch]
+        distance = apart + message.lag * len(position)
+    return CollectiveSlot(message, flight.launched, flight.start, flight.end, exposed, distance)
+
+
+def _most_in_flight(program: Program) -> int:
+    """Bytes of messages that are launched and not waited for, at most, in the steady state."""
+    left = {message: len(message.waits) for message in program.messages}
+    held = sum(message.nbytes for message in program.messages if message.lag)
+    most = held
+    for node in program.order:
+        if node in program.launched:
+            held += program.launched[node].nbytes
+            most = max(most, held)
+        elif node in program.waited:
+            message = program.waited[node]
+            left[message] -= 1
+            if not left[message]:
+                held -= message.nbytes
+    return most
+
+
+def _critical_path(machine: _Machine, begin: float, end: float) -> list[PathPart]:
+    """What has to become shorter for the step to become shorter, from its end back to its begin:
+    compute, and where that waits, the messages that it waits for and those before them."""
+    parts: list[PathPart] = []
+    stalls = list(machine.stalls)
+    now = end
+    while now > begin:
+        while stalls and stalls[-1][1] > now:
+            stalls.pop()
+        since = stalls[-1][1] if stalls else begin
+        if now > since:
+            parts.append(PathPart("compute", None, max(since, begin), now))
+        if not stalls:
+            break
+        flight: Flight | None = stalls.pop()[2]
+        while flight is not None:
+            assert flight.start is not None and flight.end is not None
+            parts.append(PathPart("communication", flight.message, flight.start, flight.end))
+            now = flight.start
+            waited = flight.behind is not None and flight.start > flight.launched
+            flight = flight.behind if waited and now > begin else None
+    return parts[::-1]

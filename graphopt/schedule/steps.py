@@ -1,0 +1,111 @@
+"""What a simulated step looks like: who computes, sends and waits, and how short it could be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from graphopt.schedule.bounds import communication_bound, preemptive_bound
+from graphopt.schedule.program import Message, Program
+
+
+@dataclass(frozen=True)
+class ComputeSlot:
+    """A node that computes, from `start` to `end` in seconds."""
+
+    node: fx.Node
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class CollectiveSlot:
+    """A collective of one iteration; times in seconds.
+
+    Attributes:
+        message: what is sent.
+        launched: when the program launched it.
+        start: when it was first in its group's queue.
+        end: when it had arrived.
+        exposed: how long compute stood still for it.
+        distance: nodes from its launch to its wait; None if nobody waits.
+    """
+
+    message: Message
+    launched: float
+    start: float
+    end: float
+    exposed: float
+    distance: int | None
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """A part of the critical path: compute (without a message) or a message."""
+
+    kind: str
+    message: Message | None
+    start: float
+    end: float
+
+
+@dataclass
+class SimulatedStep:
+    """A step in the steady state.
+
+    Attributes:
+        program: what was simulated.
+        step_seconds: from the begin of one iteration to that of the next.
+        begin, end: of the iteration that the slots below are of.
+        compute: in order.
+        collectives: of this iteration, in launch order; the last may end after it.
+        critical_path: in order.
+        peak_bytes_in_flight: launched and not waited for.
+        peak_bytes: of values that are held at once, without the inputs of the step.
+    """
+
+    program: Program = field(repr=False)
+    step_seconds: float
+    begin: float
+    end: float
+    compute: Sequence[ComputeSlot] = field(repr=False)
+    collectives: Sequence[CollectiveSlot] = field(repr=False)
+    critical_path: Sequence[PathPart] = field(repr=False)
+    peak_bytes_in_flight: int
+    peak_bytes: int
+
+    @cached_property
+    def compute_seconds(self) -> float:
+        """Of all nodes, with nothing to wait for."""
+        return self.program.compute_seconds
+
+    @cached_property
+    def comm_seconds(self) -> float:
+        """That the busiest group or link needs."""
+        return communication_bound(self.program)
+
+    @cached_property
+    def exposed_comm_seconds(self) -> float:
+        """How long compute stands still in a step."""
+        return sum(slot.exposed for slot in self.collectives)
+
+    @property
+    def bound_seconds(self) -> float:
+        """The larger of compute and communication: no order of these collectives is faster."""
+        return max(self.compute_seconds, self.comm_seconds)
+
+    @cached_property
+    def preemptive_bound_seconds(self) -> float:
+        """A bound that knows what must come before and after each collective; see
+        `graphopt.schedule.bounds`."""
+        return max(self.bound_seconds, preemptive_bound(self.program))
+
+    def __str__(self) -> str:
+        return (
+            f"step {1e3 * self.step_seconds:.3f} ms: compute {1e3 * self.compute_seconds:.3f} ms,"
+            f" communication {1e3 * self.comm_seconds:.3f} ms, of it exposed"
+            f" {1e3 * self.exposed_comm_seconds:.3f} ms; bound {1e3 * self.bound_seconds:.3f} ms"
+        )

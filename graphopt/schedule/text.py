@@ -1,0 +1,37 @@
+"""A simulated step as text: one row for each collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphopt.readable.rows import readable_bytes
+from graphopt.schedule.pictures import parameters_text, reader_text
+from graphopt.schedule.steps import CollectiveSlot, SimulatedStep
+
+_HEADS = ("launch", "sends", "time", "distance", "exposed", "waited for by", "parameters")
+
+
+def collectives_text(step: SimulatedStep) -> str:
+    """Per collective: bytes, predicted time, nodes from launch to wait, how long compute stands
+    still for it, who forces the wait, and whose gradients or values are sent. Empty for a step
+    without collectives."""
+    if not step.collectives:
+        return ""
+    rows = [_HEADS, *(tuple(_cells(slot)) for slot in step.collectives)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return "\n".join([f"collectives, predicted: {step}", *lines]) + "\n"
+
+
+def _cells(slot: CollectiveSlot) -> Iterator[str]:
+    message = slot.message
+    yield f"%{message.launch.name}"
+    yield readable_bytes(message.nbytes)
+    yield f"{1e3 * message.transfer.seconds:.3f} ms"
+    yield "" if slot.distance is None else str(slot.distance)
+    yield f"{1e3 * slot.exposed:.3f} ms"
+    yield reader_text(slot)
+    yield parameters_text(message.parameters)

@@ -1,0 +1,29 @@
+"""What `graphopt.simulate` gives: a simulated step that can be drawn."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from graphopt.places import place, write
+from graphopt.schedule.pictures import chrome_trace, page
+from graphopt.schedule.steps import SimulatedStep
+
+
+class Timeline(SimulatedStep):
+    """A step in the steady state, as predicted by `graphopt.simulate`."""
+
+    def save_chrome_trace(self, path: str | PathLike[str]) -> None:
+        """Write the step in the trace event format, for Perfetto or ``chrome://tracing``.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        write(place(path), chrome_trace(self))
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write one page that needs nothing else: lanes, and a table of the collectives.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        write(place(path), page(self))

@@ -1,0 +1,213 @@
+"""Costs by hand-computed cases: rooflines, the alpha-beta model, tables, files, calibration."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from graphopt import _compat
+from graphopt.cost import (
+    DEVICES,
+    NETWORKS,
+    Collective,
+    CollectiveTable,
+    CostModel,
+    CostTableError,
+    Device,
+    Network,
+    OperatorTable,
+    calibrate,
+    collective_of,
+    default_cost_model,
+    operator_key,
+    roofline_seconds,
+)
+from graphopt.cost.collectives import fitted
+from graphopt.graph_utils import is_collective
+from graphs import inputs_of, training_step
+
+aten = torch.ops.aten
+TOY = Device("toy", {torch.float32: 1000.0, torch.bfloat16: 4000.0}, 100.0, launch_seconds=0.5)
+
+
+def call(target: object, *args: object, **kwargs: object) -> fx.Node:
+    """One call of an operator, on fake tensors of the given shapes and dtypes."""
+    graph, mode = fx.Graph(), _compat.new_fake_mode()
+
+    def placed(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = _compat.to_fake(mode, value)
+        return node
+
+    node = graph.call_function(target, tuple(map(placed, args)), kwargs)  # type: ignore[arg-type]
+    with mode:
+        values = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        node.meta["val"] = target(*values[0], **values[1])  # type: ignore[operator]
+    return node
+
+
+def test_a_product_takes_the_time_of_its_arithmetic() -> None:
+    node = call(aten.mm.default, torch.zeros(10, 50), torch.zeros(50, 10))
+    assert roofline_seconds(node, TOY) == pytest.approx(
+        0.5 + max(2 * 10 * 50 * 10 / 1000, 4 * 1100 / 100)
+    )
+    wide = Device("wide", TOY.flops, 1e9)
+    assert roofline_seconds(node, wide) == pytest.approx(10.0)
+    half = call(
+        aten.mm.default, *(torch.zeros(s, dtype=torch.bfloat16) for s in ((10, 50), (50, 10)))
+    )
+    assert roofline_seconds(half, wide) == pytest.approx(2.5)
+
+
+def test_a_sum_takes_the_time_of_what_it_moves() -> None:
+    node = call(aten.add.Tensor, torch.zeros(25), torch.zeros(25))
+    assert roofline_seconds(node, TOY) == pytest.approx(0.5 + 3 * 100 / 100)
+    one = call(aten.add.Tensor, torch.zeros(1).expand(25), torch.zeros(25))
+    assert roofline_seconds(one, TOY) == pytest.approx(0.5 + (4 + 2 * 100) / 100)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        call(aten.view.default, torch.zeros(4, 4), [16]),
+        call(aten.permute.default, torch.zeros(4, 4), [1, 0]),
+        call(aten.split_with_sizes.default, torch.zeros(4), [1, 3]),
+        call(aten.detach.default, torch.zeros(4)),
+    ],
+    ids=lambda node: str(node.target),
+)
+def test_views_are_free(node: fx.Node) -> None:
+    assert roofline_seconds(node, TOY) == 0
+
+
+def test_updates_are_not_free() -> None:
+    assert roofline_seconds(call(aten.copy_.default, torch.zeros(4), torch.ones(4)), TOY) > 0.5
+
+
+def test_rings_and_trees() -> None:
+    link = Network("toy", alpha=1.0, bytes_per_second=10.0, start=0.25)
+    assert link(Collective("all_reduce", 80, 2, "g")) == (2.25, 8.0, ("network",))
+    assert link(Collective("all_reduce", 80, 8, "g"))[:2] == (6.25, 14.0)  # a tree of depth 3
+    assert link(Collective("all_gather_into_tensor", 80, 4, "g"))[:2] == (3.25, 6.0)
+    assert link(Collective("reduce_scatter_tensor", 80, 4, "g"))[:2] == (3.25, 6.0)
+    assert link(Collective("broadcast", 80, 4, "g"))[:2] == (2.25, 8.0)
+    assert link(Collective("all_reduce", 80, 1, "g"))[:2] == (0.25, 0.0)
+
+
+def test_tables_are_linear_between_their_points() -> None:
+    table = CollectiveTable({("all_reduce", 2): ((10, 1.0), (20, 2.0), (40, 6.0))})
+    seconds = [table(Collective("all_reduce", n, 2, "g")).seconds for n in (1, 10, 15, 30, 50)]
+    assert seconds == pytest.approx([1.0, 1.0, 1.5, 4.0, 8.0])
+    assert table(Collective("all_reduce", 30, 2, "g")).latency == 1.0
+    other = Collective("broadcast", 30, 2, "g")
+    assert table(other) == table.fallback(other)
+
+
+@given(st.floats(0, 1e-2), st.floats(1e-12, 1e-6))
+def test_a_fit_finds_what_made_the_samples(alpha: float, beta: float) -> None:
+    samples = [(n, alpha + n * beta) for n in (2**12, 2**16, 2**20, 2**24)]
+    found = fitted(samples)
+    assert found[0] == pytest.approx(alpha, abs=1e-6 * max(alpha, 2**12 * beta) + 1e-15)
+    assert found[1] == pytest.approx(beta, rel=1e-5)
+
+
+def test_kinds_of_calls_are_told_apart() -> None:
+    a, b = torch.zeros(4, 4), torch.zeros(4, 8).t()[:4]
+    keys = [
+        operator_key(node)
+        for node in (
+            call(aten.mm.default, a, a),
+            call(aten.mm.default, a, torch.zeros(4, 4).t()),
+            call(aten.sum.dim_IntList, a, [0]),
+            call(aten.sum.dim_IntList, a, [1]),
+            call(aten.mm.default, a.double(), a.double()),
+            call(aten.add.Tensor, b[:, :4], a),
+        )
+    ]
+    assert len(set(keys)) == len(keys)
+    assert operator_key(call(aten.mm.default, a, a)) == keys[0]
+    many = [torch.zeros(n) for n in range(100)]
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x") for _ in many]
+    for node, value in zip(nodes, many, strict=True):
+        node.meta["val"] = value
+    long = graph.call_function(aten.cat.default, (nodes,))
+    shorter = graph.call_function(aten.cat.default, (nodes[:-1],))
+    assert len(operator_key(long)) < 200 and operator_key(long) != operator_key(shorter)
+
+
+def test_the_default_costs_are_the_same_everywhere() -> None:
+    step = training_step(2)
+    first, second = (default_cost_model(step.graph) for _ in range(2))
+    assert first == second
+    launch = next(n for n in step.graph.nodes if is_collective(n))
+    assert collective_of(launch, ranks=4).ranks == 4
+    assert first.transfer(launch, 4).seconds > first.transfer(launch, 2).seconds
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        CostModel.preset("h100", "nvlink"),
+        CostModel(
+            OperatorTable({"aten.mm.default()": 0.5}, "here", DEVICES["a100"]),
+            CollectiveTable({("all_reduce", 2): ((1, 0.5), (2, 0.75))}, {"tp": ("nvlink",)}),
+            slowdown=0.1,
+        ),
+    ],
+    ids=["preset", "measured"],
+)
+def test_costs_are_saved(model: CostModel, tmp_path: Path) -> None:
+    model.save(tmp_path / "new" / "costs.json")
+    assert CostModel.load(tmp_path / "new" / "costs.json") == model
+
+
+def test_wrong_costs_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    for text in ("", "{}", "[]", '{"format": "graphopt costs", "version": 99}'):
+        path.write_text(text)
+        with pytest.raises(CostTableError, match="costs"):
+            CostModel.load(path)
+    own = CostModel(lambda node: -1.0, NETWORKS["ethernet"])
+    with pytest.raises(CostTableError, match="cannot be saved"):
+        own.save(path)
+    with pytest.raises(CostTableError, match="not less than 0"):
+        own.compute_seconds(call(aten.neg.default, torch.zeros(1)))
+    with pytest.raises(CostTableError, match="nvlink"):
+        CostModel.preset("cpu", "nvlnk")
+    with pytest.raises(CostTableError, match="slowdown"):
+        CostModel(own.compute, own.communication, slowdown=-1)
+    with pytest.raises(CostTableError, match="in order"):
+        CollectiveTable({("all_reduce", 2): ((2, 1.0), (1, 1.0))})
+    with pytest.raises(CostTableError, match="bytes_per_second"):
+        Network("none", 0, 0)
+
+
+def test_operators_are_measured_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step = training_step(2, ranks=None)
+    path = tmp_path / "costs.json"
+    inputs = inputs_of(step)
+    before = [value.clone() for value in inputs]
+    state = torch.get_rng_state()
+    model = calibrate(step, inputs, table=path)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, inputs, before))
+    assert isinstance(model.compute, OperatorTable) and not model.compute.lacks(step.graph)
+    assert all(seconds > 0 for seconds in model.compute.seconds.values())
+    again = calibrate(step, inputs, table=path)
+    assert again == model  # times of a second measurement would differ
+    elsewhere = CostModel(OperatorTable({}, "another machine"), CollectiveTable({}))
+    elsewhere.save(path)
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        calibrate(step, inputs, table=path)
+    assert "another machine" in caplog.text
+    found = CostModel.load(path).compute
+    assert isinstance(found, OperatorTable) and found.machine == model.compute.machine

@@ -1,0 +1,102 @@
+"""Orders in which communication is hidden: simulated, verified, and bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import fx
+
+import graphopt
+from graphopt.cost import NETWORKS, Collective, CostModel, Transfer
+from graphopt.cost.roofline import DEVICES, RooflineCost
+from graphopt.graph_utils import is_collective, is_random
+from graphopt.manager import PassArgumentError
+from graphopt.schedule import Schedule, ScheduleError, apply_schedule, overlap_schedule, simulate
+from graphopt.schedule.constraints import predecessors
+from graphs import training_step
+from sharded import Sizes, sharded_step
+
+LARGE = {"width": 4096, "hidden": 14336, "heads": 32, "tokens": 8192}
+
+
+def two_networks(collective: Collective) -> Transfer:
+    """Groups "tp" in a machine, all others between machines."""
+    name = "nvlink" if collective.group == "tp" else "infiniband"
+    return NETWORKS[name](collective)._replace(links=(name,))
+
+
+MODEL = CostModel(RooflineCost(DEVICES["h100"]), two_networks)
+
+
+@cache
+def step_of(sizes: Sizes) -> fx.GraphModule:
+    return sharded_step(sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit"),
+    [
+        (Sizes(layers=3, fsdp=64, **LARGE), 1.06),
+        (Sizes(layers=3, fsdp=8, tp=8, **LARGE), 1.05),
+        (Sizes(layers=3, fsdp=1, tp=8, **LARGE), 1.05),
+    ],
+    ids=["sharded", "both", "tensor parallel"],
+)
+def test_sharded_steps_come_close_to_their_bound(sizes: Sizes, limit: float) -> None:
+    step = copy.deepcopy(step_of(sizes))
+    before = simulate(step, MODEL)
+    schedule = overlap_schedule(step.graph, MODEL)
+    assert schedule is not None
+    assert schedule == overlap_schedule(step.graph, MODEL)
+    assert apply_schedule(step.graph, schedule) > 0
+    step.graph.lint()
+    after = simulate(step, MODEL)
+    assert after.step_seconds < before.step_seconds
+    assert after.step_seconds <= limit * after.preemptive_bound_seconds
+    assert after.peak_bytes <= before.peak_bytes
+    graphopt.verify.check_dependencies(step_of(sizes), step).raise_for_failure()
+
+
+def test_the_pass_is_checked_and_bitwise() -> None:
+    """On a step with dropout and several updates, whose averages are those of one rank."""
+    step = graphopt.IterGraphModule(training_step(4, dropout=True))
+    order = [node.name for node in step.graph.nodes if is_random(node)]
+    record = graphopt.PassManager('schedule_overlap(network="ethernet")').run(step)[0]
+    assert record.changes
+    assert [node.name for node in step.graph.nodes if is_random(node)] == order
+    assert sum(map(is_collective, step.graph.nodes)) == 8
+
+
+def test_memory_is_a_limit() -> None:
+    step = copy.deepcopy(step_of(Sizes(layers=3, fsdp=64, **LARGE)))
+    given = simulate(step, MODEL)
+    assert overlap_schedule(step.graph, MODEL, max_bytes=given.peak_bytes // 2) is None
+
+
+def test_wrong_schedules_are_refused() -> None:
+    step = training_step(2)
+    before = predecessors(step.graph)
+    nodes = tuple(step.graph.nodes)
+    Schedule(nodes).check(before)
+    with pytest.raises(ScheduleError, match="once"):
+        Schedule(nodes[:-1]).check(before)
+    with pytest.raises(ScheduleError, match="needs"):
+        Schedule(nodes[::-1]).check(before)
+    for options in ({"device": "h1000"}, {"network": "none"}):
+        with pytest.raises(PassArgumentError, match="choose one of"):
+            graphopt.PassManager([("schedule_overlap", options)]).run(training_step(2))
+
+
+def test_updates_stay_behind_those_who_read_the_old_value() -> None:
+    graph = fx.Graph()
+    state = graph.placeholder("state")
+    state.meta["val"] = torch.empty(4, device="meta")
+    read = graph.call_function(torch.ops.aten.neg.default, (state,))
+    written = graph.call_function(torch.ops.aten.copy_.default, (state, read))
+    other = graph.call_function(torch.ops.aten.neg.default, (state,))
+    graph.output((read, written, other))
+    before = predecessors(graph)
+    assert read in before[written] and written in before[other]

@@ -1,0 +1,197 @@
+"""Predicted steps by hand-computed cases, and what holds for every program."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphopt
+from graphopt.cost import CostModel
+from graphopt.schedule import Timeline, collectives_text, simulate_program
+from graphopt.schedule.bounds import Job, jackson
+from graphopt.schedule.links import fair_rates
+from graphs import training_step
+from timelines import program
+
+APART = {"dp": ("a",), "tp": ("b",)}
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "exposed"),
+    [
+        ("c3 c5", 8, []),
+        ("c3 L0=2 c5 W0", 8, [0]),
+        ("c3 L0=7 c5 W0 c1", 11, [2]),
+        ("c1 L0=4 c1 L1=4 c1 W0 W1", 9, [2, 4]),  # one queue
+        ("c1 L0=4 L1=4@tp W0 W1", 9, [8, 0]),  # one link
+        ("L0=1+2 L1=1+2@tp W0 W1 c1", 6, [5, 0]),  # latency needs no link
+        ("L0=1+2 L1=2@tp W1 W0 c1", 5, [1, 3]),
+        ("c1 L0=4 c9 L1=1 c1", 11, [0, 0]),  # nobody waits
+        ("W0~ c3 L0=10 c5", 13, [5]),
+        ("c3 W0~ c1 c4 L0=3", 8, [0]),
+        ("c3 W0~ c5 L0=9", 14, [6]),
+        ("W1~ c1 W0~ c1 c1 L0=2 c1 L1=2", 7, [0, 3]),
+        ("W0~ c1 W1~ c1 c1 L0=2 c1 L1=2", 6, [1, 1]),  # the first that is due is sent first
+    ],
+)
+def test_by_hand(text: str, step: float, exposed: list[float]) -> None:
+    timeline = simulate_program(program(text))
+    assert timeline.step_seconds == pytest.approx(step)
+    assert [slot.exposed for slot in timeline.collectives] == pytest.approx(exposed)
+    assert timeline.exposed_comm_seconds == pytest.approx(sum(exposed))
+    assert timeline.end - timeline.begin == pytest.approx(step)
+
+
+def test_groups_with_links_of_their_own_do_not_slow_each_other() -> None:
+    text = "c1 L0=4 L1=4@tp W0 W1"
+    assert simulate_program(program(text, APART)).step_seconds == pytest.approx(5)
+    three = {"dp": ("a", "b"), "tp": ("b",), "pp": ("a",)}
+    found = simulate_program(program("L0=4 L1=4@tp L2=4@pp W0 W1 W2", three))
+    assert found.step_seconds == pytest.approx(8)
+
+
+def test_shares_are_max_min_fair() -> None:
+    assert fair_rates([("a",), ("a",), ()]) == [0.5, 0.5, 1.0]
+    assert fair_rates([("a", "b"), ("a",), ("a",), ("b",)]) == pytest.approx([1 / 3] * 3 + [2 / 3])
+
+
+def test_collectives_slow_compute() -> None:
+    timeline = simulate_program(program("c1 L0=2 c4 W0"), slowdown=0.5)
+    assert timeline.step_seconds == pytest.approx(1 + 2 + (4 - 2 / 1.5))
+
+
+@pytest.mark.parametrize(
+    ("text", "bound", "preemptive"),
+    [
+        ("c3 L0=7 c5 W0 c1", 9, 11),
+        ("W0~ c3 L0=10 c5", 10, 13),
+        ("c3 W0~ c5 L0=9", 9, 14),
+        ("W0~ c1 W1~ c1 c1 L0=2 c1 L1=2", 4, 6),
+        ("c1 L0=2 c1 L1=2 c1 W1 W0 c3", 6, 8),
+        ("c2 L0=2 L1=2@tp W0 W1 c2", 4, 8),  # the link
+    ],
+)
+def test_bounds_by_hand(text: str, bound: float, preemptive: float) -> None:
+    timeline = simulate_program(program(text))
+    assert timeline.bound_seconds == pytest.approx(bound)
+    assert timeline.preemptive_bound_seconds == pytest.approx(preemptive)
+
+
+def test_the_longest_tail_goes_first() -> None:
+    assert jackson([Job(0, 4, 1), Job(1, 2, 9)]) == 12
+    assert jackson([Job(0, 1, 0), Job(5, 1, 0)]) == 6
+    assert jackson([]) == 0
+
+
+times = st.integers(0, 20)
+
+
+@st.composite
+def programs(draw: st.DrawFn, groups: tuple[str, ...] = ("dp", "tp")) -> list[list[str]]:
+    """Words of a program; the times of launches are words of their own."""
+    words: list[list[str]] = [[f"c{draw(times)}"]]
+    for index in range(draw(st.integers(1, 6))):
+        group = draw(st.sampled_from(groups))
+        at = draw(st.integers(1, len(words)))
+        launch = [f"L{index}=", f"{draw(times)}+{draw(times)}", f"@{group}"]
+        words[at:at] = [launch, [f"c{draw(times)}"]]
+        at = words.index(launch)
+        if draw(st.booleans()):
+            words.insert(draw(st.integers(at + 1, len(words))), [f"W{index}"])
+        else:
+            words.insert(draw(st.integers(0, at)), [f"W{index}~"])
+        words.append([f"c{draw(times)}"])
+    return words
+
+
+def written(words: list[list[str]]) -> str:
+    return " ".join("".join(word) for word in words)
+
+
+def check(timeline: Timeline) -> None:
+    """What holds for every step."""
+    assert timeline.step_seconds >= timeline.preemptive_bound_seconds * (1 - 1e-9)
+    assert timeline.preemptive_bound_seconds >= timeline.bound_seconds
+    assert timeline.step_seconds == pytest.approx(
+        timeline.compute_seconds + timeline.exposed_comm_seconds
+    )
+    for group in {slot.message.group for slot in timeline.collectives}:
+        slots = [slot for slot in timeline.collectives if slot.message.group == group]
+        for before, after in itertools.pairwise(slots):
+            assert before.end <= after.start
+    for slot in timeline.collectives:
+        assert slot.launched <= slot.start
+        assert slot.end - slot.start >= slot.message.transfer.seconds * (1 - 1e-9) - 1e-9
+
+
+@given(programs())
+@settings(max_examples=150, deadline=None)
+def test_no_step_is_below_its_bounds(words: list[list[str]]) -> None:
+    for links in (None, APART):
+        check(simulate_program(program(written(words), links)))
+
+
+@given(programs(), st.integers(0, 20))
+@settings(max_examples=100, deadline=None)
+def test_a_faster_link_is_never_slower(words: list[list[str]], chosen: int) -> None:
+    before = simulate_program(program(written(words), APART)).step_seconds
+    launches = [word for word in words if len(word) == 3]
+    word = launches[chosen % len(launches)]
+    latency, transfer = word[1].split("+")
+    word[1] = f"{int(latency) // 2}+{int(transfer) // 2}"
+    assert simulate_program(program(written(words), APART)).step_seconds <= before + 1e-9
+
+
+@given(programs(), st.integers(0, 20))
+@settings(max_examples=100, deadline=None)
+def test_a_later_wait_is_never_slower(words: list[list[str]], chosen: int) -> None:
+    before = simulate_program(program(written(words), APART)).step_seconds
+    waits = [i for i, word in enumerate(words) if word[0][0] == "W" and word[0][-1] != "~"]
+    if waits:
+        word = words.pop(waits[chosen % len(waits)])
+        words.append(word)
+        assert simulate_program(program(written(words), APART)).step_seconds <= before + 1e-9
+
+
+def test_a_captured_step(tmp_path: Path) -> None:
+    step = graphopt.IterGraphModule(training_step(6))
+    model = CostModel.preset("cpu", "ethernet")
+    plain = graphopt.simulate(step, model)
+    check(plain)
+    assert len(plain.collectives) == 12 and plain.peak_bytes > 0
+    assert [slot.message.lag for slot in plain.collectives] == [0] * 12
+    manager = graphopt.PassManager(
+        [
+            "remove_copy_from_optimizer",
+            "comm_fusion_with_concat",
+            "schedule_comm_wait",
+            "iter_move_grads_and_optimizers",
+        ]
+    )
+    manager.run(step)
+    moved = graphopt.simulate(step, model, world_size=2)
+    check(moved)
+    assert moved.step_seconds < plain.step_seconds
+    assert all(slot.message.lag for slot in moved.collectives)
+    text = collectives_text(moved)
+    assert all(f"%{slot.message.launch.name}  " in text for slot in moved.collectives)
+    assert text.count(", one iteration later") == len(moved.collectives)
+    moved.save_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    named = {event["name"] for event in events}
+    assert {slot.message.launch.name for slot in moved.collectives} <= named
+    moved.to_html(tmp_path / "step.html")
+    text = (tmp_path / "step.html").read_text()
+    assert "http" not in text and "one iteration later" in text
+
+
+def test_the_work_is_linear_in_the_size() -> None:
+    """Events, not seconds: between launches and waits all compute is one."""
+    texts = [" ".join(["c1 " * 20 + f"L{i}=9 c1 W{i}" for i in range(n)]) for n in (40, 400)]
+    steps = [simulate_program(program(text)).step_seconds for text in texts]
+    assert steps == pytest.approx([40 * 29, 400 * 29])
