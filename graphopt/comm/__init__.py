@@ -13,11 +13,14 @@ from graphopt.comm.blocks import (
     wait_of,
 )
 from graphopt.comm.editing import replace_collective, updates_of
+from graphopt.ir.operators import argument
+from graphopt.ir.views import view_tail
 
 __all__ = [
     "MAX_WAIT_DISTANCE",
     "SENDS",
     "CommBlock",
+    "argument",
     "get_all_comm_blocks",
     "get_comm_block",
     "kind_of",
@@ -26,5 +29,6 @@ __all__ = [
     "parameters_of",
     "replace_collective",
     "updates_of",
+    "view_tail",
     "wait_of",
 ]

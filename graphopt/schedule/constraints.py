@@ -13,7 +13,7 @@ from torch import fx
 
 from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
 from graphopt.host import is_host_call
-from graphopt.storage import Storages
+from graphopt.ir.effects import Effects
 
 Predecessors = dict[fx.Node, list[fx.Node]]
 
@@ -31,13 +31,13 @@ def predecessors(graph: fx.Graph) -> Predecessors:
 
 def _order_updates(graph: fx.Graph, found: Predecessors) -> None:
     """Between two updates of a storage its readers have no order, but they do not leave."""
-    storages = Storages(graph)
-    updated = {storages.key(state) for node in graph.nodes for state in written(node)}
+    effects = Effects(graph)
+    updated = {effects.key(state) for node in graph.nodes for state in written(node)}
     last: dict[object, fx.Node] = {}
     readers: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        writes = {storages.key(state) for state in written(node)}
-        reads = {storages.key(source) for source in _read(node)} & updated
+        writes = {effects.key(state) for state in written(node)}
+        reads = {effects.key(source) for source in _read(node)} & updated
         for key in reads | writes:
             if key in last:
                 found[node].append(last[key])
