@@ -82,7 +82,7 @@ def changed_constant(gm: fx.GraphModule) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (sent_again, "nobody reads what"),
+        (sent_again, "nobody reads the result of the collective"),
         (unread, "any more"),
         (other_number, "other arguments"),
         (reshaped, "result 0 is float32"),

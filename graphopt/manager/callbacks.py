@@ -28,7 +28,6 @@ from graphopt.verify.equivalence import Proof
 from graphopt.verify.interface import (
     changed_arguments,
     returned_problems,
-    unread_waits,
 )
 from graphopt.verify.metadata import changed_problems
 
@@ -147,7 +146,6 @@ def _badly_typed(context: PassContext) -> list[Problem]:
     new, changed = before.new_nodes(), before.changed_nodes()
     problems = list(changed_problems(new, changed, functional=functional))
     problems += returned_problems(before.graph, gm.graph)
-    problems += unread_waits(before.graph, gm.graph, same)
     return problems
 
 

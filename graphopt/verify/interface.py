@@ -46,20 +46,6 @@ def _kind(value: Any) -> Any:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 
 
-def unread_waits(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
-    """Whatever is reduced is reduced for somebody, unless it never was."""
-    for node in after.nodes:
-        if not traits_of(node).wait or node.users:
-            continue
-        was = same.get(node)
-        if was is None or was.users:
-            yield Problem(
-                f"nobody reads what %{node.name} waits for",
-                (node, *node.all_input_nodes),
-                hint="a collective goes together with its wait: graphopt.comm.replace_collective",
-            )
-
-
 def changed_arguments(after: fx.Graph, same: Same) -> Iterator[Problem]:
     """Kept nodes keep their operator, and all arguments that are no nodes, in their positions.
 
