@@ -83,7 +83,7 @@ def changed_constant(gm: fx.GraphModule) -> None:
     ("edit", "message"),
     [
         (sent_again, "nobody reads the result of the collective"),
-        (unread, "any more"),
+        (unread, "nobody reads the result"),
         (other_number, "other arguments"),
         (reshaped, "result 0 is float32"),
         (other_constant, "the constant scale"),
