@@ -105,7 +105,9 @@ class Record:
 
     def pin(self, value: Any) -> None:
         """The step uses an object as such, by code that is not observed, or by its identity."""
-        if not is_value(value) and self.is_outside(value):
+        if is_value(value) or _compat.is_fake(value):  # a stand-in is not outside
+            return
+        if self.is_outside(value):
             self._pinned[id(value)] = value
 
     def is_pinned(self, value: Any) -> bool:
