@@ -101,7 +101,15 @@ _HOMES = {
 }
 
 
+_MODULES = frozenset(
+    {"comm", "cost", "graph_utils", "hooks", "lowering", "optim", "partition", "passes"}
+    | {"pipelining", "testing", "verify"}
+)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"graphopt.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'graphopt' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

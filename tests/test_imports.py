@@ -332,6 +332,11 @@ def test_public_names(module: str) -> None:
     assert [name for name in PUBLIC[module] if not hasattr(exporting, name)] == []
 
 
+def test_modules_need_no_import_of_their_own() -> None:
+    code = "import graphopt; print(graphopt.cost.CostModel, graphopt.verify.check_dependencies)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_star_import_is_the_public_surface() -> None:
     assert sorted(graphopt.__all__) == sorted(PUBLIC["graphopt"])
 
