@@ -38,7 +38,15 @@ class VerificationError(GraphOptError, RuntimeError):
 
 
 class SpmdMismatchError(GraphOptError, RuntimeError):
-    """Ranks are about to run different communication; raised in place of a hang."""
+    """Ranks are about to run different communication; raised in place of a hang.
+
+    Attributes:
+        refused: whether another rank cannot capture the step, so that this one does not run it.
+    """
+
+    def __init__(self, reason: str, *, refused: bool = False) -> None:
+        self.refused = refused
+        super().__init__(reason)
 
 
 class CollectiveError(GraphOptError, RuntimeError):

@@ -48,10 +48,6 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 _LINGER_SECONDS = 5.0
 
 
-class RefusedElsewhereError(SpmdMismatchError):
-    """Another rank of a meeting cannot capture the step, so that this one does not run it."""
-
-
 @dataclass(frozen=True)
 class Channel:
     """Where the ranks of one group meet for one purpose.
@@ -114,7 +110,7 @@ class Meeting:
 
         Raises:
             SpmdMismatchError: a rank did not come in time, has ended or has given up, or the store
-                is gone; a `RefusedElsewhereError` where it gave up on a `CaptureError`.
+                is gone; `refused` where it gave up on a `CaptureError`.
         """
         self._round += 1
         with _store_errors(self._channel):
@@ -126,8 +122,8 @@ class Meeting:
         if not verdict["held"]:
             self._failed = True
             self._given_up_on = verdict.get("missing", [])
-            kind = RefusedElsewhereError if verdict.get("refused") else SpmdMismatchError
-            raise kind(self._explanation(verdict))
+            refused = bool(verdict.get("refused"))
+            raise SpmdMismatchError(self._explanation(verdict), refused=refused)
         return everyone
 
     def _come(self, mine: dict[str, Any]) -> dict[str, Any]:

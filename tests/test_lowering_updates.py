@@ -99,10 +99,8 @@ def test_numbers_that_change_in_each_step_are_no_reason_to_compile_again() -> No
     assert len(region._compiled) == 1
 
 
-def test_only_steps_with_optimizer_state_are_compiled() -> None:
+def test_the_first_step_is_compiled() -> None:
     pair = Pair(train_step, "mlp", "adamw-fused")
-    pair.train(1)
-    assert pair.compiled.lowered == []
     pair.train(1)
     assert [region.is_compiled for region in pair.compiled.lowered] == [True]
 

@@ -21,7 +21,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.ir import views
 from graphopt.ir.operators import overwritten
-from graphopt.ir.outputs import get_outputs
+from graphopt.ir.outputs import Outputs, get_outputs
 from graphopt.ir.reads import Reads, read_by
 
 
@@ -61,10 +61,8 @@ class Effects:
         self._reads: Reads | None = None
         for node in graph.nodes:
             self._add(node)
-        outputs = get_outputs(graph)
-        for value in (*outputs.results, *outputs.carried):
-            if isinstance(value, fx.Node):
-                self._fixed.add(self._find(value))
+            if node.op == "output":
+                self._fix_returned(get_outputs(graph))
 
     # ---------------------------------------------------------------------------- alias classes
 
@@ -79,6 +77,12 @@ class Effects:
         elif node.op == "get_attr":
             self._join(("attribute", node.target), node)
             self._fixed.add(self._find(node))
+
+    def _fix_returned(self, outputs: Outputs) -> None:
+        """What leaves the graph may be read at any time afterwards."""
+        for value in (*outputs.results, *outputs.carried):
+            if isinstance(value, fx.Node):
+                self._fixed.add(self._find(value))
 
     def _find(self, item: object) -> object:
         parent = self._parent.setdefault(item, item)

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphopt.errors import CaptureError, GraphOptError, PipelineSyntaxError
+from graphopt.errors import (
+    CaptureError,
+    GraphOptError,
+    PipelineSyntaxError,
+    SpmdMismatchError,
+)
 from graphopt.parallel import DataParallel, Parallel
 
 if TYPE_CHECKING:
@@ -61,9 +66,9 @@ class Fallback:
         Args:
             alone: whether other ranks may go on with a graph meanwhile.
         """
-        from graphopt.meeting import RefusedElsewhereError
-
-        if self._mode is None or not isinstance(error, (CaptureError, RefusedElsewhereError)):
+        if self._mode is None or not isinstance(error, (CaptureError, SpmdMismatchError)):
+            return False
+        if isinstance(error, SpmdMismatchError) and not error.refused:
             return False
         if alone or not _can_average(call, parallel):
             return False
