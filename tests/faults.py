@@ -230,7 +230,7 @@ def _exchange_functions(trouble: Trouble) -> None:
 
     exchange(_joint, "trace", "trace 1")
     exchange(_joint, "finish", "trace 2")
-    exchange(_joint.JointCapture, "_join", "agreed")
+    exchange(_joint.JointCapture, "join", "agreed")
 
 
 def _fail_between_collectives(step: graphopt.TrainStep, trouble: Trouble) -> None:

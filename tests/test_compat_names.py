@@ -40,7 +40,8 @@ LATER = frozenset(
     {
         "_create_compile_meta",  # of Triton's tuners, which test_triton.py makes
         "_create_compile_options",
-        "_get_backend",  # of a process group
+        "_device_types",  # of a process group
+        "_get_backend",
         "_loss_fn",  # of schedules, which need a group: test_pipelining_schedules.py
         "_stage",
         "_stages",

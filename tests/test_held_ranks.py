@@ -232,6 +232,7 @@ def read_while_steps_run(rank: int) -> int:
             if not seen or not torch.equal(seen[-1][0], found[0]):
                 seen.append(found)
 
+    ways.step()  # captured while nobody has a view of them, which would keep updates in their step
     thread = threading.Thread(target=read)
     thread.start()
     expected = copies(parameters(ways.twins.eager)[:1])

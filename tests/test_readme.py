@@ -110,5 +110,5 @@ def test_links_lead_somewhere() -> None:
 
 def test_commands_exist() -> None:
     named = set(re.findall(r"`graphopt (\w+)", README))
-    assert named == {"lower", "optimize", "passes", "show"}
+    assert named == {"bisect", "lower", "optimize", "passes", "show"}
     assert named <= set(typer.main.get_group(cli.app).commands)

@@ -43,7 +43,7 @@ def maker(node: fx.Node) -> fx.Node | None:
     while node.op == "call_function":
         if is_operator(node.target, *_CONSTANTS.operators):
             return node
-        sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        sources = _tensors_read(node)
         same = traits_of(node).elements in ("same", "pointwise") and not traits_of(node).collective
         if len(sources) != 1 or not same:
             return None
@@ -52,4 +52,11 @@ def maker(node: fx.Node) -> fx.Node | None:
 
 
 def _passes_on(node: fx.Node) -> bool:
-    return node.target is operator.getitem or traits_of(node).elements == "same"
+    if node.target is operator.getitem:
+        return True
+    elements = traits_of(node).elements
+    return elements == "same" or (elements == "pointwise" and len(_tensors_read(node)) == 1)
+
+
+def _tensors_read(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
