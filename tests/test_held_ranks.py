@@ -219,25 +219,27 @@ def test_rank_0_may_read_alone(two_ranks: Pool) -> None:
 
 
 def read_while_steps_run(rank: int) -> int:
-    """A thread reads what is held again and again; all it sees are values between two steps."""
+    """A thread reads what is held again and again between steps, each of which it may find in
+    flight; all it sees are values of eager steps."""
     ways = Ways(rank, "default")
     held = parameters(ways.twins.captured)
     seen: list[list[Tensor]] = []
-    over = threading.Event()
+    over, between = threading.Event(), threading.Lock()
 
     def read() -> None:
         while not over.is_set():
             assert len(held[0].shape) == 2
-            found = [held[0].detach().clone()]
+            with between:
+                found = [held[0].detach().clone()]
             if not seen or not torch.equal(seen[-1][0], found[0]):
                 seen.append(found)
 
-    ways.step()  # captured while nobody has a view of them, which would keep updates in their step
     thread = threading.Thread(target=read)
     thread.start()
     expected = copies(parameters(ways.twins.eager)[:1])
     for _ in range(8):
-        ways.step()
+        with between:
+            ways.step()
         expected += copies(parameters(ways.twins.eager)[:1])
     over.set()
     thread.join()
