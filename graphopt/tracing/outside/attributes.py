@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from graphopt.tracing.source import SourceLine, is_own_file
 
 _FIXED = frozenset({object, type, torch.nn.Module, types.ModuleType})
 """Classes that nobody gives new attributes to hide those of their subclasses."""
+
+_WITH_OTHER_ATTRIBUTES = (threading.local, weakref.ProxyType, weakref.CallableProxyType)
+"""Kinds of objects whose attributes are those of a thread, or of another object."""
 
 _WATCHED_OF_OPTIMIZERS = frozenset({"param_groups", "state", "step"})
 """Attributes of optimizers that have stand-ins while a step is traced."""
@@ -88,6 +93,10 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLine) -> None:
     owner = type(value)
+    if issubclass(owner, _WITH_OTHER_ATTRIBUTES):
+        if record.is_outside(value):
+            record.read(Place("attribute", value, name), path, line)
+        return
     read_class(record, value, path.removesuffix(f".{name}"), line)
     found = _of_class(record, owner, name, f"{owner.__name__}.{name}", line)
     if found is not None and _is_data(found):

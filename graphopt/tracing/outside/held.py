@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
 
 _CONTAINERS = frozenset({dict, list, set})
@@ -103,12 +104,26 @@ def _is_plain_class(kind: type) -> bool:
     """Whether the objects of a class are their attributes and nothing else."""
     if kind.__module__.partition(".")[0] == "torch":
         return False
+    if not all(map(_is_followed, kind.__mro__)):
+        return False
     return all(
         each is object
         or (each.__flags__ & _HEAP_TYPE and ("__dict__" in vars(each) or "__slots__" in vars(each)))
         or (each.__flags__ & _HEAP_TYPE and each.__basicsize__ == object.__basicsize__)
         for each in kind.__mro__
     )
+
+
+def _is_followed(kind: type) -> bool:
+    """Whether the instructions of a class's methods are looked at."""
+    if kind.__module__ in _HARMLESS:
+        return True
+    methods = (each for each in vars(kind).values() if isinstance(each, types.FunctionType))
+    return all(is_observed(method.__code__.co_filename) for method in methods)
+
+
+_HARMLESS = frozenset({"typing", "abc"})
+"""Modules of base classes whose methods read nothing of an object."""
 
 
 def _part(owner: Any, value: Any) -> int | None:
