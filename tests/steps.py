@@ -213,3 +213,15 @@ RETURNS = [
     gradients,
     an_input,
 ]
+
+
+def with_hidden_states(
+    model: nn.Module, optimizer: Optimizer, tokens: Tensor
+) -> tuple[Tensor, int]:
+    """A step whose loss reads all hidden states, for which transformers installs hooks."""
+    output = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
+    loss = output.loss + sum(h.square().mean() for h in output.hidden_states)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, len(output.hidden_states)

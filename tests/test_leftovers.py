@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from deep import assert_same_as, deep
+from steps import with_hidden_states
 from twins import Twins, World, world
 from zoo import MLP, MODELS, OPTIMIZERS
 
@@ -329,17 +330,9 @@ def test_hidden_states_of_a_fresh_huggingface_model(optimizer: type[Optimizer]) 
         num_key_value_heads=4,
     )
 
-    def hidden(model: nn.Module, optimizer: Optimizer, tokens: Tensor) -> tuple[Tensor, int]:
-        output = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
-        loss = output.loss + sum(h.square().mean() for h in output.hidden_states)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss, len(output.hidden_states)
-
     def build() -> World:
         model = transformers.LlamaForCausalLM(config).train()
-        return World(hidden, [model], [optimizer(model.parameters(), lr=1e-2)])
+        return World(with_hidden_states, [model], [optimizer(model.parameters(), lr=1e-2)])
 
     twins = Twins(build, pipeline="default")
     for i in range(3):

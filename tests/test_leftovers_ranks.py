@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import graphopt
 from gloo import Pool, pool
+from steps import with_hidden_states
 from twins import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.hf]
@@ -20,15 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.hf]
 def two_ranks() -> Iterator[Pool]:
     with pool(2) as ranks:
         yield ranks
-
-
-def hidden_states_step(model: nn.Module, optimizer: Any, tokens: Tensor) -> tuple[Tensor, int]:
-    output = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
-    loss = output.loss + sum(h.square().mean() for h in output.hidden_states)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, len(output.hidden_states)
 
 
 def fresh_model() -> nn.Module:
@@ -45,7 +37,7 @@ def train(rank: int, pipeline: str | None) -> tuple[list[Any], dict[str, Tensor]
     model = fresh_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # one capture
     given: nn.Module = model
-    step: Any = hidden_states_step
+    step: Any = with_hidden_states
     if pipeline is None:
         given = nn.parallel.DistributedDataParallel(model)
     else:
