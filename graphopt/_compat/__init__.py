@@ -573,6 +573,8 @@ def node_at_line(graph_module: fx.GraphModule, line: int) -> fx.Node | None:
 
 def has_symbolic_shape(tensor: torch.Tensor) -> bool:
     """Whether sizes, strides or offset of a tensor are not plain numbers."""
+    if not tensor._has_symbolic_sizes_strides:
+        return False
     numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     return any(isinstance(number, torch.SymInt) for number in numbers)
 

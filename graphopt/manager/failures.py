@@ -24,15 +24,18 @@ _SHOWN = 4
 """Problems that are shown besides the first."""
 
 
-def refusal(context: PassContext, refused: Refused, folder: Path) -> VerificationError | PassError:
+def refusal(
+    context: PassContext, refused: Refused, folder: Path, trial: str | None = None
+) -> VerificationError | PassError:
     """The error for a pass that was refused. The graph must have been restored.
 
     Args:
+        trial: what random inputs say of what the pass left.
         folder: where the folder with reproducers is.
     """
     error_type = VerificationError if refused.broken else PassError
     head = f"pass {context.pass_.name!r} was refused: "
-    return error_type(_text(head, refused.problems, context, folder))
+    return error_type(_text(head, refused.problems, context, folder, trial=trial))
 
 
 def crash(context: PassContext, error: Exception, folder: Path) -> GraphOptError:
@@ -70,6 +73,7 @@ def _text(
     context: PassContext,
     folder: Path,
     place: str | None = None,
+    trial: str | None = None,
 ) -> str:
     first, *more = problems
     lines = [head + first.message]
@@ -80,6 +84,7 @@ def _text(
     for name, value in (
         ("at:", place),
         ("from:", first.source),
+        ("trial:", trial),
         ("pipeline:", marked_text(context.pipeline, context.index)),
         ("reproduce:", _reproduce(context, folder)),
         ("hint:", first.hint),

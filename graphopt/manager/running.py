@@ -38,6 +38,7 @@ from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.spmd import launches_digest
 from graphopt.verify import Problem
+from graphopt.verify.trial import module_of, verdict
 from graphopt.waits import split_waits
 
 PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
@@ -169,12 +170,13 @@ class PassManager:
             for callback in reversed(callbacks):
                 callback.after_pass(context)
         except BaseException as error:
+            tried = _trial(context) if isinstance(error, Refused) and error.broken else None
             context.before.restore()
             for callback in reversed(callbacks):
                 callback.failed(context, error)
             folder = self._settings.dump_dir or Path()
             if isinstance(error, Refused):
-                raise refusal(context, error, folder) from error.__cause__
+                raise refusal(context, error, folder, tried) from error.__cause__
             if isinstance(error, _Raised):
                 raised = crash(context, error.cause, folder)
                 raise raised from raised.__cause__
@@ -187,6 +189,13 @@ class _Raised(Exception):
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
         self.cause = cause
+
+
+def _trial(context: PassContext) -> str | None:
+    """What random inputs say of a graph that is refused."""
+    if context.pass_.changes_numerics or not context.before.annotated:
+        return None
+    return verdict(module_of(context.gm, context.before.graph), context.gm)
 
 
 def run_alone(

@@ -184,15 +184,16 @@ _KINDS = {"result": "result", "carried": "carried value", "state": "state"}
 def _late(gm: IterGraphModule, terms: Terms, step: Evaluation) -> Iterator[Problem]:
     """Both statements about the graphs that run."""
     user = len(step.carried)
+    main, drain = gm.main_gm, gm.drain_gm
     setup = evaluate_graph(gm.setup_gm, terms)
-    first = _flushed(gm, terms, setup, user)
+    first = _flushed(drain, terms, setup, user)
     yield from _differences(terms, step, first, "the first iteration and a flush: ")
-    carried = _arbitrary_carried(gm, terms, setup.carried[user:])
-    drained = evaluate_graph(gm.drain_gm, terms, carried)
+    carried = _arbitrary_carried(main, terms, setup.carried[user:])
+    drained = evaluate_graph(drain, terms, carried)
     expected = evaluate_graph(gm.graph, terms, drained.states)
     expected.states = drained.states | expected.states
     expected.sent = _together(drained.sent, expected.sent)
-    found = _flushed(gm, terms, evaluate_graph(gm.main_gm, terms, carried), user)
+    found = _flushed(drain, terms, evaluate_graph(main, terms, carried), user)
     yield from _differences(terms, expected, found, "any other iteration and a flush: ")
 
 
@@ -201,30 +202,30 @@ def _carried_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.meta.get("kind") == CARRIED]
 
 
-def _arbitrary_carried(gm: IterGraphModule, terms: Terms, left: Sequence[Any]) -> dict[str, Any]:
+def _arbitrary_carried(main: fx.GraphModule, terms: Terms, left: Sequence[Any]) -> dict[str, Any]:
     """Arbitrary carried values; what is under way when an iteration ends is so when one begins."""
     found = {}
-    for node, value in zip(_carried_inputs(gm.main_gm), left, strict=True):
+    for node, value in zip(_carried_inputs(main), left, strict=True):
         fresh = input_value(terms, node)
         pending = isinstance(value, Pending) and not isinstance(fresh, Pending)
         found[str(node.target)] = Pending(fresh) if pending else fresh
     return found
 
 
-def _flushed(gm: IterGraphModule, terms: Terms, run: Evaluation, user: int) -> Evaluation:
+def _flushed(drain: fx.GraphModule, terms: Terms, run: Evaluation, user: int) -> Evaluation:
     """A derived graph followed by drain."""
-    names = [str(node.target) for node in _carried_inputs(gm.drain_gm)]
+    names = [str(node.target) for node in _carried_inputs(drain)]
     given = dict(zip(names, run.carried[user:], strict=True)) | run.states
-    drain = evaluate_graph(gm.drain_gm, terms, given)
+    flushed = evaluate_graph(drain, terms, given)
     return Evaluation(
         results=run.results,
         carried=run.carried[:user],
-        states=run.states | drain.states,
-        draws=run.draws + drain.draws,
-        effects=run.effects + drain.effects,
-        sent=_together(run.sent, drain.sent),
-        origins=drain.origins | run.origins,
-        nodes=drain.nodes | run.nodes,
+        states=run.states | flushed.states,
+        draws=run.draws + flushed.draws,
+        effects=run.effects + flushed.effects,
+        sent=_together(run.sent, flushed.sent),
+        origins=flushed.origins | run.origins,
+        nodes=flushed.nodes | run.nodes,
     )
 
 
