@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.errors import CollectiveError
 from graphopt.failed_runs import sending_explained
 from graphopt.host_votes import Agreement, Votes
 from graphopt.manager import records_of
-from graphopt.meeting import Channel, Meeting
+from graphopt.meeting import Channel
 from graphopt.parallel import DataParallel
 from graphopt.spmd import (
     check_same,
     check_same_plans,
     collective_plan,
-    launches_digest,
     merged_order,
 )
 from graphopt.tracing.call import Call
@@ -38,13 +38,12 @@ from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.trace import trace
 
-Optimize = Callable[[CapturedStep], None]
-"""Checks a captured step and applies the passes to its graph."""
+Plans = dict[str, list[str]]
+"""Every collective of each graph that is derived from a step, one line each."""
 
-Finish = Callable[[Call, CapturedStep, Agreement], None]
-"""Makes a captured step ready to run."""
 
-_NOTHING = Agreement()
+class NotAsAgreedError(Exception):
+    """A step needs other communication than the ranks agreed on before."""
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Agreed:
     Attributes:
         guards: recognise the structure again.
         order: parameters whose gradients are averaged, in launch order.
-        plan: every collective, one line each.
+        plans: every collective of each graph that runs.
         votes: how the ranks agree that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
         current: False once the ranks have agreed on more; graphs made for it must not run then.
@@ -62,7 +61,7 @@ class Agreed:
 
     guards: Guards
     order: tuple[str, ...]
-    plan: list[str]
+    plans: Plans
     votes: Votes
     agreement: Agreement
     current: bool = True
@@ -72,6 +71,163 @@ class Agreed:
         another graph maybe, was over. Graphs whose calls end in an agreement ask themselves."""
         if not self.agreement.at_end:
             self.votes.hear()
+
+
+class Ranks:
+    """How one call is captured on the ranks of a group; a context manager around all of it.
+
+    This one is for a rank that agrees on nothing: it is alone, or averages nothing in this call.
+
+    Args:
+        settled, lasts: as of `capture_call`.
+
+    Attributes:
+        agreement: when in each call the ranks say whether a function has raised.
+        agreed: what the graphs stand on; None where they do not communicate.
+    """
+
+    agreement = Agreement()
+    agreed: Agreed | None = None
+
+    def __init__(self, settled: Collection[str] = (), *, lasts: bool = True) -> None:
+        self._settled, self._lasts = settled, lasts
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """The graphs are ready to run, or `error` has ended the capture."""
+
+    def capture(self, call: Call) -> CapturedStep:
+        """Capture the call, with the communication that the ranks agree on."""
+        return capture_call(call, settled=self._settled, lasts=self._lasts)
+
+    def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
+        """Agree on what is about to run, before anything is compiled.
+
+        Args:
+            captured: with passes applied.
+            graphs: those that run, derived from its graph, by name.
+
+        Raises:
+            SpmdMismatchError: the ranks have other collectives.
+            NotAsAgreedError: the ranks have to agree anew.
+        """
+
+    def ready(self, captured: CapturedStep) -> None:
+        """The graphs of this rank are ready to run. All ranks wait for one another, as long as it
+        takes: how long they compile says nothing."""
+
+
+class _AsAgreed(Ranks):
+    """Goes along with what the ranks agreed on before, without asking them."""
+
+    def __init__(self, agreed: Agreed, parallel: DataParallel, settled: Collection[str]) -> None:
+        super().__init__(settled)
+        self.agreed, self._parallel = agreed, parallel
+        self.agreement = agreed.agreement
+
+    def capture(self, call: Call) -> CapturedStep:
+        assert self.agreed is not None
+        inputs = prepare(call)
+        communication = communication_for(self._parallel, self.agreed.order)
+        try:
+            raw = trace(call, inputs, communication)
+        except UnagreedParameterError:
+            raise NotAsAgreedError from None
+        return finish(call, inputs, communication, raw, self._settled, lasts=True)
+
+    def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
+        assert self.agreed is not None
+        before = self.agreement
+        needed = Agreement.needed_by(captured.graph_module.graph)
+        same = Agreement.of_all([needed.said, before.said]) == before
+        if not same or plans_of(graphs) != self.agreed.plans:
+            raise NotAsAgreedError
+
+
+class _Together(Ranks):
+    """All ranks agree, in a meeting.
+
+    Args:
+        joint: keeps what they agree on.
+        sync: whether gradients are averaged.
+        mode: of the call.
+        earlier: what they agreed on for the same structure before.
+        votes: how they agree that no function has raised.
+    """
+
+    def __init__(
+        self,
+        joint: JointCapture,
+        call: Call,
+        parallel: DataParallel,
+        sync: bool,
+        mode: tuple[Any, ...],
+        earlier: Agreed | None,
+        votes: Votes,
+    ) -> None:
+        super().__init__()
+        self._joint, self._call, self._parallel = joint, call, parallel
+        self._sync, self._mode, self._earlier, self._votes = sync, mode, earlier, votes
+
+    def __enter__(self) -> Ranks:
+        self._votes.hear()
+        group = _compat.group_or_default(self._parallel.group)
+        self._meeting = Channel(group, self._joint.topic, self._parallel.timeout).meeting()
+        self._meeting.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._meeting.__exit__(kind, error, traceback)
+        if error is None:
+            self._joint.join(self._call, self._parallel)
+
+    def capture(self, call: Call) -> CapturedStep:
+        sync = self._sync
+        inputs = self._inputs = prepare(call)
+        raw = trace(call, inputs, communication_for(self._parallel) if sync else None)
+        mine = {"sync": [f"averaging {sync}"], "tensors": _describe(inputs), "used": raw.used}
+        everyone = self._meeting.exchange(mine)
+        check_same("communication mode", [theirs["sync"] for theirs in everyone])
+        check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
+        before = () if self._earlier is None else self._earlier.order
+        self._order = merged_order([before, *(theirs["used"] for theirs in everyone)])
+        communication = communication_for(self._parallel, self._order) if sync else None
+        again = raw if self._order == raw.used else trace(call, inputs, communication)
+        return finish(call, inputs, communication, again, lasts=True)
+
+    def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
+        self._plans = plans_of(graphs)
+        needed = Agreement.needed_by(captured.graph_module.graph)
+        history = [(record.name, record.launches) for record in records_of(captured.graph_module)]
+        planned: dict[str, Any] = {
+            "plans": list(self._plans.items()),
+            "history": history,
+            "callbacks": needed.said,
+        }
+        everyone = self._meeting.exchange(planned)
+        check_same_plans(
+            [theirs["plans"] for theirs in everyone], [theirs["history"] for theirs in everyone]
+        )
+        self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
+
+    def ready(self, captured: CapturedStep) -> None:
+        self._meeting.exchange({"ready": True}, patient=True)
+        guards = Guards(self._call, self._inputs, self._mode, captured.signature.attributes)
+        agreed = Agreed(guards, self._order, self._plans, self._votes, self.agreement)
+        self._joint.note(agreed if self._sync else None, self._earlier)
+        self.agreed = agreed if self._sync else None
 
 
 class JointCapture:
@@ -84,27 +240,24 @@ class JointCapture:
 
     Args:
         topic: the same text on all ranks, different for different step functions.
-        optimize: done with each captured step before the ranks compare their collectives.
-        finish: done with each captured step before any rank runs it; None: nothing.
     """
 
-    def __init__(self, topic: str, optimize: Optimize, finish: Finish | None = None) -> None:
-        self._topic, self._optimize = topic, optimize
-        self._finish = finish if finish is not None else _nothing
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
         self._agreed: list[Agreed] = []
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
         self.alone = False  # whether the last capture was one of this rank alone
 
-    def capture(
+    def ways(
         self,
         call: Call,
         parallel: DataParallel,
         sync: bool,
         mode: tuple[Any, ...],
         settled: Collection[str],
-    ) -> tuple[CapturedStep, Agreed | None]:
-        """Capture `call`; the agreement it stands on is None under `no_sync`.
+    ) -> Iterator[Ranks]:
+        """How `call` may be captured: the first way that is not refused by `NotAsAgreedError`.
 
         Raises:
             CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
@@ -117,24 +270,23 @@ class JointCapture:
             )
         self.alone = True
         if self._has_joined(call) and not sync:
-            captured = capture_call(call, settled=settled, lasts=True)
-            self._optimize(captured)
-            self._finish(call, captured, _NOTHING)
-            return captured, None
+            yield Ranks(settled)
+            return
         earlier = self._earlier(call, mode)
         if earlier is not None:
-            agreeing = self._as_agreed(call, parallel, earlier, settled)
-            if agreeing is not None:
-                self._finish(call, agreeing, earlier.agreement)
-                return agreeing, earlier
+            yield _AsAgreed(earlier, parallel, settled)
         self.alone = False
         group = _compat.group_or_default(parallel.group)
         votes = self._votes.setdefault(group, Votes(group))
-        votes.hear()
-        with Channel(group, self._topic, parallel.timeout).meeting() as meeting:
-            captured, agreed = self._agree(meeting, call, parallel, sync, mode, earlier, votes)
-        self.join(call, parallel)
-        return captured, agreed if sync else None
+        yield _Together(self, call, parallel, sync, mode, earlier, votes)
+
+    def note(self, agreed: Agreed | None, earlier: Agreed | None) -> None:
+        """Keep what the ranks have agreed on, in place of what they agreed on earlier."""
+        if earlier is not None:
+            earlier.current = False
+            self._agreed.remove(earlier)
+        if agreed is not None:
+            self._agreed.append(agreed)
 
     def forget_dead(self) -> None:
         """Drop what was agreed on for models that no longer exist."""
@@ -145,66 +297,6 @@ class JointCapture:
             if agreed.guards.structure_mismatch(call, mode) is None:
                 return agreed
         return None
-
-    def _as_agreed(
-        self, call: Call, parallel: DataParallel, agreed: Agreed, settled: Collection[str]
-    ) -> CapturedStep | None:
-        """Capture with the collectives agreed before; None if the step needs others."""
-        inputs = prepare(call)
-        communication = communication_for(parallel, agreed.order)
-        try:
-            raw = trace(call, inputs, communication)
-        except UnagreedParameterError:
-            return None
-        captured = finish(call, inputs, communication, raw, settled, lasts=True)
-        self._optimize(captured)
-        same = collective_plan(captured.graph_module.graph) == agreed.plan
-        needed = Agreement.needed_by(captured.graph_module.graph)
-        same &= Agreement.of_all([needed.said, agreed.agreement.said]) == agreed.agreement
-        return captured if same else None
-
-    def _agree(
-        self,
-        meeting: Meeting,
-        call: Call,
-        parallel: DataParallel,
-        sync: bool,
-        mode: tuple[Any, ...],
-        earlier: Agreed | None,
-        votes: Votes,
-    ) -> tuple[CapturedStep, Agreed]:
-        inputs = prepare(call)
-        raw = trace(call, inputs, communication_for(parallel) if sync else None)
-        mine = {"sync": [f"averaging {sync}"], "tensors": _describe(inputs), "used": raw.used}
-        everyone = meeting.exchange(mine)
-        check_same("communication mode", [theirs["sync"] for theirs in everyone])
-        check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
-        before = () if earlier is None else earlier.order
-        order = merged_order([before, *(theirs["used"] for theirs in everyone)])
-        communication = communication_for(parallel, order) if sync else None
-        again = raw if order == raw.used else trace(call, inputs, communication)
-        captured = finish(call, inputs, communication, again, lasts=True)
-        history = [("the capture", launches_digest(captured.graph_module.graph))]
-        self._optimize(captured)
-        history += [(record.name, record.launches) for record in records_of(captured.graph_module)]
-        plan = collective_plan(captured.graph_module.graph)
-        needed = Agreement.needed_by(captured.graph_module.graph)
-        planned: dict[str, Any] = {"plan": plan, "passes": history, "callbacks": needed.said}
-        everyone = meeting.exchange(planned)
-        check_same_plans(
-            [theirs["plan"] for theirs in everyone], [theirs["passes"] for theirs in everyone]
-        )
-        agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
-        self._finish(call, captured, agreement)
-        meeting.exchange({"ready": True})
-        guards = Guards(call, inputs, mode, captured.signature.attributes)
-        agreed = Agreed(guards, order, plan, votes, agreement)
-        if earlier is not None:
-            earlier.current = False
-            self._agreed.remove(earlier)
-        if sync:
-            self._agreed.append(agreed)
-        return captured, agreed
 
     def join(self, call: Call, parallel: DataParallel) -> None:
         """What DDP does when it is constructed: everybody starts from rank 0's values. Nothing
@@ -222,8 +314,9 @@ class JointCapture:
         return all(root in self._joined for _, root in call.named_roots())
 
 
-def _nothing(call: Call, captured: CapturedStep, agreement: Agreement) -> None:
-    """For graphs that do not run as they are."""
+def plans_of(graphs: Mapping[str, fx.GraphModule]) -> Plans:
+    """What the ranks have to do alike in each graph."""
+    return {name: collective_plan(gm.graph) for name, gm in graphs.items()}
 
 
 def _describe(inputs: Inputs) -> list[str]:

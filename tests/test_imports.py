@@ -30,7 +30,7 @@ TOP = (
     "graphopt.commands",
     "graphopt.demo",
     "graphopt.discovery",
-    "graphopt.finishing",
+    "graphopt.stages",
     "graphopt.hooks",
     "graphopt.pipelining",
     "graphopt.step",
