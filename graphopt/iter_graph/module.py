@@ -184,10 +184,10 @@ class IterGraphModule(fx.GraphModule):
             once: those alone that a single call runs.
         """
         self._program("setup")
-        if self.graph.late:
-            self._program("drain", 0)
         if self.graph.late and not once:
             self._program("main")
+        if self.graph.late:
+            self._program("drain", 0)
 
     def flush(self) -> None:
         """Do the late work of the last iteration, if there is any: state is then exact.

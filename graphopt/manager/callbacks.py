@@ -24,12 +24,14 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
 from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
-from graphopt.verify import Problem, check_dependencies
+from graphopt.verify import Problem
+from graphopt.verify.dependencies import DependencyCheck
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.interface import (
     changed_arguments,
     returned_problems,
 )
+from graphopt.verify.matching import correspondence_by_name
 from graphopt.verify.metadata import changed_problems
 
 logger = logging.getLogger("graphopt")
@@ -98,6 +100,7 @@ class Verification(PassCallback):
     def __init__(self, level: str, proof: Proof | None = None) -> None:
         self._prove = level == "equivalence"
         self._proof = Proof() if proof is None else proof
+        self._dependencies = DependencyCheck()
 
     def after_pass(self, context: PassContext) -> None:
         if context.record.changed:
@@ -112,10 +115,12 @@ class Verification(PassCallback):
         unread = newly_unread(context.gm.graph, before)
         if unread is not None:
             raise Refused([unread])
-        report = check_dependencies(
+        same = before.correspondence
+        report = self._dependencies.compare(
             before.graph,
-            context.gm,
-            correspondence=before.correspondence,
+            context.gm.graph,
+            correspondence_by_name(before.graph, context.gm.graph) if same is None else same,
+            copies=before.copies,
             same_dtypes=not context.pass_.changes_numerics,
         )
         problems = report.problems or _badly_typed(context) or before.changed_constants()
@@ -129,6 +134,7 @@ class Verification(PassCallback):
 
     def _not_equivalent(self, context: PassContext) -> list[Problem]:
         if not context.before.annotated:
+            self._proof.forget()
             return []
         report = self._proof.compare(context.before.graph, context.gm)
         if report.decidable:

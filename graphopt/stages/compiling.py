@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from graphopt._joint import Agreed, NotAsAgreedError, Ranks
+from graphopt.errors import PipelineSyntaxError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.module import DERIVED
+from graphopt.manager.names import suggestion
 from graphopt.manager.records import PassRecord, count
 from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner
 from graphopt.stages.entries import Finalize, Vote
 from graphopt.stages.pipelines import manager_for, options_for
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.verify import Problem, check_captured
+from graphopt.tracing.inputs import InputSpec
+from graphopt.verify import Problem, SpecReport, check_captured, check_graph
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.stages import StageProof
 
@@ -62,6 +65,23 @@ class Stages:
             self._lower = Lower(options)
             self.behind = [self._lower, *self.behind, Record(options), Box()]
         self._runner = StageRunner(manager.settings, self.names)
+
+    @classmethod
+    def named(cls, manager: PassManager, names: Sequence[str]) -> Stages:
+        """A list with these stages in it.
+
+        Raises:
+            PipelineSyntaxError: there is no stage of such a name.
+        """
+        from graphopt.lowering.compiler import Options
+
+        found = cls(manager, Options(cudagraphs="record" in names))
+        for name in names:
+            if name not in found.names or name == "passes":
+                raise PipelineSyntaxError(
+                    f"there is no stage {name!r}" + suggestion(name, found.names)
+                )
+        return found
 
     def anew(self) -> Stages:
         """The same list, with nothing compiled yet."""
@@ -110,12 +130,13 @@ class Stages:
         """
         start = time.perf_counter()
         captured = ranks.capture(call)
-        gm = captured.graph_module
         record = PassRecord("capture", stage=True, seconds=time.perf_counter() - start)
-        attempt = self._runner.attempt(gm, gm.graph, [record.name])
-        problems = map(Problem, check_captured(captured).problems)
-        self._runner.settle(gm, record, attempt, None, gm, problems)
+        self._check_capture(captured.graph_module, check_captured(captured), record)
         return captured
+
+    def _check_capture(self, gm: fx.GraphModule, report: SpecReport, record: PassRecord) -> None:
+        attempt = self._runner.attempt(gm, gm.graph, [record.name])
+        self._runner.settle(gm, record, attempt, None, gm, map(Problem, report.problems))
 
     def apply_passes(self, captured: CapturedStep) -> StepInMaking:
         """Make an `IterGraphModule` of a captured graph, and apply the passes."""
@@ -142,6 +163,25 @@ class Stages:
         off = self.manager.settings.verify == "off"
         problems = () if off else step.proof.derived(module, step.graphs)
         self._runner.settle(module, record, attempt, module.graph, module, problems)
+
+    def run_named(self, gm: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+        """Take a graph through some of the stages: a captured graph through "capture", which is
+        checked, an `IterGraphModule` through "derive", a derived graph through those behind."""
+        if "capture" in names:
+            inputs = [
+                InputSpec(n.meta["kind"], n.meta["fqn"], str(n.target))
+                for n in gm.graph.find_nodes(op="placeholder")
+            ]
+            self._check_capture(
+                gm, check_graph(gm.graph, inputs), PassRecord("capture", stage=True)
+            )
+        if "derive" in names:
+            self.derive(
+                StepInMaking(gm if isinstance(gm, IterGraphModule) else IterGraphModule(gm))
+            )
+        behind = [stage for stage in self.behind if stage.name in names]
+        proof = StageProof(Proof())
+        return self._runner.run(behind, gm, DerivedGraph("setup"), gm, proof)
 
     def finish(self, module: IterGraphModule) -> None:
         """The stages behind the passes, for a graph of its own that no other rank knows of: a part
