@@ -249,11 +249,11 @@ class TrainStep:
         return ("averaged" if self._sync else "no_sync", group.group_name, group.size())
 
     def _capture(self, call: Call, mode: tuple[Any, ...]) -> BoundStep:
-        from graphopt._joint import Ranks
         from graphopt._run import BoundStep
         from graphopt.host import share_counts
         from graphopt.host_counts import Counts
         from graphopt.iter_graph import IterGraphModule
+        from graphopt.runtime.agreed import Ranks
         from graphopt.tracing.guards import Guards
 
         self._log_capture(call, mode)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import fx, nn
 
 import graphopt
@@ -96,7 +97,7 @@ def test_every_stage_is_recorded_and_written(folder: Path, monkeypatch: Any) -> 
     assert sorted(behind) == [("finalize", name) for name in ("drain", "main", "setup")]
     finalized = next(r for r in step.report if r.arguments == {"graph": "main"})
     assert finalized.changed and finalized.nodes_after < finalized.nodes_before
-    assert finalized.collectives_after == finalized.collectives_before > 1
+    assert finalized.collectives_after == finalized.collectives_before >= 1
     written = {path.name for path in (folder / "dump").iterdir()}
     assert {"after_capture.txt", "after_derive.txt", "after_derive_main.txt"} <= written
     assert {f"after_finalize_{name}.diff" for name in ("setup", "main", "drain")} <= written
@@ -194,10 +195,10 @@ def test_a_broken_finalizer_is_refused(
     model, optimizer = trained()
     before = copy.deepcopy(model.state_dict())
     monkeypatch.setattr(entries, "finalize", broken)
-    step = compiled(SMALL_BUCKETS)
+    step = compiled("none")
     file = refused(lambda: step(model, optimizer, *MODELS["mlp"].batch(1)), "finalize", why)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    with pytest.raises(SystemExit):
+    with pytest.raises(typer.Exit):
         run_stages(file, "finalize", out=None, dump=None, verify=None)
     monkeypatch.setattr(entries, "finalize", finalize)
     run_stages(file, "finalize", out=folder / "out.pt", dump=None, verify=None)
@@ -208,7 +209,7 @@ def test_the_order_of_collectives_is_checked_whatever_is_asked_for(
     folder: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(entries, "finalize", reordering)
-    step = compiled(SMALL_BUCKETS, verify="off")
+    step = compiled("none", verify="off")
     args = (*trained(), *MODELS["mlp"].batch(1))
     refused(lambda: step(*args), "finalize", "other collectives")
 

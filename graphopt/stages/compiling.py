@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from graphopt._joint import Agreed, NotAsAgreedError, Ranks
 from graphopt.errors import PipelineSyntaxError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.module import DERIVED
 from graphopt.manager.names import suggestion
 from graphopt.manager.records import PassRecord, count
 from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner
+from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
 from graphopt.stages.entries import Finalize, Vote
 from graphopt.stages.pipelines import manager_for, options_for
 from graphopt.tracing.call import Call

@@ -27,6 +27,7 @@ from torch import fx
 from graphopt.errors import VerificationError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.derive import CARRIED
+from graphopt.verify.copies import is_copy_of
 from graphopt.verify.difference import Difference
 from graphopt.verify.evaluation import Evaluation, NotDecidedError, evaluate_graph, input_value
 from graphopt.verify.problems import Problem
@@ -144,6 +145,8 @@ class Proof:
         whole = self._known or evaluate_graph(step, self.terms)
         if step.graph.late:
             return self._late(step.graph, graphs, whole), self._derived
+        if is_copy_of(step.graph, graphs["setup"].graph):
+            return [], {"setup": DerivedEvaluation(graphs["setup"], whole)}
         setup = evaluate_graph(graphs["setup"], self.terms)
         found = {"setup": DerivedEvaluation(graphs["setup"], setup)}
         return list(differences(self.terms, whole, setup)), found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -85,17 +85,25 @@ def evaluate_graph(
     gm: fx.GraphModule | fx.Graph,
     terms: Terms,
     inputs: dict[str, Any] | None = None,
+    *,
+    ranks_send_alike: bool = False,
 ) -> Evaluation:
     """What a graph gives for arbitrary inputs, or for some that are terms already.
 
     Args:
         terms: shared by all graphs that are compared.
         inputs: values of placeholders by target; a placeholder without one is arbitrary.
+        ranks_send_alike: a constant that is sent is the same on all ranks: so where the launches
+            are known to be the same, in the same order, on all of them.
 
     Raises:
         NotDecidedError: naming the node that terms cannot speak of.
     """
-    return _Evaluator(gm.graph if isinstance(gm, fx.GraphModule) else gm, terms, inputs or {}).run()
+    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    evaluator = _Evaluator(graph, terms, inputs or {})
+    if not ranks_send_alike:
+        evaluator.sent_constants = sent_constants(graph)
+    return evaluator.run()
 
 
 def input_value(terms: Terms, node: fx.Node) -> Any:
@@ -116,7 +124,7 @@ class _Evaluator:
     ) -> None:
         self._graph, self._terms, self._inputs = graph, terms, inputs
         self._contents = Contents(terms, self._view)
-        self._sent_constants = sent_constants(graph)
+        self.sent_constants: Collection[fx.Node] = ()
         self._in_flight: dict[fx.Node, fx.Node] = {}
         self._found = found or Evaluation()
 
@@ -268,7 +276,7 @@ class _Evaluator:
             found = entries(self._terms, node.target, arguments, node.meta["val"])
             if found is not None:
                 return found
-        if node in self._sent_constants:
+        if node in self.sent_constants:
             return self._sent_constant(node, arguments)
         return self._applied(node, node.target, arguments)
 

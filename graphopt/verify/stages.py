@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 from torch import fx
 
@@ -23,7 +25,9 @@ from graphopt.verify.equivalence import (
 )
 from graphopt.verify.evaluation import NotDecidedError, evaluate_graph
 from graphopt.verify.inlining import in_one
+from graphopt.verify.launches import launches_of, other_launches
 from graphopt.verify.problems import Problem
+from graphopt.verify.terms import Terms
 
 logger = logging.getLogger("graphopt")
 
@@ -52,7 +56,25 @@ def check_divided(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceR
         before: the graph as one.
         after: the graph that calls the submodules.
     """
-    return check_equivalence(in_one(before.graph), in_one(after.graph))
+    report = check_equivalence(in_one(before.graph), in_one(after.graph))
+    if report.ok or other_launches(launches_of(before), launches_of(after)) is not None:
+        return report
+    with suppress(NotDecidedError):  # the report says so then
+        report.problems = _differing(before.graph, after.graph, Terms(), {})
+    return report
+
+
+def _differing(
+    before: fx.Graph, after: fx.Graph, terms: Terms, inputs: Mapping[str, Any]
+) -> list[Problem]:
+    """What differs between graphs that launch the same collectives in the same order, so that
+    constants that are sent need not be told apart by who made them: lowering makes padding anew
+    where it is needed."""
+    old, new = (
+        evaluate_graph(in_one(graph), terms, dict(inputs), ranks_send_alike=True)
+        for graph in (before, after)
+    )
+    return list(differences(terms, old, new))
 
 
 class StageProof:
@@ -79,14 +101,19 @@ class StageProof:
         return problems
 
     def problems(self, name: str, before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
-        """What differs between the derived graph of that name before and after a stage."""
+        """What differs between the derived graph of that name before and after a stage, which
+        launches the same collectives in the same order."""
         known = self._known.pop(name, None)
+        terms = self._proof.terms
         try:
             if known is None:
-                known = DerivedEvaluation(after, evaluate_graph(in_one(before), self._proof.terms))
-            new = evaluate_graph(in_one(after.graph), self._proof.terms, dict(known.inputs))
+                known = DerivedEvaluation(after, evaluate_graph(in_one(before), terms))
+            new = evaluate_graph(in_one(after.graph), terms, dict(known.inputs))
+            found = list(differences(terms, known.evaluation, new))
+            if found:
+                found = _differing(before, after.graph, terms, known.inputs)
         except NotDecidedError as error:
             logger.info("the graph %s is not compared: %s", name, error)
             return []
         self._known[name] = known._replace(module=after, evaluation=new)
-        return list(differences(self._proof.terms, known.evaluation, new))
+        return found
