@@ -15,18 +15,18 @@ import torch.distributed as dist
 
 from graphopt.errors import GraphOptError
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
-from graphopt.processes import announce
+from graphopt.ranks.processes import announce
 from graphopt.runtime.eager import Fallback
 from graphopt.stages import stages_for
 
 if TYPE_CHECKING:
-    from graphopt._joint import JointCapture
-    from graphopt._run import BoundStep
-    from graphopt.host_counts import Counts
+    from graphopt.host.counts import Counts
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, PassRecord
+    from graphopt.runtime.bound_step import BoundStep
+    from graphopt.runtime.joint_capture import JointCapture
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
 
@@ -249,11 +249,11 @@ class TrainStep:
         return ("averaged" if self._sync else "no_sync", group.group_name, group.size())
 
     def _capture(self, call: Call, mode: tuple[Any, ...]) -> BoundStep:
-        from graphopt._run import BoundStep
         from graphopt.host import share_counts
-        from graphopt.host_counts import Counts
+        from graphopt.host.counts import Counts
         from graphopt.iter_graph import IterGraphModule
         from graphopt.runtime.agreed import Ranks
+        from graphopt.runtime.bound_step import BoundStep
         from graphopt.tracing.guards import Guards
 
         self._log_capture(call, mode)
@@ -285,7 +285,7 @@ class TrainStep:
         return entry
 
     def _warn_of_held(self, captured: CapturedStep, communicates: bool) -> None:
-        from graphopt.late import warn_of_held
+        from graphopt.runtime.late import warn_of_held
 
         new = captured.live.held - self._held
         if new and communicates:
@@ -302,7 +302,7 @@ class TrainStep:
 
     def _joint(self) -> JointCapture:
         if self._joint_capture is None:
-            from graphopt._joint import JointCapture
+            from graphopt.runtime.joint_capture import JointCapture
 
             topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
             self._joint_capture = JointCapture(topic)
@@ -342,7 +342,7 @@ def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
 def _tell(parallel: Parallel, step: int, error: BaseException) -> None:
     """Tell a failure to ranks that run their step meanwhile."""
     from graphopt import _compat
-    from graphopt.rank_failures import tell
+    from graphopt.ranks.failures import tell
 
     if isinstance(parallel, DataParallel):
         tell(_compat.group_or_default(parallel.group), step, error)

@@ -29,7 +29,7 @@ TOP = (
     "graphopt.cli",
     "graphopt.commands",
     "graphopt.demo",
-    "graphopt.discovery",
+    "graphopt.manager.discovery",
     "graphopt.stages",
     "graphopt.hooks",
     "graphopt.pipelining",

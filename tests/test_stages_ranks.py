@@ -12,7 +12,7 @@ import torch
 import graphopt
 from gloo import Pool, pool
 from graphopt.lowering.stages import Lower
-from graphopt.meeting import Meeting
+from graphopt.ranks.meeting import Meeting
 from graphopt.stages import entries
 from zoo import MODELS, train_step
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from graphopt import _compat, places
+from graphopt import _compat
 from graphopt.errors import FileError
 from graphopt.graph_utils import follows_output_convention
 from graphopt.iter_graph import IterGraphModule, check_late
@@ -24,6 +24,7 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
 from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
+from graphopt.runtime import places
 from graphopt.verify import Problem
 from graphopt.verify.dependencies import DependencyCheck
 from graphopt.verify.equivalence import Proof

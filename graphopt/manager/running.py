@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from graphopt.comm.waits import split_waits
 from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
@@ -36,10 +37,9 @@ from graphopt.manager.settings import Settings, read_settings
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
-from graphopt.spmd import launches_digest
+from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import Proof
-from graphopt.waits import split_waits
 
 PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
 

@@ -24,13 +24,13 @@ from graphopt.manager.failures import StageAttempt, crash_of_stage, refusal_of_s
 from graphopt.manager.problems import Refused, refusing_what_fails
 from graphopt.manager.records import PassRecord, add_record, count
 from graphopt.manager.settings import Settings
-from graphopt.spmd import launches_digest
+from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
 from graphopt.verify.launches import Launch, launches_of, other_launches
 from graphopt.verify.stages import StageProof
 
 if TYPE_CHECKING:
-    from graphopt.host_votes import Agreement
+    from graphopt.host.votes import Agreement
 
 logger = logging.getLogger("graphopt")
 

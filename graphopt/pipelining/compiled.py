@@ -11,7 +11,6 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.graph_utils import without_autocast
-from graphopt.meeting import Channel
 from graphopt.pipelining.accumulating import Gradients
 from graphopt.pipelining.boundary import apart, no_view
 from graphopt.pipelining.division import Division
@@ -26,6 +25,7 @@ from graphopt.pipelining.gradient_layout import (
 from graphopt.pipelining.stage_capture import Microbatch, StageCapture
 from graphopt.pipelining.stage_graph import StageGraph
 from graphopt.pipelining.state_guard import StateGuard
+from graphopt.ranks.meeting import Channel
 from graphopt.stages import Stages, stages_for
 from graphopt.tracing import reduction
 from graphopt.tracing.inputs import Storage

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from graphopt import _compat
-from graphopt._joint import JointCapture
 from graphopt.errors import CaptureError
 from graphopt.parallel import DataParallel
 from graphopt.pipelining.errors import StageCompileError
 from graphopt.runtime.agreed import NotAsAgreedError, Ranks
+from graphopt.runtime.joint_capture import JointCapture
 from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
 from graphopt.tracing.call import Call

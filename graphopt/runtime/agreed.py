@@ -8,8 +8,8 @@ from types import TracebackType
 
 from torch import fx
 
-from graphopt.host_votes import Agreement, Votes
-from graphopt.spmd import collective_plan
+from graphopt.host.votes import Agreement, Votes
+from graphopt.ranks.spmd import collective_plan
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
 from graphopt.tracing.guards import Guards

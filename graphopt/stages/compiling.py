@@ -26,7 +26,7 @@ from graphopt.verify.equivalence import Proof
 from graphopt.verify.stages import StageProof
 
 if TYPE_CHECKING:
-    from graphopt.host_votes import Agreement
+    from graphopt.host.votes import Agreement
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager

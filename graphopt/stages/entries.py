@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt.executable import finalize
-from graphopt.host_votes import with_agreement
+from graphopt.host.votes import with_agreement
 from graphopt.manager.stages import DerivedGraph, GraphStage
 
 
@@ -20,7 +20,7 @@ class Finalize(GraphStage):
 
 class Vote(GraphStage):
     """All ranks agree in each call that no function of the program's has raised: see
-    `graphopt.host_votes`. Late work has been agreed on in its own iteration."""
+    `graphopt.host.votes`. Late work has been agreed on in its own iteration."""
 
     name, in_place = "vote", True
 

@@ -41,7 +41,7 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
     Raises:
         PipelineSyntaxError: no such pipeline or pass.
     """
-    from graphopt.discovery import PassManager, registry
+    from graphopt.manager.discovery import PassManager, registry
 
     if isinstance(pipeline, PassManager):
         return pipeline

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import fx
 
 from graphopt.ir.operators import is_collective
-from graphopt.spmd import launch_part
+from graphopt.ranks.spmd import launch_part
 from graphopt.verify.problems import Problem
 
 _IN_PLACE = re.compile(r"_\.(?=\w+$)")

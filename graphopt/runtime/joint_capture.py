@@ -13,17 +13,17 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.errors import CollectiveError
-from graphopt.failed_runs import sending_explained
-from graphopt.host_votes import Agreement, Votes
+from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
-from graphopt.meeting import Channel
 from graphopt.parallel import DataParallel
-from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks, plans_of
-from graphopt.spmd import (
+from graphopt.ranks.failed_runs import sending_explained
+from graphopt.ranks.meeting import Channel
+from graphopt.ranks.spmd import (
     check_same,
     check_same_plans,
     merged_order,
 )
+from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks, plans_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import (
     CapturedStep,

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from graphopt import _compat
 from graphopt.errors import CaptureError, SpmdMismatchError
-from graphopt.processes import ended_ranks, is_registered, learn, register
+from graphopt.ranks.processes import ended_ranks, is_registered, learn, register
 
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 

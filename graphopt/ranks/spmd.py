@@ -1,6 +1,6 @@
 """Ranks agree on what they are about to do, before they do it.
 
-Everything goes through meetings of the ranks (`graphopt.meeting`): a rank that plans other
+Everything goes through meetings of the ranks (`graphopt.ranks.meeting`): a rank that plans other
 communication, or that could not capture its step, becomes an error on every rank in place of a
 hang.
 """
@@ -17,7 +17,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
-from graphopt.meeting import Channel
+from graphopt.ranks.meeting import Channel
 
 
 def collective_plan(graph: fx.Graph) -> list[str]:
