@@ -194,6 +194,7 @@ class Stages:
         """Take each derived graph through the stages that are left."""
         step.module.finalize_setup(Executables(self, step), step.graphs)
         step.module.prepare(once=step.once)
+        step.forget()
 
     def run_behind(self, derived: fx.GraphModule, step: StepInMaking) -> fx.GraphModule:
         """Take one derived graph through the stages that are left."""
@@ -216,11 +217,17 @@ class StepInMaking:
     """
 
     def __init__(self, module: IterGraphModule) -> None:
-        self.module, self.passes = module, Proof()
-        self.proof = StageProof(self.passes)
-        self.graphs: dict[str, fx.GraphModule] = {}
+        self.module = module
         self.once = False
         self.agreement: Agreement | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all that is known of the graphs, which is much: whoever makes another graph run
+        later, such as the rest of a drain that was interrupted, begins anew."""
+        self.passes = Proof()
+        self.proof = StageProof(self.passes)
+        self.graphs: dict[str, fx.GraphModule] = {}
 
 
 class Executables:
