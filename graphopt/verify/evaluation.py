@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -100,10 +100,7 @@ def evaluate_graph(
         NotDecidedError: naming the node that terms cannot speak of.
     """
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
-    evaluator = _Evaluator(graph, terms, inputs or {})
-    if not ranks_send_alike:
-        evaluator.sent_constants = sent_constants(graph)
-    return evaluator.run()
+    return _Evaluator(graph, terms, inputs or {}, alike=ranks_send_alike).run()
 
 
 def input_value(terms: Terms, node: fx.Node) -> Any:
@@ -121,10 +118,13 @@ class _Evaluator:
         terms: Terms,
         inputs: dict[str, Any],
         found: Evaluation | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
         self._graph, self._terms, self._inputs = graph, terms, inputs
         self._contents = Contents(terms, self._view)
-        self.sent_constants: Collection[fx.Node] = ()
+        self._alike = alike
+        self._sent_constants = set() if alike else sent_constants(graph)
         self._in_flight: dict[fx.Node, fx.Node] = {}
         self._found = found or Evaluation()
 
@@ -259,7 +259,7 @@ class _Evaluator:
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         given = dict(zip((str(n.target) for n in inputs), self._read(arguments), strict=False))
         found = replace(self._found, results=[], carried=[], states={}, nodes={}, aliases={})
-        inner = _Evaluator(body.graph, self._terms, given, found)
+        inner = _Evaluator(body.graph, self._terms, given, found, alike=self._alike)
         inner._walk()
         for owner in inner._contents.written():
             argument = arguments[inputs.index(owner)] if owner in inputs else None
@@ -276,7 +276,7 @@ class _Evaluator:
             found = entries(self._terms, node.target, arguments, node.meta["val"])
             if found is not None:
                 return found
-        if node in self.sent_constants:
+        if node in self._sent_constants:
             return self._sent_constant(node, arguments)
         return self._applied(node, node.target, arguments)
 
