@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_outputs, is_collective
+from graphopt.graph_utils import is_collective
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.replicas import Lockstep, ReplicatedStep
 from graphopt.replicas.inputs import random_inputs
+from graphopt.replicas.steps import results_of
 
 TRIALS = 8
 _ITERATIONS = 2
@@ -125,7 +126,7 @@ def _run(
         for iteration in range(_ITERATIONS):
             returned = step(inputs, last_iter=iteration == _ITERATIONS - 1)
             for rank, values in enumerate(returned):
-                for number, value in enumerate(_results(gm.graph, values)):
+                for number, value in enumerate(results_of(gm.graph, values)):
                     key = f"result {number} of iteration {iteration} on rank {rank}"
                     found[key] = value.clone() if isinstance(value, torch.Tensor) else value
     for rank, row in enumerate(inputs):
@@ -137,14 +138,6 @@ def _run(
 def _own_random_numbers() -> AbstractContextManager[None]:
     forked: AbstractContextManager[None] = torch.random.fork_rng()
     return forked
-
-
-def _results(graph: fx.Graph, returned: Any) -> list[Any]:
-    """Returned values but for updates of state, which the inputs show."""
-    updates = {id(node) for node in get_outputs(graph).updates}
-    nodes = _compat.tree_leaves(next(iter(reversed(graph.nodes))).args[0])
-    values = _compat.tree_leaves(returned)
-    return [v for node, v in zip(nodes, values, strict=True) if id(node) not in updates]
 
 
 def _is_finite(value: Any) -> bool:
