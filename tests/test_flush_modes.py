@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.optim import Optimizer
 
 import graphopt
@@ -62,6 +64,11 @@ def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     return loss
 
 
+def inside_an_operator_on_fake_tensors() -> AbstractContextManager[None]:
+    """Where garbage may be collected, and a step in flight with it."""
+    return in_kernel_invocation_manager(FakeTensorMode())
+
+
 @pytest.mark.parametrize(
     "mode",
     [
@@ -69,12 +76,15 @@ def train_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
         torch.enable_grad,
         torch.inference_mode,
         partial(torch.autocast, "cpu", torch.bfloat16),
+        FakeTensorMode,
+        inside_an_operator_on_fake_tensors,
     ],
 )
 def test_late_work_is_done_in_the_modes_of_a_step(
     mode: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     model = nn.Linear(3, 2)
+    start = copy.deepcopy(model.state_dict())
     optimizer = Noting(model.parameters())
     step = graphopt.compile(train_step, pipeline=[update_late])
     step(model, optimizer, torch.ones(4, 3))
@@ -83,3 +93,7 @@ def test_late_work_is_done_in_the_modes_of_a_step(
     with mode():
         step.flush()
     assert MODES == [(False, False, False)] * 2
+    eager = nn.Linear(3, 2)
+    eager.load_state_dict(start)
+    train_step(eager, Noting(eager.parameters()), torch.ones(4, 3))
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))

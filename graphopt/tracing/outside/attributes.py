@@ -115,13 +115,18 @@ def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLin
 def _of_descriptor(
     record: Record, value: Any, found: Any, name: str, path: str, line: SourceLine
 ) -> None:
-    """Slots, and properties that are not written in Python; others are observed themselves."""
+    """Slots, fields and properties that are not written in Python; others are observed."""
     if not record.is_outside(value):
         return
-    getter = getattr(found, "fget", None)
-    of_torch = type(found).__module__.startswith("torch.")
-    if _is_member(found) or of_torch or (getter and not isinstance(getter, types.FunctionType)):
+    if type(found).__module__.startswith("torch.") or not _is_python(found):
         record.read(Place("attribute", value, name), path, line)
+
+
+def _is_python(descriptor: Any) -> bool:
+    """Whether what a descriptor does are instructions that can be observed."""
+    if isinstance(descriptor, property):
+        return isinstance(descriptor.fget, types.FunctionType)
+    return isinstance(getattr(type(descriptor), "__get__", None), types.FunctionType)
 
 
 def _registered(record: Record, value: Any, name: str, path: str) -> None:
