@@ -105,7 +105,7 @@ def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLin
     attributes = attributes_of(value)
     if attributes is None or not record.is_outside(value):
         return
-    if not isinstance(value, (types.ModuleType, types.FunctionType)):
+    if not isinstance(value, types.ModuleType):
         record.owned(attributes, value)
     record.read(Place("item", attributes, name), path, line)
     if name not in attributes and found is None:
