@@ -206,6 +206,7 @@ KINDS: dict[str, tuple[Make, Get]] = {
     "unpacked": (lambda v: (v, 1.0), lambda given: (lambda a, b: a)(*given)),
     "function": (_function, called),
     "function with an attribute": (_marked, value_of),
+    "method with an attribute": (lambda v: types.MethodType(_marked(v), 1), value_of),
     "keyword default": (_keyword, called),
     "partial": (lambda v: functools.partial(first_of, [v]), called),
     "class": (lambda v: type("Made", (), {"value": v}), value_of),

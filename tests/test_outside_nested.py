@@ -23,6 +23,7 @@ FEW = [
     ("partial", "descriptor"),
     ("named tuple", "data with slots"),
     ("data", "default dictionary"),
+    ("nothing", "method with an attribute"),
 ]
 
 

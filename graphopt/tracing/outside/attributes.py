@@ -32,6 +32,10 @@ def read_attribute(record: Record, value: Any, name: str, path: str, line: Sourc
         _of_super(record, value, name, line)
     elif isinstance(value, type):
         _of_type(record, value, name, path, line)
+    elif isinstance(value, types.MethodType) and not hasattr(types.MethodType, name):
+        if record.is_outside(value):
+            record.read(Place("attribute", value, "__func__"), f"{path}.__func__", line)
+        read_attribute(record, value.__func__, name, path, line)
     elif isinstance(value, Optimizer) and name in _WATCHED_OF_OPTIMIZERS:
         return
     else:
