@@ -42,8 +42,8 @@ class Scaled(torch.nn.Module):
         self.inner, self.factor = inner, factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor = self.inner(x)
-        return value if isinstance(self.inner, torch.nn.Module) else value * self.factor
+        scaled: torch.Tensor = self.inner(x) * self.factor
+        return scaled
 
 
 class Pair(NamedTuple):
