@@ -17,6 +17,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.host import is_host_call
 from graphopt.iter_graph import IterGraphModule
 from graphopt.parallel import DataParallel
 from graphopt.pipelining.errors import StageCompileError
@@ -117,6 +118,18 @@ class StageCapture:
                 " of a stage have to be complete when its last microbatch is done",
                 hint="leave out the pass that does so; the default is"
                 " 'comm_fusion_with_concat -> schedule_comm_wait'",
+            )
+        self._refuse_callbacks(graph_module)
+
+    def _refuse_callbacks(self, graph_module: IterGraphModule) -> None:
+        found = next(filter(is_host_call, graph_module.graph.nodes), None)
+        if found is not None:
+            line = found.meta.get("source")
+            raise StageCompileError(
+                self._stage,
+                f"it has {found.target}{f' ({line})' if line else ''}: what the graphs of a stage"
+                " compute for several microbatches at a time is in no order for a callback",
+                hint="leave the callback out, or do not compile the stage: it is called then",
             )
 
 
