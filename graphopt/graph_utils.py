@@ -64,6 +64,7 @@ __all__ = [
     "move_after",
     "move_before",
     "readers_through_views",
+    "remove_identities",
     "same_kind",
     "set_outputs",
     "tensors_in",
@@ -97,6 +98,19 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
         removed += 1
         dead += [n for n in inputs if not n.users and not is_needed(n)]
     return removed
+
+
+def remove_identities(graph: fx.Graph) -> None:
+    """Forward what only renames a value: `detach`, `alias`, and `copy` of the same kind of tensor.
+
+    Values never change in a functional graph, so that sharing them cannot be seen.
+    """
+    for node in graph.nodes:
+        if is_operator(node.target, "aten::detach", "aten::alias"):
+            node.replace_all_uses_with(node.args[0])
+        elif is_operator(node.target, "aten::copy") and same_kind(*node.args[:2]):
+            node.replace_all_uses_with(node.args[1])
+    eliminate_dead_code(graph)
 
 
 def without_autocast() -> AbstractContextManager[object]:
@@ -201,7 +215,8 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     mode = _compat.fake_mode_of(list(tensors_in(values)))
     if mode is None:
         return target(*values[0], **values[1])
-    with mode, torch.no_grad(), without_autocast():
+    taken = _compat.with_constants(mode) if all(map(_compat.is_fake, tensors_in(values))) else mode
+    with taken, torch.no_grad(), without_autocast():
         result = target(*values[0], **values[1])
         return _compat.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, result)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
 from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
+from graphopt.rewriting.places import RewrittenPlace, rewritten_places
 from graphopt.verify import Problem, check_dependencies
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.interface import (
@@ -30,6 +31,7 @@ from graphopt.verify.interface import (
     returned_problems,
 )
 from graphopt.verify.metadata import changed_problems
+from graphopt.verify.regions import Regions
 
 logger = logging.getLogger("graphopt")
 
@@ -118,18 +120,26 @@ class Verification(PassCallback):
             same_dtypes=not context.pass_.changes_numerics,
         )
         problems = report.problems or _badly_typed(context) or before.changed_constants()
-        if not problems and self._prove and not context.pass_.changes_numerics:
-            problems = self._not_equivalent(context)
+        places = rewritten_places(context.gm.graph) if context.pass_.changes_numerics else []
+        if not problems and self._prove and (places or not context.pass_.changes_numerics):
+            problems = self._not_equivalent(context, places)
         else:
             self._proof = Proof()
             problems = problems or _kept_nodes_changed(context)
         if problems:
             raise Refused(problems)
 
-    def _not_equivalent(self, context: PassContext) -> list[Problem]:
-        if not context.before.annotated:
+    def _not_equivalent(
+        self, context: PassContext, places: Sequence[RewrittenPlace]
+    ) -> list[Problem]:
+        same = context.before.correspondence
+        if not context.before.annotated or (places and same is None):
             return []
-        report = self._proof.compare(context.before.graph, context.gm)
+        regions = Regions(places, same or {}) if places else None
+        problems = [] if regions is None else list(regions.problems())
+        if problems:
+            return problems
+        report = self._proof.compare(context.before.graph, context.gm, regions)
         if report.decidable:
             return report.problems
         logger.info("%s: %s", context.pass_.name, report.problems[0].message)

@@ -36,6 +36,7 @@ from graphopt.manager.settings import read_settings
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
+from graphopt.rewriting.places import forget_places
 from graphopt.spmd import launches_digest
 from graphopt.verify import Problem
 from graphopt.waits import split_waits
@@ -66,6 +67,14 @@ class PassManager:
     Raises:
         PipelineSyntaxError: the pipeline or a setting cannot be understood.
         PassArgumentError: a pass has no such option, or it takes other values.
+
+    >>> import graphopt, torch
+    >>> manager = graphopt.PassManager("comm_fusion_with_concat(bucket_size_mb=5)", verify="off")
+    >>> str(manager)
+    'comm_fusion_with_concat(bucket_size_mb=5)'
+    >>> (record,) = manager.run(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module)
+    >>> record.changes
+    0
     """
 
     def __init__(
@@ -168,6 +177,7 @@ class PassManager:
                 _finish(context)
             for callback in reversed(callbacks):
                 callback.after_pass(context)
+            forget_places(context.gm.graph)
         except BaseException as error:
             context.before.restore()
             for callback in reversed(callbacks):
@@ -204,6 +214,7 @@ def run_alone(
 
 def _call(context: PassContext) -> None:
     """Run the function of a pass, and take what it returns."""
+    forget_places(context.gm.graph)
     try:
         changes = context.pass_.function(context.gm, **context.arguments)
     except Exception as error:
