@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
-    from graphopt.manager import PassManager, PassRecord
+    from graphopt.manager import PassManager, Report
     from graphopt.manager.running import PipelineEntry
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
@@ -45,6 +45,13 @@ class TrainStep:
     before is captured anew, logged with the reason (logger ``graphopt``, level INFO), and kept.
 
     What a call returns are tensors without autograd history: the backward has run inside.
+
+    >>> import graphopt, torch
+    >>> step = graphopt.compile(lambda x: x * 2)
+    >>> type(step).__name__, step(torch.ones(2))
+    ('TrainStep', tensor([2., 2.]))
+    >>> [node.name for node in step.graph_module.graph.nodes]
+    ['x', 'mul', 'output']
     """
 
     def __init__(
@@ -219,7 +226,7 @@ class TrainStep:
         return self._finishing.regions
 
     @property
-    def report(self) -> list[PassRecord]:
+    def report(self) -> Report:
         """What each pass did to the graph of the latest call.
 
         Raises:
@@ -228,6 +235,13 @@ class TrainStep:
         from graphopt.manager import records_of
 
         return records_of(self.graph_module)
+
+    def _repr_html_(self) -> str:
+        from graphopt.viewing.notebook import graph_html, records_html
+
+        if not self._entries:
+            return "<p>a training step that has not been called yet</p>"
+        return records_html(self.report) + graph_html(self.graph_module)
 
     def print_readable(self) -> None:
         """Print the graph of the latest call, by phase, with shapes, bytes and source lines."""
@@ -472,6 +486,20 @@ def compile(
         TypeError: `fn` is not a function, or an option is unknown.
         PipelineSyntaxError, PassOrderError: the pipeline cannot be understood or applied.
         CaptureError: on calling the step, when it cannot be captured.
+
+    >>> import graphopt, torch
+    >>> @graphopt.compile
+    ... def train_step(model, optimizer, x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> losses = [train_step(model, optimizer, torch.ones(4, 2)) for _ in range(3)]
+    >>> bool(losses[-1] < losses[0])
+    True
     """
     if fn is None:
         return lambda function: TrainStep(function, **options)

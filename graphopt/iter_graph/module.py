@@ -37,6 +37,12 @@ class IterGraphModule(fx.GraphModule):
 
     Args:
         graph_module: copied; left as it is.
+
+    >>> import graphopt, torch
+    >>> gm = graphopt.IterGraphModule(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module)
+    >>> (result,), updates, carried = gm(torch.ones(2))
+    >>> result, gm.in_flight
+    (tensor([2., 2.]), False)
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -102,6 +108,11 @@ class IterGraphModule(fx.GraphModule):
     def code(self) -> str:
         """Python code of the step, late nodes in their own iteration."""
         return self.graph.python_code("self").src
+
+    def _repr_html_(self) -> str:
+        from graphopt.viewing.notebook import graph_html  # above this module
+
+        return graph_html(self)
 
     @property
     def setup_gm(self) -> fx.GraphModule:

@@ -40,6 +40,10 @@ class PassRecord:
         skipped: it was disabled, and did not run.
         launches: stands for all launches of collectives that it has left, in order: what has to be
             the same on all ranks.
+
+    >>> import graphopt
+    >>> graphopt.PassRecord("my_pass", changes=2, changed=True).outcome
+    '2 changes'
     """
 
     name: str
@@ -85,6 +89,9 @@ class PassRecord:
         numerics = "; may change numerics" if self.changes_numerics else ""
         return f"{head}: {self.outcome} in {self.seconds:.3f} s; {counts}{numerics}"
 
+    def _repr_html_(self) -> str:
+        return Report([self])._repr_html_()
+
     @property
     def outcome(self) -> str:
         """How much changed, in words."""
@@ -95,14 +102,30 @@ class PassRecord:
         return f"{self.changes} change{'s' * (self.changes != 1)}"
 
 
+class Report(list[PassRecord]):
+    """Records, first to last, which notebooks show as a table."""
+
+    def _repr_html_(self) -> str:
+        from graphopt.viewing.notebook import records_html  # above this module
+
+        return records_html(self)
+
+
 def applied_passes(gm: fx.GraphModule) -> list[str]:
-    """Names of the passes that were applied to a graph module, first to last."""
+    """Names of the passes that were applied to a graph module, first to last.
+
+    >>> import graphopt, torch
+    >>> gm = graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module
+    >>> records = graphopt.PassManager("schedule_comm_wait").run(gm)
+    >>> graphopt.applied_passes(gm)
+    ['schedule_comm_wait']
+    """
     return [record.name for record in records_of(gm)]
 
 
-def records_of(gm: fx.GraphModule) -> list[PassRecord]:
+def records_of(gm: fx.GraphModule) -> Report:
     """Records of the passes that were applied to a graph module, first to last."""
-    return [_as_record(record) for record in gm.meta.get(META_KEY, ())]
+    return Report(_as_record(record) for record in gm.meta.get(META_KEY, ()))
 
 
 def _as_record(record: Any) -> PassRecord:
