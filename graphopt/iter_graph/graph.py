@@ -21,6 +21,11 @@ class IterGraph(fx.Graph):
 
     The idea, moving work across the boundary of two iterations so that communication overlaps with
     the next forward, is that of software pipelining (Lam, "Software pipelining", PLDI 1988).
+
+    >>> import graphopt, torch
+    >>> gm = graphopt.IterGraphModule(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module)
+    >>> isinstance(gm.graph, graphopt.IterGraph), len(gm.graph.late)
+    (True, 0)
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
