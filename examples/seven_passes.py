@@ -91,7 +91,7 @@ def split_all_reduces(gm: fx.GraphModule, least: int = 64) -> int:
 def first_layers_first(gm: fx.GraphModule) -> None:
     """Launch all-reduces after the backward, in the order of the parameters."""
     blocks = get_all_comm_blocks(gm, "all_reduce")
-    place = {str(p.target): i for i, p in enumerate(gradients_of(gm))}
+    place = {p.meta["fqn"]: i for i, p in enumerate(gradients_of(gm))}
     blocks.sort(key=lambda block: min(place[name] for name in parameters_of(gm, block)))
     first_reader = min(reader for block in blocks for reader in block.wait_nodes[0].users)
     move_before([block.comm_node for block in blocks], first_reader)
@@ -108,7 +108,7 @@ def log_norms(gm: fx.GraphModule) -> int:
     last = max(gradients.values())
     norm = aten.linalg_vector_norm.default
     with gm.graph.inserting_before(last.next):
-        norms = {str(p.target): new(gm, g, norm, g) for p, g in gradients.items()}
+        norms = {p.meta["fqn"]: new(gm, g, norm, g) for p, g in gradients.items()}
         insert_callback(gm.graph, SEEN.append, norms)
     return len(norms)
 
@@ -186,7 +186,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) ->
 def arguments() -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = Block()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.randn(2, 6, 16)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 6, 16)
 
 
 PASSES = [

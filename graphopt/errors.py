@@ -21,9 +21,9 @@ class CaptureError(GraphOptError, RuntimeError):
         hint: what to write instead, or None.
 
     >>> import graphopt, torch
-    >>> def step(x):
-    ...     return x if x.sum() > 0 else -x
-    >>> graphopt.capture(step, torch.ones(2))
+    >>> def step(model, x):
+    ...     return x if model(x).sum() > 0 else -x
+    >>> graphopt.capture(step, torch.nn.ReLU(), torch.ones(2))
     Traceback (most recent call last):
         ...
     graphopt.errors.CaptureError: the step cannot be captured: ...
@@ -50,8 +50,9 @@ class VerificationError(GraphOptError, RuntimeError):
     """A graph breaks the IR contract, or is not the computation it was made from.
 
     >>> import graphopt, torch
-    >>> one = graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module
-    >>> two = graphopt.capture(lambda x: x + 2, torch.ones(2)).graph_module
+    >>> def graph_of(model):
+    ...     return graphopt.capture(lambda m, x: m(x), model, torch.ones(2)).graph_module
+    >>> one, two = graph_of(torch.nn.ReLU()), graph_of(torch.nn.Tanh())
     >>> graphopt.verify.check_equivalence(one, two).raise_for_failure()
     Traceback (most recent call last):
         ...
@@ -123,7 +124,8 @@ class PassOrderError(GraphOptError, RuntimeError):
     """Passes are applied in an order their constraints forbid.
 
     >>> import graphopt, torch
-    >>> gm = graphopt.IterGraphModule(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module)
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = graphopt.IterGraphModule(captured.graph_module)
     >>> graphopt.PassManager("iter_move_grads_and_optimizers").run(gm)
     Traceback (most recent call last):
         ...
@@ -167,7 +169,8 @@ class PassError(GraphOptError, RuntimeError):
     >>> @graphopt.graph_optimization_pass(registry=graphopt.PassRegistry())
     ... def divide(gm):
     ...     return 1 // 0
-    >>> divide(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module)
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> divide(captured.graph_module)
     Traceback (most recent call last):
         ...
     graphopt.errors.PassError: pass 'divide' raised ZeroDivisionError: ...
@@ -193,9 +196,10 @@ class IterationError(GraphOptError, ValueError):
     """Nodes cannot run one iteration late.
 
     >>> import graphopt, torch
-    >>> gm = graphopt.IterGraphModule(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module)
-    >>> x, plus_one, output = gm.graph.nodes
-    >>> gm.graph.move_to_next_iter_before([plus_one])
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = graphopt.IterGraphModule(captured.graph_module)
+    >>> x, relu, output = gm.graph.nodes
+    >>> gm.graph.move_to_next_iter_before([relu])
     Traceback (most recent call last):
         ...
     graphopt.errors.IterationError: ...

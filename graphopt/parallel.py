@@ -36,9 +36,9 @@ class Manual:
     """The step does its own communication; the capture adds none.
 
     >>> import graphopt, torch
-    >>> step = graphopt.compile(lambda x: x * 2, parallel=graphopt.Manual())
-    >>> step(torch.ones(2))
-    tensor([2., 2.])
+    >>> step = graphopt.compile(lambda m, x: m(x), parallel=graphopt.Manual())
+    >>> step(torch.nn.ReLU(), torch.ones(2))
+    tensor([1., 1.])
     """
 
 

@@ -47,11 +47,11 @@ class TrainStep:
     What a call returns are tensors without autograd history: the backward has run inside.
 
     >>> import graphopt, torch
-    >>> step = graphopt.compile(lambda x: x * 2)
-    >>> type(step).__name__, step(torch.ones(2))
-    ('TrainStep', tensor([2., 2.]))
+    >>> step = graphopt.compile(lambda m, x: m(x))
+    >>> type(step).__name__, step(torch.nn.ReLU(), torch.ones(2))
+    ('TrainStep', tensor([1., 1.]))
     >>> [node.name for node in step.graph_module.graph.nodes]
-    ['x', 'mul', 'output']
+    ['x', 'relu', 'output']
     """
 
     def __init__(
@@ -237,11 +237,11 @@ class TrainStep:
         return records_of(self.graph_module)
 
     def _repr_html_(self) -> str:
-        from graphopt.viewing.notebook import graph_html, records_html
+        from graphopt.viewing.notebook import graph_html
 
         if not self._entries:
             return "<p>a training step that has not been called yet</p>"
-        return records_html(self.report) + graph_html(self.graph_module)
+        return self.report._repr_html_() + graph_html(self.graph_module)
 
     def print_readable(self) -> None:
         """Print the graph of the latest call, by phase, with shapes, bytes and source lines."""

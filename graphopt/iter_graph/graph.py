@@ -23,7 +23,8 @@ class IterGraph(fx.Graph):
     the next forward, is that of software pipelining (Lam, "Software pipelining", PLDI 1988).
 
     >>> import graphopt, torch
-    >>> gm = graphopt.IterGraphModule(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module)
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = graphopt.IterGraphModule(captured.graph_module)
     >>> isinstance(gm.graph, graphopt.IterGraph), len(gm.graph.late)
     (True, 0)
     """

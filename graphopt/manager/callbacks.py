@@ -15,6 +15,7 @@ from torch import fx
 from graphopt import _compat, places
 from graphopt.errors import FileError
 from graphopt.graph_utils import follows_output_convention
+from graphopt.ir.rewritten import RewrittenPlace, rewritten_places
 from graphopt.iter_graph import IterGraphModule, check_late
 from graphopt.manager.declaration import Pass
 from graphopt.manager.problems import Refused, refusing_what_fails
@@ -23,7 +24,6 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
 from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
-from graphopt.rewriting.places import RewrittenPlace, rewritten_places
 from graphopt.verify import Problem, check_dependencies
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.interface import (

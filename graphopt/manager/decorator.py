@@ -59,7 +59,8 @@ def graph_optimization_pass(
     >>> @graphopt.graph_optimization_pass(registry=graphopt.PassRegistry())
     ... def count_nodes(gm, least: int = 1) -> None:
     ...     print(len(gm.graph.nodes) >= least)
-    >>> record = count_nodes(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module, least=3)
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> record = count_nodes(captured.graph_module, least=3)
     True
     """
     if callable(prerequisites) and not isinstance(prerequisites, Pass):

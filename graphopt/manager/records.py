@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from html import escape
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -106,16 +107,32 @@ class Report(list[PassRecord]):
     """Records, first to last, which notebooks show as a table."""
 
     def _repr_html_(self) -> str:
-        from graphopt.viewing.notebook import records_html  # above this module
+        heads = ["pass", "options", "outcome", "ms", *Counts._fields]
+        head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+        body = "".join(f"<tr>{''.join(map(_cell, _values(record)))}</tr>" for record in self)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
-        return records_html(self)
+
+def _cell(text: str) -> str:
+    return f"<td>{escape(text)}</td>"
+
+
+def _values(record: PassRecord) -> list[str]:
+    options = ", ".join(f"{name}={value!r}" for name, value in record.arguments.items())
+    counts = [
+        str(old) if old == new else f"{old} → {new}"
+        for old, new in zip(record.before, record.after, strict=True)
+    ]
+    outcome = "skipped" if record.skipped else record.outcome
+    return [record.name, options, outcome, f"{1e3 * record.seconds:.1f}", *counts]
 
 
 def applied_passes(gm: fx.GraphModule) -> list[str]:
     """Names of the passes that were applied to a graph module, first to last.
 
     >>> import graphopt, torch
-    >>> gm = graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = captured.graph_module
     >>> records = graphopt.PassManager("schedule_comm_wait").run(gm)
     >>> graphopt.applied_passes(gm)
     ['schedule_comm_wait']

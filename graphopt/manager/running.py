@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
+from graphopt.ir.rewritten import forget_places
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
 from graphopt.manager.callbacks import (
     Dump,
@@ -36,7 +37,6 @@ from graphopt.manager.settings import read_settings
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
-from graphopt.rewriting.places import forget_places
 from graphopt.spmd import launches_digest
 from graphopt.verify import Problem
 from graphopt.waits import split_waits
@@ -72,7 +72,8 @@ class PassManager:
     >>> manager = graphopt.PassManager("comm_fusion_with_concat(bucket_size_mb=5)", verify="off")
     >>> str(manager)
     'comm_fusion_with_concat(bucket_size_mb=5)'
-    >>> (record,) = manager.run(graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module)
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> (record,) = manager.run(captured.graph_module)
     >>> record.changes
     0
     """

@@ -81,6 +81,7 @@ class Search:
         self, pattern: Pattern, numbers: Mapping[float, str] | None = None, *, exact: bool
     ) -> None:
         self._pattern, self._numbers, self._exact = pattern, numbers or {}, exact
+        self._targets: Targets | None = None
         calls = pattern.calls
         self._calls = calls if exact else [node for node in calls if not _is_copy(node)]
 
@@ -88,6 +89,7 @@ class Search:
         """All places, in graph order of the rarest operator."""
         if not self._calls or not all(targets.like(node) for node in self._calls):
             return
+        self._targets = targets
         rarest = min(self._calls, key=lambda node: len(targets.like(node)))
         order = self._order([rarest])
         for candidate in targets.like(rarest):
@@ -131,7 +133,15 @@ class Search:
             if isinstance(bound.get(source), fx.Node):
                 readers = self._readers(bound[source])
                 return [r for r in readers if _kind(r) == _kind(node) and r not in taken]
-        return []
+        return [other for other in self._apart(node, bound) if other not in taken]
+
+    def _apart(self, node: fx.Node, bound: Binding) -> list[fx.Node]:
+        """Candidates for a part of the pattern that reads nothing of the rest, as the backward of a
+        linear function does: they come from the same line."""
+        first = next(found for one, found in bound.items() if isinstance(one, fx.Node))
+        line = first.meta.get("source")
+        others = [] if self._targets is None else self._targets.like(node)
+        return [other for other in others if other.meta.get("source") == line]
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}

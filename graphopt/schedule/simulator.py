@@ -41,7 +41,8 @@ def simulate(
         CostTableError: a cost is negative or not finite.
 
     >>> import graphopt, torch
-    >>> gm = graphopt.capture(lambda x: x @ x, torch.ones(64, 64)).graph_module
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = captured.graph_module
     >>> graphopt.simulate(gm).step_seconds > 0
     True
     """

@@ -47,7 +47,7 @@ class CapturedStep:
             run for the first time; None where there is none.
 
     >>> import graphopt, torch
-    >>> captured = graphopt.capture(lambda x: x + 1, torch.ones(2))
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
     >>> [(entry.kind, entry.fqn) for entry in captured.inputs]
     [('user_input', 'x')]
     """
@@ -313,9 +313,10 @@ def capture(
         CaptureError: naming the user's line and what to write instead.
 
     >>> import graphopt, torch
-    >>> gm = graphopt.capture(lambda x: x + 1, torch.ones(2)).graph_module
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = captured.graph_module
     >>> [node.name for node in gm.graph.nodes]
-    ['x', 'add', 'output']
+    ['x', 'relu', 'output']
     """
     return capture_call(Call(fn, args, kwargs), communication_for(resolve(parallel)))
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in, without_autocast
-from graphopt.rewriting.places import RewrittenPlace
+from graphopt.ir.rewritten import RewrittenPlace
 from graphopt.verify.problems import Problem
 
 logger = logging.getLogger("graphopt")

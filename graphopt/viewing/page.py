@@ -24,8 +24,9 @@ def view_page(
         diffs: for passes by name, the lines of the difference that they made.
 
     >>> import graphopt, torch
-    >>> gm = graphopt.capture(lambda x: x + 1, torch.ones(3)).graph_module
-    >>> "aten.add.Tensor" in view_page(gm, "plus one")
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = captured.graph_module
+    >>> "aten.relu.default" in view_page(gm, "a step")
     True
     """
     return page_of(contents_of(gm, title, diffs))
