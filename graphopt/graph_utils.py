@@ -200,23 +200,33 @@ def call_function_with_meta(
     node = graph.call_function(target, args, kwargs)
     if like is not None:
         node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}
-    node.meta["val"] = evaluate(target, args, kwargs)
+    node.meta["val"] = evaluate(target, args, kwargs, _fake_mode(graph))
     return node
+
+
+def _fake_mode(graph: fx.Graph) -> Any:
+    """The FakeTensorMode of the first tensor of a graph."""
+    values = (tensors_in(node.meta.get("val")) for node in graph.nodes)
+    first = next((found for found in map(list, values) if found), [])
+    return _compat.fake_mode_of(first)
 
 
 _COMPUTED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "lowering"})
 
 
-def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What `target` gives for nodes' `meta["val"]`: fake tensors, symbolic numbers or nests."""
+def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = None) -> Any:
+    """What `target` gives for nodes' `meta["val"]`: fake tensors, symbolic numbers or nests.
+
+    Args:
+        mode: the FakeTensorMode of what is made from no tensor, as by ``aten.scalar_tensor``.
+    """
     if target is operator.getitem and isinstance(args[0], fx.Node):
         return args[0].meta["val"][args[1]]
     values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-    mode = _compat.fake_mode_of(list(tensors_in(values)))
+    mode = _compat.fake_mode_of(list(tensors_in(values))) or mode
     if mode is None:
         return target(*values[0], **values[1])
-    taken = _compat.with_constants(mode) if all(map(_compat.is_fake, tensors_in(values))) else mode
-    with taken, torch.no_grad(), without_autocast():
+    with mode, torch.no_grad(), without_autocast():
         result = target(*values[0], **values[1])
         return _compat.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, result)
 

@@ -167,19 +167,6 @@ def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
     return next((t.fake_mode for t in tensors if is_fake(t)), None)  # type: ignore[attr-defined]
 
 
-@contextmanager
-def with_constants(mode: Any) -> Iterator[None]:
-    """While active, `mode` takes the real tensors that operators make of numbers, as
-    ``aten.where.Scalar`` does."""
-    with mode:
-        before = mode.allow_non_fake_inputs
-        mode.allow_non_fake_inputs = True
-        try:
-            yield
-        finally:
-            mode.allow_non_fake_inputs = before
-
-
 def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in `mode`: same metadata, leaf and requires_grad; `.grad` is not carried over."""
     if is_fake(tensor) and tensor.fake_mode is mode:  # type: ignore[attr-defined]
