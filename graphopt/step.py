@@ -47,8 +47,8 @@ class TrainStep:
     What a call returns are tensors without autograd history: the backward has run inside.
 
     >>> import graphopt, torch
-    >>> step = graphopt.compile(lambda m, x: m(x))
-    >>> type(step).__name__, step(torch.nn.ReLU(), torch.ones(2))
+    >>> step, model = graphopt.compile(lambda m, x: m(x)), torch.nn.ReLU()
+    >>> type(step).__name__, step(model, torch.ones(2))
     ('TrainStep', tensor([1., 1.]))
     >>> [node.name for node in step.graph_module.graph.nodes]
     ['x', 'relu', 'output']

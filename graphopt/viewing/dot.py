@@ -14,6 +14,7 @@ def dot_text(graph: fx.GraphModule | fx.Graph, name: str = "step") -> str:
     """A graph as DOT: a box for each phase, a node for each node, an edge for each argument.
 
     >>> import graphopt, torch
+    >>> from graphopt.viewing import dot_text
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
     >>> gm = captured.graph_module
     >>> print(dot_text(gm).splitlines()[0])

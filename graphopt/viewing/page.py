@@ -24,6 +24,7 @@ def view_page(
         diffs: for passes by name, the lines of the difference that they made.
 
     >>> import graphopt, torch
+    >>> from graphopt.viewing import view_page
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
     >>> gm = captured.graph_module
     >>> "aten.relu.default" in view_page(gm, "a step")
