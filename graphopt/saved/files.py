@@ -73,21 +73,11 @@ def load_graph(path: str | Path) -> fx.GraphModule:
         SavedGraphError: the file holds no graph, is damaged, is of a later version of graphopt, or
             needs an operator that is not known here.
     """
-    return _load(path, symbolic=True)
-
-
-def load_to_look_at(path: str | Path) -> fx.GraphModule:
-    """As `load_graph`, sooner, for those who neither run nor rewrite the graph: numbers that its
-    nodes compute are zeros in its metadata."""
-    return _load(path, symbolic=False)
-
-
-def _load(path: str | Path, *, symbolic: bool) -> fx.GraphModule:
     path = place(path)
     saved = _read(path)
     try:
         content = json.loads(saved["content"])
-        return _decode(content, saved["tensors"], symbolic)
+        return _decode(content, saved["tensors"])
     except SavedGraphError as error:
         raise SavedGraphError(f"{path}: {error}") from None
     except Exception as error:  # what other content than `save_graph` writes leads to
@@ -139,11 +129,9 @@ def _encode(graph_module: fx.GraphModule) -> tuple[dict[str, Any], dict[str, tor
     return content, tensors
 
 
-def _decode(
-    content: dict[str, Any], tensors: dict[str, torch.Tensor], symbolic: bool
-) -> fx.GraphModule:
+def _decode(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> fx.GraphModule:
     root = nn.Module()
-    values = ValueDecoder(content["storages"], symbolic=symbolic)
+    values = ValueDecoder(content["storages"])
     described = {name: values.decode(value) for name, value in content["constants"].items()}
     constants = {**tensors, **described}
     for target, value in constants.items():

@@ -77,15 +77,10 @@ class ValueEncoder:
 
 
 class ValueDecoder:
-    """Decodes the values of one graph, in one new fake tensor mode.
+    """Decodes the values of one graph, in one new fake tensor mode."""
 
-    Args:
-        symbolic: whether unknown numbers are symbolic; otherwise they are zeros.
-    """
-
-    def __init__(self, storages: list[int], *, symbolic: bool = True) -> None:
-        self._symbolic = symbolic
-        self._mode = _compat.new_fake_mode() if symbolic else _compat.plain_fake_mode()
+    def __init__(self, storages: list[int]) -> None:
+        self._mode = _compat.new_fake_mode()
         self._bases = [torch.empty(size, dtype=torch.uint8, device="meta") for size in storages]
         self._symbols: dict[int, Any] = {}
 
@@ -97,8 +92,6 @@ class ValueDecoder:
             return self._tensor(**content)
         if kind == "generator":
             return torch.Generator(content)
-        if not self._symbolic:
-            return 0 if kind == "symint" else 0.0
         if content not in self._symbols:
             self._symbols[content] = _compat.new_unknown(self._mode, kind == "symint")
         return self._symbols[content]
