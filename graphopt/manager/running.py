@@ -12,6 +12,7 @@ from torch import fx
 from graphopt.comm.waits import split_waits
 from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
+from graphopt.ir.rewritten import forget_places
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
 from graphopt.manager.callbacks import (
     PassCallback,
@@ -68,6 +69,15 @@ class PassManager:
     Raises:
         PipelineSyntaxError: the pipeline or a setting cannot be understood.
         PassArgumentError: a pass has no such option, or it takes other values.
+
+    >>> import graphopt, torch
+    >>> manager = graphopt.PassManager("comm_fusion_with_concat(bucket_size_mb=5)", verify="off")
+    >>> str(manager)
+    'comm_fusion_with_concat(bucket_size_mb=5)'
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> (record,) = manager.run(captured.graph_module)
+    >>> record.changes
+    0
     """
 
     def __init__(
@@ -175,6 +185,7 @@ class PassManager:
                 _finish(context)
             for callback in reversed(callbacks):
                 callback.after_pass(context)
+            forget_places(context.gm.graph)
         except BaseException as error:
             tried = _trial(context) if isinstance(error, Refused) and error.broken else None
             context.before.restore()
@@ -219,6 +230,7 @@ def run_alone(
 
 def _call(context: PassContext) -> None:
     """Run the function of a pass, and take what it returns."""
+    forget_places(context.gm.graph)
     try:
         changes = context.pass_.function(context.gm, **context.arguments)
     except Exception as error:
