@@ -354,12 +354,12 @@ class TrainStep:
                 )
 
 
-MIN_BUCKETS = 16
+MIN_BUCKETS = 32
 """Of gradients in the default pipeline: what is still to be sent when the backward ends is a
 sixteenth of all, and a gradient of a gigabyte still goes in buckets of 25 MB."""
 
 
-FORWARD_SHARE = 0.33
+FORWARD_SHARE = 0.4
 """Of the compute of a step: a product of matrices takes two in the backward."""
 
 
