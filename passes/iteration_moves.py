@@ -54,7 +54,7 @@ from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.iter_graph.rules import is_held, why_now_everywhere
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.optim import split_updates
-from graphopt.schedule import Send, apply_launch_order, defer_products, hold_back
+from graphopt.schedule import Send, apply_launch_order, defer_products, hasten, hold_back
 
 REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
 
@@ -127,6 +127,7 @@ def _held_back(
     sends = [Send(b.comm_node, b.nbytes, d) for b, d in zip(blocks, due, strict=True)]
     order = hold_back(sends, share)
     apply_launch_order(order)
+    hasten([send.launch for send in order.at_once])
     defer_products(graph, [send.launch for send in order.held])
     return [update[send.launch] for send in order.sends]
 
