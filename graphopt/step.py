@@ -355,12 +355,13 @@ class TrainStep:
 
 
 MIN_BUCKETS = 32
-"""Of gradients in the default pipeline: what is still to be sent when the backward ends is a
-sixteenth of all, and a gradient of a gigabyte still goes in buckets of 25 MB."""
+"""Of gradients in the default pipeline: what is still to be sent when the backward ends is small,
+most gradients go alone and are not copied, and of a gigabyte buckets still have 25 MB."""
 
 
-FORWARD_SHARE = 0.4
-"""Of the compute of a step: a product of matrices takes two in the backward."""
+HELD_BACK = 0.4
+"""Of the bytes of gradients: of a step's compute, the share from its begin to the first gradient. A
+product of matrices takes two in the backward, so that the forward is a third."""
 
 
 def default_pipeline() -> list[PipelineEntry]:
@@ -375,7 +376,7 @@ def default_pipeline() -> list[PipelineEntry]:
         passes.remove_copy_from_optimizer,
         (passes.comm_fusion_with_concat, {"min_buckets": MIN_BUCKETS}),
         passes.schedule_comm_wait,
-        (passes.iter_move_grads_and_optimizers, {"held_back": FORWARD_SHARE}),
+        (passes.iter_move_grads_and_optimizers, {"held_back": HELD_BACK}),
         passes.schedule_updates,
     ]
 

@@ -9,12 +9,12 @@ can be computed after it as well, and fills that time:
 
 What moves are the products of matrices that only this launch needs, with what follows from them;
 sums of bias gradients stay, since they are cheap and share their input with the backward. What a
-product reads lives longer, so that nothing moves where the step would then hold more at its fullest.
+product reads lives longer, so nothing moves where the step would then hold more at its fullest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
@@ -47,29 +47,33 @@ def defer_products(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     return 0
 
 
-def hasten(launches: Sequence[fx.Node]) -> int:
+def hasten(graph: fx.Graph, launches: Collection[fx.Node]) -> int:
     """Compute what only `launches` need, and launch them, as soon as its inputs are there: of two
     products with one gradient, that of the weight before that of the activation.
 
-    Args:
-        launches: collectives of one group, in their order, which they keep.
+    All collectives keep their order, which the ranks share: inputs may be there earlier on one.
 
     Returns:
         How many nodes moved.
     """
     moved = 0
     previous: fx.Node | None = None
-    for launch in launches:
-        for node in [*_only_for(launch), launch]:
-            needed = [source for source in node.all_input_nodes if source.op != "placeholder"]
-            if node is launch and previous is not None:
-                needed.append(previous)
-            anchor = max(needed, default=node)
-            if anchor is not node and anchor.next is not node:
-                anchor.append(node)
-                moved += 1
+    for launch in list(filter(is_collective, graph.nodes)):
+        if launch in launches:
+            moved += sum(_raised(node, None) for node in _only_for(launch))
+            moved += _raised(launch, previous)
         previous = launch
     return moved
+
+
+def _raised(node: fx.Node, previous: fx.Node | None) -> bool:
+    """Move a node up to its inputs and behind `previous`. Returns whether it had to move."""
+    needed = [source for source in node.all_input_nodes if source.op != "placeholder"]
+    anchor = max([*needed, previous] if previous is not None else needed, default=None)
+    if anchor is None or anchor.next is node:
+        return False
+    anchor.append(node)
+    return True
 
 
 def _peak(graph: fx.Graph) -> int:
@@ -87,9 +91,12 @@ def _defer(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     moved = 0
     for launch in launches:
         mine = [node for node in _only_for(launch) if not reads_state(node)]
-        for node in _from_products(mine, launch):
-            launch.prepend(node)
-            moved += 1
+        following = launch
+        for node in reversed(_from_products(mine, launch)):
+            if following.prev is not node:
+                following.prepend(node)
+                moved += 1
+            following = node
     return moved
 
 
