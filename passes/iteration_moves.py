@@ -122,6 +122,7 @@ def _held_back(
     Where buckets share an update, as with clipping, it waits for all, and none is held back.
     """
     if len(moved) != len(blocks):
+        hasten(graph, {block.comm_node for block in blocks})
         return moved
     position = {node: index for index, node in enumerate(graph.nodes)}
     update = {block.comm_node: nodes for block, nodes in zip(blocks, moved, strict=True)}
