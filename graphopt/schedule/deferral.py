@@ -70,7 +70,7 @@ def _raised(node: fx.Node, previous: fx.Node | None) -> bool:
     """Move a node up to its inputs and behind `previous`. Returns whether it had to move."""
     needed = [source for source in node.all_input_nodes if source.op != "placeholder"]
     anchor = max([*needed, previous] if previous is not None else needed, default=None)
-    if anchor is None or anchor.next is node:
+    if anchor is None or node < anchor or anchor.next is node:
         return False
     anchor.append(node)
     return True
