@@ -140,7 +140,7 @@ def _statement(node: fx.Node, shorten: bool) -> str:
 
 def target_text(node: fx.Node) -> str:
     """What a node calls, or is, in a word."""
-    if node.op != "call_function":
+    if node.op in ("placeholder", "get_attr", "output"):
         return node.op
     target = node.target
     return target if isinstance(target, str) else _function_name(target)
