@@ -32,7 +32,7 @@ from graphopt.verify.difference import Difference
 from graphopt.verify.evaluation import Evaluation, NotDecidedError, evaluate_graph, input_value
 from graphopt.verify.problems import Problem
 from graphopt.verify.regions import Regions
-from graphopt.verify.terms import Pending, Terms
+from graphopt.verify.terms import Pending, Terms, canonical
 
 _SHOWN = 10
 
@@ -348,7 +348,7 @@ def _of_values(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> It
             yield Problem(f"{where}{len(after)} {_KINDS[kind]}s, before it was {len(before)}")
             continue
         for index, (one, other) in enumerate(zip(before, after, strict=True)):
-            if one != other:
+            if canonical(one) != canonical(other):
                 text = f"{where}{_KINDS[kind]} {index}"
                 yield Difference(terms, old, new, (kind, index)).problem(text, one, other)
     for name in dict.fromkeys([*old.states, *new.states]):
