@@ -80,8 +80,20 @@ def _refuse_other_kind(wait: fx.Node, new: fx.Node) -> None:
         texts = [f"{dtype} of shape {shape} on {device}" for dtype, shape, device in kinds]
         raise VerificationError(
             f"%{new.name} is {texts[0]}, and cannot stand for %{wait.name}, which is {texts[1]}\n"
-            f"{located(new)}\n  hint:  convert it back, as with aten._to_copy or aten.view"
+            f"{located(new)}\n  hint:  {_way_back(was, now)}"
         )
+
+
+def _way_back(was: torch.Tensor, now: torch.Tensor) -> str:
+    """How one kind of tensor becomes another."""
+    if was.numel() != now.numel():
+        return (
+            f"readers need all {was.numel()} elements, and these are {now.numel()}: join the parts"
+            " with aten.cat, and what it gives with aten.view"
+        )
+    if was.dtype != now.dtype:
+        return f"convert it back: aten._to_copy(new_output, dtype={was.dtype})"
+    return "convert it back, as with aten.view or, between devices, aten._to_copy"
 
 
 def _refuse_dependent(launch: fx.Node, new: fx.Node) -> None:

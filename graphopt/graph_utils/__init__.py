@@ -187,7 +187,8 @@ def call_function_with_meta(
         like: a node whose phase, source line and module path the new node takes over.
 
     Raises:
-        VerificationError: `target` is a function written in Python.
+        VerificationError: `target` is a function written in Python, or does not take these
+            arguments. Nothing is inserted.
     """
     kwargs = kwargs or {}
     if isinstance(target, types.FunctionType):
@@ -200,8 +201,27 @@ def call_function_with_meta(
     node = graph.call_function(target, args, kwargs)
     if like is not None:
         node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}
-    node.meta["val"] = evaluate(target, args, kwargs, _fake_mode(graph))
+    try:
+        node.meta["val"] = evaluate(target, args, kwargs, _fake_mode(graph))
+    except Exception as error:  # operators raise what they like
+        text = _refused_call(node, error)
+        graph.erase_node(node)
+        raise VerificationError(text) from error
     return node
+
+
+def _refused_call(node: fx.Node, error: Exception) -> str:
+    """What an operator said of its arguments, and what these are."""
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    values = {f"%{source.name}": source.meta.get("val") for source in node.all_input_nodes}
+    kinds = [
+        f"    {name} is {value.dtype} of shape {list(value.shape)} on {value.device}"
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    given = [*map(repr, node.args), *(f"{key}={value!r}" for key, value in node.kwargs.items())]
+    call = f"  > {node.target}({', '.join(given)})"
+    return "\n".join([f"{node.target} does not take these arguments: {reason}", call, *kinds])
 
 
 def _fake_mode(graph: fx.Graph) -> Any:
