@@ -46,6 +46,10 @@ class EquivalenceReport:
         reorders_sums: whether elements are summed over ranks in another place of what is sent:
             the same bits on two ranks, up to the order of sums on more.
         decidable: whether terms can speak of the graph before at all.
+
+    >>> report = graphopt.verify.check_equivalence(gm, gm)
+    >>> report.ok, report.problems
+    (True, [])
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -86,6 +90,9 @@ def check_equivalence(
     Args:
         before: the graph that a pass was given, or a copy of it.
         after: what the pass made of it.
+
+    >>> graphopt.verify.check_equivalence(gm, gm).ok
+    True
     """
     return Proof().compare(before, after)
 
