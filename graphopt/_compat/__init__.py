@@ -620,7 +620,7 @@ class DescribedTensor(torch.Tensor):
     """
 
     described_device: torch.device
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

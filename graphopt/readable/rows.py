@@ -25,7 +25,7 @@ from graphopt.graph_utils import (
 )
 from graphopt.iter_graph import IterGraph
 
-LAUNCH, WAIT, UPDATE, LATE = "▶", "⏸", "●", "↻"
+LAUNCH, WAIT, UPDATE, LATE = "▶", "■", "●", "↻"
 MARKS = {
     LAUNCH: "launch of a collective",
     WAIT: "wait for it",

@@ -80,7 +80,7 @@ class Difference:
         name = operator_of(self._terms[moved.term].key) if node is None else f"%{node.name}"
         return (
             f"element {moved.now} of {name} where element {moved.was} was (element"
-            f" {moved.index} of the argument)"
+            f" {moved.place} of the argument)"
         )
 
     def _slices(self, first: int, second: int) -> Iterator[str]:
@@ -172,8 +172,8 @@ def first_pair(one: Any, other: Any) -> tuple[int, int] | None:
     if isinstance(one, Segment) and isinstance(other, Segment):
         return None if one.term == other.term else (one.term, other.term)
     if isinstance(one, TensorValue) and isinstance(other, TensorValue):
-        found = first_difference(one.segments, other.segments)
-        return None if found is None else first_pair(*found)
+        segments = first_difference(one.segments, other.segments)
+        return None if segments is None else first_pair(*segments)
     if isinstance(one, ScalarValue) and isinstance(other, ScalarValue):
         return None if one == other else (one.term, other.term)
     if not isinstance(one, tuple) or not isinstance(other, tuple):

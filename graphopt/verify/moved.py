@@ -15,12 +15,12 @@ class MovedElements(NamedTuple):
     """The first element that is another one of the same term.
 
     Attributes:
-        index: its place in the tensor.
+        place: in the tensor.
         term: of which it is an element.
         was, now: which one.
     """
 
-    index: int
+    place: int
     term: int
     was: int
     now: int
