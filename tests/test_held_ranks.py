@@ -160,15 +160,15 @@ def test_every_way_of_holding_is_exact(two_ranks: Pool) -> None:
 # ---------------------------------------------------------------- ranks and steps
 
 
-def one_bucket_held(rank: int) -> list[str]:
-    """On rank 0 an array holds the last layer; the other buckets stay in flight."""
+def one_bucket_held(rank: int, name: str) -> list[str]:
+    """On rank 0 an array holds one of the last layer; the other buckets stay in flight."""
     ways = Ways(rank, ALONE, warm=0)
     w = ways.twins.captured
-    array = w.model.head.weight.detach().numpy() if rank == 0 else None
+    array = w.model.get_parameter(name).detach().numpy() if rank == 0 else None
     ways.step(4)
     assert ways.in_flight
     if array is not None:
-        assert array.tolist() == ways.twins.eager.model.head.weight.tolist()
+        assert array.tolist() == ways.twins.eager.model.get_parameter(name).tolist()
         assert ways.in_flight
     ways.step(2)
     module = ways.twins.compiled.graph_module
@@ -177,9 +177,11 @@ def one_bucket_held(rank: int) -> list[str]:
     return [str(state.meta["fqn"]) for state in updated if state.meta["kind"] == "parameter"]
 
 
-def test_the_schedule_is_made_knowing_what_is_held(two_ranks: Pool) -> None:
-    held, free = two_ranks.run(one_bucket_held)
-    assert "head.weight" in free and "head.weight" not in held
+@pytest.mark.parametrize("name", ["head.weight", "head.bias"])
+def test_the_schedule_is_made_knowing_what_is_held(two_ranks: Pool, name: str) -> None:
+    """A small one shares its bucket with what is near it, and not with all that are small."""
+    held, free = two_ranks.run(one_bucket_held, name)
+    assert name in free and name not in held
     assert "layers.0.weight" in held
 
 

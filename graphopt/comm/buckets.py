@@ -19,6 +19,9 @@ from graphopt.graph_utils import is_collective, is_operator, is_random, written
 from graphopt.ir.effects import Effects
 from graphopt.ir.operators import argument
 
+BESIDE = 4
+"""One bucket is filled beside gradients of so many times its limit that are sent alone."""
+
 
 def fusable_blocks(gm: fx.GraphModule) -> dict[fx.Node, CommBlock]:
     """The all-reduces that may be fused at all, by launch."""
@@ -162,6 +165,7 @@ class Planner:
         self._pinned = pinned
         self._first_limit, self._limit = limits
         self._open: dict[Any, Bucket] = {}
+        self._alone: dict[Any, int] = {}
         self._closed: list[Bucket] = []
         self._behind: dict[fx.Node, list[Bucket]] = {}
 
@@ -184,9 +188,10 @@ class Planner:
         return [bucket for bucket in self._closed if len(bucket.blocks) > 1]
 
     def _add(self, block: CommBlock) -> None:
-        if block.nbytes >= self._limit:  # alone: sent as it is, nobody copies it into a bucket
-            return
         key = (block.group, block.reduce_op, block.dtype, block.device)
+        if block.nbytes >= self._limit:  # alone: sent as it is, nobody copies it into a bucket
+            self._send_alone(key, block.nbytes)
+            return
         bucket = self._open.get(key)
         if bucket is None or not bucket.is_open:
             bucket = Bucket(self._first_limit if bucket is None else self._limit)
@@ -200,6 +205,15 @@ class Planner:
         self._behind[block.comm_node] = [bucket]
         if bucket.nbytes >= bucket.limit:
             self._close([bucket])
+
+    def _send_alone(self, key: Any, nbytes: int) -> None:
+        """Close the bucket that is filled beside it, each time that a few times its limit went
+        alone. Where that is does not depend on what is in a bucket: fusing again fuses no more."""
+        before = self._alone.get(key, 0)
+        self._alone[key] = before + nbytes
+        span = BESIDE * self._limit
+        if key in self._open and before // span != self._alone[key] // span:
+            self._close([self._open[key]])
 
     def _close(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
