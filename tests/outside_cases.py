@@ -18,6 +18,7 @@ import os
 import queue
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -1098,3 +1099,124 @@ def evaluated_text() -> Iterator[Any]:
     names = {"beta": 0.5}
     yield lambda: eval("beta * 1", names)
     names["beta"] = 0.7
+
+
+# What is held weakly, and what is remembered
+
+
+@case
+def weak_dictionary_by_key() -> Iterator[Any]:
+    key, known = Config(), weakref.WeakKeyDictionary[Any, float]()
+    known[key] = 0.5
+    yield lambda: known[key]
+    known[key] = 0.7
+
+
+@case
+def weak_dictionary_with_a_default() -> Iterator[Any]:
+    key, known = Config(), weakref.WeakKeyDictionary[Any, float]()
+    yield lambda: known.get(key, 0.5)
+    known[key] = 0.7
+
+
+@case
+def weak_dictionary_has() -> Iterator[Any]:
+    key, known = Config(), weakref.WeakKeyDictionary[Any, float]()
+    yield lambda: 0.7 if key in known else 0.5
+    known[key] = 1.0
+
+
+@case
+def weak_dictionary_items() -> Iterator[Any]:
+    keys, known = [Config(0.5), Config(0.7)], weakref.WeakKeyDictionary[Any, float]()
+    known[keys[0]] = 0.5
+    yield lambda: sum(key.beta * value for key, value in known.items()) if keys else 0.0
+    known[keys[1]] = 0.5
+
+
+@case
+def weak_dictionary_of_values() -> Iterator[Any]:
+    values, known = [Config(0.5), Config(0.7)], weakref.WeakValueDictionary[str, Any]()
+    known["config"] = values[0]
+    yield lambda: known["config"].beta if values else 0.0
+    known["config"] = values[1]
+
+
+@case
+def weak_dictionary_length() -> Iterator[Any]:
+    values, known = [Config(0.5), Config(0.7)], weakref.WeakValueDictionary[str, Any]()
+    known["config"] = values[0]
+    yield lambda: float(len(known)) if values else 0.0
+    known["other"] = values[1]
+
+
+@case
+def weak_set() -> Iterator[Any]:
+    values = [Config(0.5), Config(0.7)]
+    known = weakref.WeakSet(values[:1])
+    yield lambda: sum(value.beta for value in known) if values else 0.0
+    known.add(values[1])
+
+
+@case
+def weak_set_has() -> Iterator[Any]:
+    value, known = Config(), weakref.WeakSet[Any]()
+    yield lambda: 0.7 if value in known else 0.5
+    known.add(value)
+
+
+@case
+def dispatch_by_class() -> Iterator[Any]:
+    @functools.singledispatch
+    def scale(value: Any) -> float:
+        return 0.5
+
+    @scale.register
+    def _of_pair(value: tuple) -> float:  # type: ignore[type-arg]
+        return 0.25
+
+    scale(1.0)
+    yield lambda: scale(1.0) + scale((1.0,))
+    scale.register(float, lambda value: 0.7)
+
+
+@case
+def method_dispatched_by_class() -> Iterator[Any]:
+    class Scale:
+        @functools.singledispatchmethod
+        def of(self, value: Any) -> float:
+            return 0.5
+
+    scale = Scale()
+    yield lambda: scale.of(1.0)
+    Scale.of.register(float, lambda self, value: 0.7)
+
+
+@case
+def cache_cleared() -> Iterator[Any]:
+    beta = 0.5
+
+    @functools.lru_cache
+    def remembered(power: int) -> float:
+        return beta**power
+
+    remembered(2)
+    yield lambda: remembered(2)
+    beta = 0.7
+    remembered.cache_clear()
+
+
+@case
+def cached_method_cleared() -> Iterator[Any]:
+    class Remembering:
+        beta = 0.5
+
+        @functools.cache  # noqa: B019
+        def of(self, power: int) -> float:
+            return self.beta**power
+
+    given = Remembering()
+    given.of(2)
+    yield lambda: given.of(2)
+    Remembering.beta = 0.7
+    Remembering.of.cache_clear()

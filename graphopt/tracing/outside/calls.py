@@ -21,7 +21,7 @@ from graphopt.tracing.outside.attributes import (
     read_method,
 )
 from graphopt.tracing.outside.files import is_observed
-from graphopt.tracing.outside.places import Place, is_value
+from graphopt.tracing.outside.places import Place, filled, is_value
 from graphopt.tracing.outside.record import Record, is_container, viewed
 from graphopt.tracing.source import SourceLine
 
@@ -229,6 +229,8 @@ class Calls:
                 self._attributes(value, line, depth=4)
         elif isinstance(callee, weakref.ref):
             self._target(callee, line)
+        elif isinstance(callee, functools._lru_cache_wrapper):
+            self._remembered(callee, args, line)
         else:
             read_method(self._record, type(callee), "__call__", line)
             if not isinstance(type(callee).__call__, types.FunctionType):
@@ -240,6 +242,16 @@ class Calls:
         if self._record.is_outside(reference):
             path = self._record.path(reference, "a weak reference")
             self._record.read(Place("target", reference), f"{path}()", line)
+
+    def _remembered(
+        self, function: functools._lru_cache_wrapper[Any], args: Sequence[Any], line: SourceLine
+    ) -> None:
+        """The step calls a function that may know the answer without being run."""
+        self._pin(args)
+        if self._record.is_outside(function):
+            path = self._record.path(function, getattr(function, "__name__", "a function"))
+            known = Place("remembers", function, filled(function))
+            self._record.read(known, f"the cache of {path}", line)
 
     def _attributes(self, value: Any, line: SourceLine, depth: int = 1) -> None:
         """All attributes of an outside object, and of those that it holds."""

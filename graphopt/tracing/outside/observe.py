@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,13 @@ from graphopt.tracing.source import SourceLine, is_library_file
 _MODULE_CALL = _compat.module_call_code()
 _COUNTING = frozenset({Counter.update.__code__, Counter.subtract.__code__})
 """Functions that read a number only to write what they make of it to where it was."""
+_FORGETTING = frozenset(
+    constant
+    for kind in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+    for constant in kind.__init__.__code__.co_consts
+    if isinstance(constant, CodeType)
+)
+"""What weak containers run when an object ends, wherever the program is then."""
 
 
 class Observer:
@@ -45,7 +53,7 @@ class Observer:
     def entered(self, frame: FrameType) -> dict[int, Step] | None:
         """A function begins. Returns which of its instructions to look at; None for none."""
         code = frame.f_code
-        if code in self.ignored:
+        if code in self.ignored or code in _FORGETTING:
             return None
         if not is_observed(code.co_filename):
             self._entered_torch(frame, code)

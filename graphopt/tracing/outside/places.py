@@ -29,7 +29,8 @@ class Place:
         kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
             has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "keys" of
             a dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
-            that is known of it but its values; "target" of a weak reference.
+            that is known of it but its values; "target" of a weak reference; "remembers", whether
+            a function with a cache has not been made to forget since the cache was so full.
     """
 
     kind: str
@@ -61,6 +62,17 @@ def _item(holder: Any, key: Any) -> Any:
     return dict.get(holder, key, MISSING) if isinstance(holder, dict) else holder[key]
 
 
+def filled(function: Any) -> tuple[int, int]:
+    """How much a function behind `functools.lru_cache` has learned, and how much it knows."""
+    info = function.cache_info()
+    return info.misses, info.currsize
+
+
+def _remembers(holder: Any, key: Any) -> Any:
+    """Both numbers grow only, until the cache is cleared."""
+    return all(now >= before for now, before in zip(filled(holder), key, strict=True))
+
+
 def _cell(holder: CellType, key: Any) -> Any:
     return holder.cell_contents
 
@@ -84,6 +96,7 @@ _READERS: Mapping[str, Any] = {
     "whole": _whole,
     "kind": _kind,
     "target": lambda holder, key: holder(),
+    "remembers": _remembers,
 }
 
 
