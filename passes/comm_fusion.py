@@ -24,9 +24,9 @@ large last bucket is most of a small model. With `min_buckets` buckets close ear
 are about that many, but none below 256 KB, where the time of a collective no longer depends on its
 size. In the default pipeline it is 32 (measured by `benchmarks/overlap.py`).
 
-A gradient that fills a bucket by itself goes alone: nothing copies it, and a graph in its executable
-form reduces it where it is. Buckets of small ones are filled on beside those, one for every four
-times its size that goes alone: so what waits for it is near its members in the model.
+A gradient that fills a bucket by itself goes alone: nothing copies it, and a graph in its
+executable form reduces it where it is. Buckets of small ones are filled beside those, one for every
+four times its size that goes alone: so what waits for it is near its members in the model.
 
 Left as they are: a bucket of one; a late node; a tensor that is empty, not contiguous or of a
 dynamic size; a result read through `as_strided`, whose offset counts from the beginning of the

@@ -53,7 +53,7 @@ from graphopt.graph_utils import (
 )
 from graphopt.host import host_call_of, is_host_call
 from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.iter_graph.rules import is_held, why_now_everywhere
+from graphopt.iter_graph.rules import is_held, is_held_somewhere, why_now_everywhere
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.optim import split_updates
 from graphopt.schedule import Send, apply_launch_order, defer_products, hasten, hold_back
@@ -127,7 +127,8 @@ def _held_back(
     position = {node: index for index, node in enumerate(graph.nodes)}
     update = {block.comm_node: nodes for block, nodes in zip(blocks, moved, strict=True)}
     due = [position[read] for read in _first_reads(graph, moved)]
-    sends = [Send(b.comm_node, b.nbytes, d) for b, d in zip(blocks, due, strict=True)]
+    now = [any(map(is_held_somewhere, _states(nodes))) for nodes in moved]
+    sends = [Send(b.comm_node, b.nbytes, d, n) for b, d, n in zip(blocks, due, now, strict=True)]
     order = hold_back(sends, share)
     apply_launch_order(order)
     hasten(graph, {send.launch for send in order.at_once})
@@ -139,9 +140,13 @@ def _unheld(moved: list[list[fx.Node]]) -> list[list[fx.Node]]:
     """Those behind the last whose parameters are held on this rank. The order of launches, which
     all ranks share, does not depend on it."""
     for index in reversed(range(len(moved))):
-        if any(is_held(state) for node in moved[index] for state in written(node)):
+        if any(map(is_held, _states(moved[index]))):
             return moved[index + 1 :]
     return moved
+
+
+def _states(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [state for node in nodes for state in written(node)]
 
 
 def _move_collective(gm: IterGraphModule, launch: fx.Node, destination: fx.Node | None) -> int:

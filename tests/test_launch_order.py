@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
@@ -39,3 +41,11 @@ def test_a_third_of_equal_sizes() -> None:
     order = hold_back(given_sends, 1 / 3)
     assert [given_sends.index(send) for send in order.sends] == [0, 2, 3, 5, 6, 7, 4, 1]
     assert hold_back(given_sends, 0).held == ()
+
+
+def test_what_some_rank_waits_for_is_sent_at_once() -> None:
+    """Those beside it take its share."""
+    given_sends = sends([4] * 8)
+    given_sends[1] = replace(given_sends[1], now=True)
+    order = hold_back(given_sends, 1 / 3)
+    assert [given_sends.index(send) for send in order.sends] == [0, 1, 3, 5, 6, 7, 4, 2]

@@ -40,6 +40,11 @@ def is_held(state: fx.Node) -> bool:
     return bool(state.meta.get("held"))
 
 
+def is_held_somewhere(state: fx.Node) -> bool:
+    """As `is_held`, on any rank, as far as the ranks knew it when they agreed on the capture."""
+    return bool(state.meta.get("held_somewhere"))
+
+
 def why_now_everywhere(state: fx.Node) -> str | None:
     """As `why_now`, for what is the same on all ranks."""
     kind = state.meta.get("kind")

@@ -30,6 +30,7 @@ class Agreed:
         guards: recognise the structure again.
         order: parameters whose gradients are averaged, in launch order.
         plans: every collective of each graph that runs.
+        held: names of what some rank holds in a way in which its use is not seen.
         votes: how the ranks agree that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
         current: False once the ranks have agreed on more; graphs made for it must not run then.
@@ -38,6 +39,7 @@ class Agreed:
     guards: Guards
     order: tuple[str, ...]
     plans: Plans
+    held: frozenset[str]
     votes: Votes
     agreement: Agreement
     current: bool = True

@@ -29,6 +29,7 @@ from graphopt.tracing.capture import (
     CapturedStep,
     communication_for,
     finish,
+    note_held_somewhere,
     prepare,
 )
 from graphopt.tracing.guards import Guards
@@ -53,7 +54,9 @@ class _AsAgreed(Ranks):
             raw = trace(call, inputs, communication)
         except UnagreedParameterError:
             raise NotAsAgreedError from None
-        return finish(call, inputs, communication, raw, self._settled, lasts=True)
+        captured = finish(call, inputs, communication, raw, self._settled, lasts=True)
+        note_held_somewhere(captured, self.agreed.held)
+        return captured
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         assert self.agreed is not None
@@ -110,7 +113,12 @@ class _Together(Ranks):
         sync = self._sync
         inputs = self._inputs = prepare(call)
         raw = trace(call, inputs, communication_for(self._parallel) if sync else None)
-        mine = {"sync": [f"averaging {sync}"], "tensors": _describe(inputs), "used": raw.used}
+        mine = {
+            "sync": [f"averaging {sync}"],
+            "tensors": _describe(inputs),
+            "used": raw.used,
+            "held": sorted(inputs.held),
+        }
         everyone = self._meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
@@ -118,7 +126,10 @@ class _Together(Ranks):
         self._order = merged_order([before, *(theirs["used"] for theirs in everyone)])
         communication = communication_for(self._parallel, self._order) if sync else None
         again = raw if self._order == raw.used else trace(call, inputs, communication)
-        return finish(call, inputs, communication, again, lasts=True)
+        captured = finish(call, inputs, communication, again, lasts=True)
+        self._held = frozenset().union(*(theirs["held"] for theirs in everyone))
+        note_held_somewhere(captured, self._held)
+        return captured
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         self._plans = plans_of(graphs)
@@ -138,7 +149,7 @@ class _Together(Ranks):
     def ready(self, captured: CapturedStep) -> None:
         self._meeting.exchange({"ready": True}, patient=True)
         guards = Guards(self._call, self._inputs, self._mode, captured.signature.attributes)
-        agreed = Agreed(guards, self._order, self._plans, self._votes, self.agreement)
+        agreed = Agreed(guards, self._order, self._plans, self._held, self._votes, self.agreement)
         self._joint.note(agreed if self._sync else None, self._earlier)
         self.agreed = agreed if self._sync else None
 

@@ -41,11 +41,13 @@ class Send:
         launch: its node.
         nbytes: that a rank sends.
         due: position in the graph of the first node of the next iteration that needs it.
+        now: whether some rank waits for it within the step.
     """
 
     launch: fx.Node
     nbytes: int
     due: int
+    now: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class LaunchOrder:
 
 
 def hold_back(sends: Sequence[Send], share: float) -> LaunchOrder:
-    """Hold back about `share` of the bytes, spread evenly, and never what is made last.
+    """Hold back about `share` of the bytes, spread evenly; never what is made last, nor what some
+    rank waits for within the step, and with it for all that is sent before.
 
     Args:
         sends: in the order in which the backward makes what they send.
@@ -72,7 +75,7 @@ def hold_back(sends: Sequence[Send], share: float) -> LaunchOrder:
     owed = 0.0
     for send in sends[:-1]:
         owed += share * send.nbytes
-        if owed >= send.nbytes / 2:
+        if not send.now and owed >= send.nbytes / 2:
             held.append(send)
             owed -= send.nbytes
     at_once = [send for send in sends if send not in held]

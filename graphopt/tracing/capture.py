@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> Captu
     )
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
-    _note_held(functional.graph_module, inputs)
+    _mark(functional.graph_module, inputs, inputs.held, "held")
     with found.effects.applied():
         guard = OutsideGuard(found.outside)
     return CapturedStep(
@@ -283,13 +283,18 @@ def _note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Sign
             owners[id(inputs.module_tensors[live.module_tensor])].meta["returned"] = True
 
 
-def _note_held(graph_module: fx.GraphModule, inputs: Inputs) -> None:
-    """Mark inputs whose update must not be in flight between two steps."""
+def note_held_somewhere(captured: CapturedStep, names: Set[str]) -> None:
+    """Mark inputs that are held on some rank in a way in which their use is not seen, which all
+    ranks know: their gradients are not among those sent last, for which others had to wait."""
+    _mark(captured.graph_module, captured.live, names, "held_somewhere")
+
+
+def _mark(graph_module: fx.GraphModule, inputs: Inputs, names: Set[str], as_what: str) -> None:
     placeholders = (node for node in graph_module.graph.nodes if node.op == "placeholder")
     for node, holder in zip(placeholders, [*inputs.placeholders, *inputs.states], strict=False):
         members = holder.members if isinstance(holder, Storage) else [holder]
-        if not inputs.held.isdisjoint(member.fqn for member in members):
-            node.meta["held"] = True
+        if not names.isdisjoint(member.fqn for member in members):
+            node.meta[as_what] = True
 
 
 def _storage(placeholder: fx.Node) -> int:
