@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections import Counter
 
 import pytest
 
@@ -32,6 +33,20 @@ logging.getLogger("torch.__trace").propagate = True
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--seed`: what tests marked `full` make their random cases from."""
     parser.addoption("--seed", type=int, default=0, help="what random cases are made from")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`sliced(n)`: of a test's cases, one in n belongs to the normal run, the others are `full`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sliced")
+        if mark is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % mark.args[0]:
+            item.add_marker("full")
+        seen[test] += 1
 
 
 @pytest.fixture

@@ -126,6 +126,7 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_a_changed_graph_is_refused(mutate: Callable[[fx.Graph], None]) -> None:
     gm = captured()

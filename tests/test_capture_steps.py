@@ -30,6 +30,7 @@ def run(step: Callable[..., Any], model: str = "mlp", captures: int = 1) -> None
     twins.finish(captures)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("step", GRADIENT_STEPS, ids=lambda step: step.__name__)
 def test_gradients(step: Callable[..., Any]) -> None:
     """Gradients set to zero, and not dropped, are added to from the second step on."""
@@ -97,6 +98,7 @@ def test_hooks(hook: str) -> None:
     twins.finish(captures=1)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["mlp", "partial", "convnet"])
 def test_accumulation_over_several_calls(model: str) -> None:
     twins = Twins(lambda: world(accumulate, model))
@@ -156,11 +158,13 @@ def test_the_user_reads_and_changes_gradients_between_steps() -> None:
     twins.finish()
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["gpt", "reused", "checkpointed"])
 def test_autocast_inside_the_step(model: str) -> None:
     run(autocast_step, model)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["gpt", "reused"])
 def test_autocast_around_the_step(model: str) -> None:
     twins = Twins(lambda: world(model=model))

@@ -80,6 +80,7 @@ def test_state_dict_in_between() -> None:
     twins.finish(captures=1)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach", "adamw-loop"])
 def test_load_state_dict(optimizer: str) -> None:
     """Back to the state after the first step: other numbers in, partly, other tensors."""
@@ -119,6 +120,7 @@ def test_load_state_dict_with_assign() -> None:
     twins.finish()
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["convnet", "gpt"])
 def test_resume_from_a_checkpoint_in_new_objects(model: str) -> None:
     def save(w: World) -> bytes:

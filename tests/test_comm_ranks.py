@@ -107,6 +107,7 @@ def run_built(rank: int, make: Callable[[], nn.Module], step: Any, data: str) ->
     return launches(twins)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("make", "step", "data"),
     [
@@ -133,6 +134,7 @@ def run_step(rank: int, step: Callable[..., Any], model: str) -> None:
     twins.finish(captures=2 if step is zero_not_none else 1)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("step", "model"),
     [

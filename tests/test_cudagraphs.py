@@ -49,6 +49,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 # ---------------------------------------------------------------------------- whole steps
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     "model",
     [
@@ -72,6 +73,7 @@ def test_every_model_trains_the_same(model: str) -> None:
     assert recorder.pools == 1, "the pieces of a graph share their memory"
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -112,6 +114,7 @@ def group() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("records_groups", [False, True], ids=["gloo", "recordable"])
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach"])

@@ -67,6 +67,7 @@ def bucketed(plain: IterGraphModule) -> IterGraphModule:
     return gm
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [

@@ -256,6 +256,7 @@ SAID = {
 }
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("wrong", SAID)
 @pytest.mark.parametrize("optimizer", [1, 2])
 def test_wrong_communication_shows_though_numerics_may_change(
@@ -297,6 +298,7 @@ def compress(gm: fx.GraphModule) -> int:
     return changed
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(("optimizer", "warm"), [(0, False), (1, True), (2, False), (2, True)])
 def test_compression_passes(ranks: FakeRanks, optimizer: int, warm: bool) -> None:
     captured(optimizer, warm).check(declared(compress, changes_numerics=True), changes=6)

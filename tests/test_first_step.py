@@ -62,6 +62,7 @@ def assert_same_order(twins: Twins) -> None:
     assert described[0] == described[1]
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "optimizer", ["adamw-loop", "adamw-fused", "sgd-momentum-foreach", "nadam-loop"]
 )
@@ -69,11 +70,13 @@ def test_one_capture(optimizer: str) -> None:
     trained(lambda: world(optimizer=optimizer)).finish(captures=1)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("rule", ONCE.values(), ids=lambda rule: rule.__name__)
 def test_state_is_made_beforehand(rule: Callable[..., None]) -> None:
     trained(by_rule(rule)).finish(captures=1)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("rule", TWICE.values(), ids=lambda rule: rule.__name__)
 def test_a_first_step_that_differs_is_captured_for_itself(rule: Callable[..., None]) -> None:
     trained(by_rule(rule)).finish(captures=2)

@@ -157,6 +157,7 @@ def train_with_python_reducer(rank: int, lower: str | None) -> list[tuple[int, i
     ]
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("lower", [None, "inductor"])
 def test_gradients_of_the_python_reducer_are_fused(two_ranks: Pool, lower: str | None) -> None:

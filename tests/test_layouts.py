@@ -46,6 +46,7 @@ def assert_exact(found: Found) -> None:
 # ---------------------------------------------------------------------------- operators
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_operators_draw_what_eager_draws(name: str) -> None:
     found = compare(list(random_cases(name, torch.float32, SOME[1:], seed=0)))
@@ -71,6 +72,7 @@ INPLACE = (
 )
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", INPLACE)
 def test_in_place_operators(name: str) -> None:
     found = compare(list(inplace_cases(name, torch.float32, 2, SOME)))
@@ -382,6 +384,7 @@ def foreach_adam(parameters: Iterator[Tensor]) -> Optimizer:
     return Adam(parameters, lr=0.01, foreach=True)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", FEW)
 def test_models(name: str) -> None:
     train(name, foreach_adam, pipeline="default")

@@ -175,6 +175,7 @@ def train(
     return step, losses, [parameter.detach().clone() for parameter in built.parameters()]
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["gpt", "convnet"])
 def test_a_step_is_as_exact_as_eager(model: str, caplog: pytest.LogCaptureFixture) -> None:
     """The error against float64 is that of rounding, and dropout draws what eager draws."""

@@ -86,6 +86,7 @@ def check_hidden(module: graphopt.IterGraphModule) -> int:
     return checked
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("pipeline", "optimizer"),
     [("default", "sgd-momentum-foreach"), (PIPELINE, "sgd-momentum-fused")],

@@ -84,6 +84,7 @@ def test_training(optimizer: str) -> None:
     assert not pair.outside()
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["convnet", "recurrent"])
 def test_models(model: str) -> None:
     pair = Pair(train_step, model, "sgd-momentum-fused")
@@ -153,6 +154,7 @@ def returned(run: Step, model: nn.Module, optimizer: Optimizer) -> list[Any]:
     return [run(model, optimizer, x.double(), y) for x, y in batches]
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     "step", [returns_new_weights, reads_old_weights, keeps_gradients, runs_again]
 )
@@ -222,6 +224,7 @@ class Images(nn.Module):
         return self.head(self.layers(x).mean((2, 3)))
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("step", [train_step, runs_again])
 def test_convolutions(step: Step) -> None:
     """They run channels-last; ATen's optimizers go through memory in one order."""

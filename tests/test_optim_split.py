@@ -98,6 +98,7 @@ def test_golden() -> None:
     assert text(gm) == DIVIDED
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OF_LISTS],

@@ -9,7 +9,7 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -65,15 +65,8 @@ class Trained:
         return len(self.seen)
 
 
-def sliced(cases: Iterable[Any], every: int) -> list[Any]:
-    """One case in `every` for all test runs; the others for the large part of the matrix."""
-    return [
-        case if number % every == 0 else pytest.param(case, marks=pytest.mark.full)
-        for number, case in enumerate(cases)
-    ]
-
-
-@pytest.mark.parametrize("name", sliced(CASES, 10))
+@pytest.mark.sliced(10)
+@pytest.mark.parametrize("name", CASES)
 def test_change_is_followed(name: str, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]()
     trained = Trained(scaled_step(next(case)))
@@ -360,7 +353,8 @@ CHANGES = [
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch's, in eager
-@pytest.mark.parametrize("change", sliced(CHANGES, 4), ids=lambda change: change.__name__)
+@pytest.mark.sliced(4)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_change_of_what_torch_reads(change: Callable[[Trained], None], restored: None) -> None:
     trained = Trained(with_a_criterion, Wrapped())
     for _ in range(3):
@@ -498,7 +492,8 @@ def test_autocast_region_of_two_steps_that_share_a_model() -> None:
 # What is made anew for every call
 
 
-@pytest.mark.parametrize("name", sliced(ANEW, 4))
+@pytest.mark.sliced(4)
+@pytest.mark.parametrize("name", ANEW)
 def test_equal_objects_made_anew_for_every_call(name: str) -> None:
     """They are no reason to capture again; a change in one of them is."""
     held = types.SimpleNamespace()
@@ -548,7 +543,8 @@ def test_a_change_in_a_loss_function_made_anew_is_followed(
     assert trained.captures == 2
 
 
-@pytest.mark.parametrize("name", sliced(TRIMMED, 3))
+@pytest.mark.sliced(3)
+@pytest.mark.parametrize("name", TRIMMED)
 def test_container_that_the_step_adds_to_and_trims(name: str) -> None:
     eager, captured = TRIMMED[name](), TRIMMED[name]()
     compiled = graphopt.compile(lambda m, o, x, y: train(m, o, x, y, captured()), pipeline="none")

@@ -41,6 +41,7 @@ def run_scenario(rank: int, model: str, optimizer: str, pipeline: str, accumulat
 
 
 # All models, and all optimizers: benchmarks/exactness.py --pipeline.
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("model", ["gpt", "convnet", "partial", "recurrent", "shared-storage"])
 def test_model(two_ranks: Pool, model: str) -> None:
     accumulates = model not in NO_ACCUMULATION
@@ -49,12 +50,14 @@ def test_model(two_ranks: Pool, model: str) -> None:
     assert min(flights) > 0
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", ["adamw-amsgrad-fused", "nadam-foreach"])
 def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     flights = two_ranks.run(run_scenario, "mlp", optimizer, PIPELINES["small buckets"], True)
     assert min(flights) > 0
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("pipeline", ["copies", "fusion", "waits", "moves"])
 def test_each_pass_alone(two_ranks: Pool, pipeline: str) -> None:
     flights = two_ranks.run(run_scenario, "mlp", "adamw-foreach", PIPELINES[pipeline], True)

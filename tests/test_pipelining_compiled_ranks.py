@@ -167,6 +167,7 @@ def train_replica(
     return gradients, states, losses
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"), [("gpt", "1f1b"), ("gpt", "zero bubble"), ("convnet", "gpipe")]
@@ -203,6 +204,7 @@ def one_process() -> tuple[list[float], dict[str, Tensor | None], dict[str, Tens
     return losses, gradients[0], model.state_dict()
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("lower", [None, "inductor"])
 def test_replicas_train_as_one_process(four_ranks: gloo.Pool, lower: str | None) -> None:

@@ -128,6 +128,7 @@ def train_rank(rank: int, name: str) -> dict[str, Any]:
     return {key: parameter.grad for key, parameter in named}
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_two_ranks_have_the_gradients_of_one_process(two_ranks: gloo.Pool, name: str) -> None:

@@ -189,6 +189,7 @@ def test_the_rank_that_hosts_the_store_leaves_last(losses: list[list[float]]) ->
         assert "rank 2 has other parameters or buffers than rank 0" in answer[3]
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("phase", ["trace 1", "trace 2"])
 def test_all_ranks_try_again(phase: str, losses: list[list[float]]) -> None:
     """After one rank was interrupted, and told the others."""

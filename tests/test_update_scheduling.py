@@ -55,6 +55,7 @@ def fused_updates(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if fused_optimizer(node.target) is not None]
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach", "adamw-foreach"])
 @pytest.mark.parametrize("model", ["mlp", "gpt", "shared-storage"])
 def test_one_step(model: str, optimizer: str) -> None:
@@ -66,6 +67,7 @@ def test_one_step(model: str, optimizer: str) -> None:
     check_pass(train_step, (made, optim, *case.batch(1)), schedule_updates, larger_than_mb=0)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [*SOME, "adadelta-foreach", "nadam-loop"])
 def test_training(optimizer: str) -> None:
@@ -75,6 +77,7 @@ def test_training(optimizer: str) -> None:
     twins.finish()
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["convnet", "gpt", "recurrent", "reused", "shared-storage"])
 def test_models(model: str) -> None:
@@ -84,6 +87,7 @@ def test_models(model: str) -> None:
     twins.finish()
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("step", OTHER_STEPS, ids=lambda step: step.__name__)
 def test_other_steps(step: graphopt.TrainStep) -> None:
