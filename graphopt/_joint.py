@@ -31,7 +31,7 @@ from graphopt.tracing.capture import (
     capture_call,
     communication_for,
     finish,
-    prepare,
+    first_trace,
 )
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Inputs
@@ -133,7 +133,7 @@ class JointCapture:
         votes.hear()
         with Channel(group, self._topic, parallel.timeout).meeting() as meeting:
             captured, agreed = self._agree(meeting, call, parallel, sync, mode, earlier, votes)
-        self.join(call, parallel)
+        self.join(call.using(captured.besides) or call, parallel)
         return captured, agreed if sync else None
 
     def forget_dead(self) -> None:
@@ -150,10 +150,9 @@ class JointCapture:
         self, call: Call, parallel: DataParallel, agreed: Agreed, settled: Collection[str]
     ) -> CapturedStep | None:
         """Capture with the collectives agreed before; None if the step needs others."""
-        inputs = prepare(call)
         communication = communication_for(parallel, agreed.order)
         try:
-            raw = trace(call, inputs, communication)
+            call, inputs, raw = first_trace(call, communication)
         except UnagreedParameterError:
             return None
         captured = finish(call, inputs, communication, raw, settled, lasts=True)
@@ -173,8 +172,7 @@ class JointCapture:
         earlier: Agreed | None,
         votes: Votes,
     ) -> tuple[CapturedStep, Agreed]:
-        inputs = prepare(call)
-        raw = trace(call, inputs, communication_for(parallel) if sync else None)
+        call, inputs, raw = first_trace(call, communication_for(parallel) if sync else None)
         mine = {"sync": [f"averaging {sync}"], "tensors": _describe(inputs), "used": raw.used}
         everyone = meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])

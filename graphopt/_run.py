@@ -242,7 +242,6 @@ class BoundStep:
 
     def _values(self, call: Call) -> list[Any]:
         inputs = self.captured.live
-        optimizers = call.optimizer_objects()
         flat: list[Any] = [
             holder.base() if isinstance(holder, Storage) else holder.live()
             for holder in self._holders
@@ -253,8 +252,7 @@ class BoundStep:
             if dead:
                 set_gradient(parameter, None)
         for index, number in enumerate(inputs.hyperparameters):
-            value = number.read(optimizers[number.optimizer].param_groups)
-            flat.append(self._as_tensor(index, value))
+            flat.append(self._as_tensor(index, number.read(call)))
         flat.extend(call.leaves[position] for position in inputs.user)
         return flat
 
@@ -277,11 +275,15 @@ class BoundStep:
             elif gradient.argument is not None:
                 call.leaves[gradient.argument].grad = value
         for state in signature.states:
-            entries = optimizers[state.optimizer].state[tensors[state.owner].tensor]
+            table = optimizers[state.optimizer].state
+            entries = table.setdefault(tensors[state.owner].tensor, {})
             entries[state.key] = self._value(state.recipe, flat, results)
         for attribute in signature.attributes:
             value = self._value(attribute.recipe, flat, results)
             attribute.attributes[attribute.name] = value
+        for setting in signature.settings:
+            group = optimizers[setting.optimizer].param_groups[setting.group]
+            group[setting.key] = self._value(setting.recipe, flat, results)
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
         outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]

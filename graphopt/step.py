@@ -107,14 +107,17 @@ class TrainStep:
         check_casts(call)
         mode = self._mode()
         for position, entry in enumerate(self._entries):
-            if _fits(entry, call, mode):
+            bound = call.using(entry.captured.besides)
+            if bound is not None and _fits(entry, bound, mode):
                 if position:
                     self._land()
                     self._entries.insert(0, self._entries.pop(position))
-                return self._run(entry, call)
+                return self._run(entry, bound)
         self._land()
         captured = self._captured_or_refused(call, mode)
-        return self._run_eagerly(call) if captured is None else self._run(captured, call)
+        if captured is None:
+            return self._run_eagerly(call)
+        return self._run(captured, call.using(captured.captured.besides) or call)
 
     def _run(self, entry: BoundStep, call: Call) -> Any:
         from graphopt.tracing.casts import note_casts
@@ -262,9 +265,10 @@ class TrainStep:
         else:
             captured, agreed = capture_call(call, settled=settled, lasts=True), None
             self._optimize(captured)
-            self._finish(call, captured)
+            self._finish(call.using(captured.besides) or call, captured)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
+        call = call.using(captured.besides) or call
         captured.effects.apply()
         with captured.state_present():
             attributes = captured.signature.attributes
@@ -338,6 +342,7 @@ class TrainStep:
             logger.info("capturing %s", name)
             return
         guards = self._entries[0].guards
+        call = call.using(guards.besides) or call
         reasons = list(guards.structure_mismatches(call, mode))
         shape = None if reasons else guards.shape_mismatch(call)
         reasons += filter(None, [shape, None if reasons else guards.local_mismatch(call)])

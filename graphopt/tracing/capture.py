@@ -13,11 +13,12 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.parallel import Manual, Parallel, resolve
+from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.compare import Difference, fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
-from graphopt.tracing.inputs import Inputs, InputSpec, Storage, collect
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Storage, collect
 from graphopt.tracing.leftovers import Effects
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
@@ -43,6 +44,7 @@ class CapturedStep:
         lasting: whether the graph holds for further calls as well, after the effects.
         outside: holds what the step read outside its arguments.
         casts: it makes tensors of half precision, as autocast does.
+        besides: modules, optimizers and tensors that it works on besides its arguments.
         state: optimizer state among the inputs, to be put into the optimizers when the graph has
             run for the first time; None where there is none.
     """
@@ -56,6 +58,7 @@ class CapturedStep:
     lasting: bool
     outside: OutsideGuard
     casts: bool
+    besides: Besides
     state: NewState | None = None
 
     def state_present(self) -> AbstractContextManager[None]:
@@ -131,6 +134,7 @@ def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> Captu
         found.lasting,
         guard,
         _casts(functional.graph_module.graph),
+        call.besides,
         found.state,
     )
 
@@ -318,9 +322,46 @@ def capture_call(
     lasts: bool = False,
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart; `settled` and `lasts`: see `finish`."""
-    inputs = prepare(call)
-    raw = trace(call, inputs, communication)
-    return finish(call, inputs, communication, raw, settled, lasts=lasts)
+    while True:
+        call, inputs, raw = first_trace(call, communication)
+        try:
+            return finish(call, inputs, communication, raw, settled, lasts=lasts)
+        except MoreInputs as more:
+            call = _given(call, more.besides)
+
+
+def first_trace(call: Call, communication: Communication | None) -> tuple[Call, Inputs, RawTrace]:
+    """The first trace of a call that has all that it works on, and that call.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+    """
+    while True:
+        inputs = prepare(call)
+        try:
+            raw = trace(call, inputs, communication)
+        except MoreInputs as more:
+            call = _given(call, more.besides)
+            continue
+        except CaptureError:
+            if not any(isinstance(each, ArgumentNumber) for each in inputs.hyperparameters):
+                raise
+            call = _given(call, Besides(plain=True))  # some code takes numbers and nothing else
+            continue
+        if not inputs.module_tensors and not call.modules:
+            raise CaptureError(
+                "there is no torch.nn.Module among its arguments, and it uses none",
+                location=str(definition_of(call)),
+                hint="pass the model and the optimizer to the step: step(model, optimizer, batch)",
+            )
+        return call, inputs, raw
+
+
+def _given(call: Call, more: Besides) -> Call:
+    """The call with what a trace has found."""
+    extended = call.using(call.besides.joined(more))
+    assert extended is not None, "what a trace has just used is alive"
+    return extended
 
 
 def prepare(call: Call) -> Inputs:

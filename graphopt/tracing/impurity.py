@@ -81,11 +81,18 @@ def no_schedulers() -> Iterator[None]:
 
 
 @contextmanager
-def no_other_optimizers(known: list[Optimizer]) -> Iterator[None]:
-    """While active, stepping an optimizer that is not among `known` is refused."""
+def no_other_optimizers(
+    known: list[Optimizer], find: Callable[[Optimizer], bool]
+) -> Iterator[None]:
+    """While active, stepping an optimizer that is not among `known` is refused.
+
+    Args:
+        find: takes note of another one, which may become one of them.
+    """
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not any(optimizer is other for other in known):
+            find(optimizer)
             raise CaptureError(
                 f"it steps a {type(optimizer).__name__} that is not among its arguments",
                 location=str(current_user_line()),

@@ -1,9 +1,6 @@
-"""Numbers that a traced step reads: hyperparameters, and tensor values read by `.item()`.
+"""Numbers that a traced step reads from tensors, by `.item()` and the like.
 
-A scheduled hyperparameter (`lr`, betas, momentum, weight decay) enters the graph as a 0-dim
-float64 tensor; the optimizer sees its `.item()` as a symbolic float. Optimizers compare such
-numbers with constants (`if momentum != 0`). `ScheduledFloat` answers from the value at capture and
-records the answer, so that the graph holds for every value that gives the same answers.
+Numbers whose values are known before a call are more than that: `host_numbers`.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,24 +22,10 @@ from graphopt.tracing.source import current_user_line, is_torch_file
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Settings of a parameter group that schedulers change; all others are guarded by value."""
 
-Predicate = tuple[str, float, bool]
-"""(comparison, constant, answer): for example ``("ne", 0.0, True)``."""
-
-
-def holds(value: float, predicate: Predicate) -> bool:
-    name, constant, answer = predicate
-    compare: Callable[[float, float], bool] = getattr(operator, name)
-    return compare(value, constant) is answer
-
-
-@dataclass
-class Comparisons:
-    """What was asked about one hyperparameter while tracing."""
-
-    predicates: list[Predicate] = field(default_factory=list)
-
-
-ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+ARITHMETIC = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow),
+    *(operator.floordiv, operator.mod),
+)
 """Operators that `TracedFloat` records itself."""
 
 
@@ -74,59 +56,12 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` of symbolic floats and Python numbers, as one node."""
     if not all(isinstance(arg, (torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
+    from graphopt.tracing.host_numbers import known
+
+    of_known = known(function, args)
+    if of_known is not None:
+        return of_known
     return as_read(_compat.record_number(function, args))
-
-
-class ScheduledFloat(TracedFloat):
-    """A hyperparameter inside the trace.
-
-    Args:
-        symbolic: the `.item()` of `tensor`.
-        tensor: the 0-dim float64 graph input; fused optimizers take it as `tensor_lr`.
-        value: the number at capture, in which comparisons are answered.
-        asked: where the answers are recorded.
-    """
-
-    def __init__(
-        self, symbolic: torch.SymFloat, tensor: torch.Tensor, value: float, asked: Comparisons
-    ) -> None:
-        super().__init__(symbolic.node)
-        self.tensor = tensor
-        self.value = value
-        self.asked = asked
-
-    def _answer(self, name: str, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
-            return getattr(torch.SymFloat, f"__{name}__")(self, other)
-        result = bool(getattr(operator, name)(self.value, other))
-        predicate = (name, float(other), result)
-        if predicate not in self.asked.predicates:
-            self.asked.predicates.append(predicate)
-        return result
-
-    def __eq__(self, other: object) -> Any:
-        return self._answer("eq", other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._answer("ne", other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._answer("lt", other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._answer("le", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._answer("gt", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._answer("ge", other)
-
-    def __bool__(self) -> bool:
-        return bool(self._answer("ne", 0.0))
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 class Notes(Protocol):
@@ -228,7 +163,7 @@ _OPERATORS = frozenset(
 for _base, _kind in _READ.items():
     for _name in _operators_of(_kind, _base):
         setattr(_kind, _name, _reading(_name, _base))
-for _number in (*_READ.values(), ScheduledFloat):
+for _number in _READ.values():
     for _name in _TEXT:
         setattr(_number, _name, _refuse_text)
     for _name in ("__copy__", "__deepcopy__"):

@@ -25,7 +25,7 @@ from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.collector import frozen_objects_seen
 from graphopt.errors import CaptureError
-from graphopt.tracing import fused, numbers
+from graphopt.tracing import fused, host_numbers, numbers
 from graphopt.tracing.source import SourceLine, current_user_line
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
@@ -157,6 +157,7 @@ class Redirect(TorchFunctionMode):
         before_gradient_read: called before the step reads any `.grad`.
         made: takes note of every result.
         optimizers: those of the step.
+        find: gives a tensor that stands for a real one that is no input yet, if it may become one.
     """
 
     def __init__(
@@ -166,8 +167,10 @@ class Redirect(TorchFunctionMode):
         before_gradient_read: Callable[[], None],
         made: Made,
         optimizers: Sequence[Optimizer],
+        find: Callable[[torch.Tensor], torch.Tensor | None],
     ) -> None:
         super().__init__()
+        self._find = find
         self._optimizers = optimizers
         self._traced = traced
         self._tagger = tagger
@@ -184,6 +187,7 @@ class Redirect(TorchFunctionMode):
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
         args, kwargs = untraced(self._prepared, args, kwargs)
+        args, kwargs = host_numbers.concrete(func, args, kwargs)
         if self._tagger.phase == "optimizer" and _writes(func):
             self._forget_counts(args[:1])
         result = self._call(func, args, kwargs)
@@ -250,6 +254,8 @@ class Redirect(TorchFunctionMode):
         if _compat.is_fake(tensor) and id(tensor) not in self._traced.by_id:
             return tensor
         known = self._traced.by_id.get(id(tensor))
+        if known is None:
+            known = self._find(tensor)
         if known is None:
             raise CaptureError(
                 f"it uses a tensor from outside its arguments (shape {list(tensor.shape)},"
