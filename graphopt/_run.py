@@ -16,6 +16,7 @@ import torch
 from graphopt import _compat
 from graphopt._compat.late import set_gradient, without_torch_function
 from graphopt._joint import Agreed
+from graphopt.budget import Cause
 from graphopt.errors import GraphOptError
 from graphopt.failed_runs import explained, group_names
 from graphopt.graph_utils import without_autocast, written
@@ -42,6 +43,9 @@ class BoundStep:
         guards: when it may be used.
         agreed: what the ranks agreed on for it; None where it does not communicate.
         number: counts the captures of a step.
+
+    Attributes:
+        cause: why it was captured besides others; None for the first.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class BoundStep:
         self.guards = guards
         self.agreed = agreed
         self.number = number
+        self.cause: Cause | None = None
         inputs = captured.live
         self._holders = inputs.placeholders
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
@@ -88,6 +93,7 @@ class BoundStep:
                 self.agreed.hear()
             leave = self._may_leave_in_flight()
             with without_torch_function():
+                self._give_storage()
                 flat = self._values(call)
             settle(flat, besides=self._unsettled)
             state, self.captured.state = self.captured.state, None
@@ -111,6 +117,12 @@ class BoundStep:
                 returned = self._apply(call, flat, [*user, *carried])
             host.end()
             return returned
+
+    def _give_storage(self) -> None:
+        """Move tensors whose `.data` the step sets to storage of their own."""
+        for index in self.captured.signature.rebound:
+            tensor = self.captured.live.module_tensors[index].tensor
+            tensor.data = tensor.detach().clone()
 
     def _host_run(self, flat: list[Any], step: int) -> HostRun:
         rank = _compat.rank_among_several()

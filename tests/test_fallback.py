@@ -250,7 +250,7 @@ def refused_eagerly(rank: int, kind: str) -> str:
     other = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
 
     def closed_over(x: Tensor) -> Tensor:
-        return plain(model, optimizer, x)
+        return by_value(model, optimizer, x)
 
     def stranger(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
         by_value(model, optimizer, x)
@@ -281,7 +281,7 @@ def refused_eagerly(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("closed over", "no torch.nn.Module among its arguments"),
+        ("closed over", "depends on the value of a tensor"),
         ("stranger", "parameters that are not among the step's arguments"),
         ("in backward", "within the backward"),
     ],

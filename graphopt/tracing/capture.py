@@ -121,6 +121,7 @@ def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> Captu
     )
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
+    inputs.rebound = raw.signature.rebound
     _note_held(functional.graph_module, inputs)
     with found.effects.applied():
         guard = OutsideGuard(found.outside)
@@ -284,10 +285,11 @@ def _note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Sign
 
 def _note_held(graph_module: fx.GraphModule, inputs: Inputs) -> None:
     """Mark inputs whose update must not be in flight between two steps."""
+    held = inputs.held | {inputs.module_tensors[index].fqn for index in inputs.rebound}
     placeholders = (node for node in graph_module.graph.nodes if node.op == "placeholder")
     for node, holder in zip(placeholders, [*inputs.placeholders, *inputs.states], strict=False):
         members = holder.members if isinstance(holder, Storage) else [holder]
-        if not inputs.held.isdisjoint(member.fqn for member in members):
+        if not held.isdisjoint(member.fqn for member in members):
             node.meta["held"] = True
 
 

@@ -63,10 +63,12 @@ class Guards:
         user = set(inputs.user)
         self.user = [(p, tensor_kind(call.leaves[p])) for p in inputs.user]
         self.shared = [(p, call.leaves[p]) for p in call.tensors if p not in user]
-        self.module_storages = frozenset(
-            _compat.storage_key(h.tensor) for h in inputs.module_tensors
+        self._moving = [inputs.module_tensors[index] for index in inputs.rebound]
+        moving = set(map(id, self._moving))
+        self._fixed_storages = frozenset(
+            _compat.storage_key(h.tensor) for h in inputs.module_tensors if id(h) not in moving
         )
-        self.aliases = _aliases(call, self.module_storages)
+        self.aliases = _aliases(call, self._module_storages())
         self.rebindable = [
             (entry, entry.slots[0], tensor_kind(entry.tensor))
             for entry in inputs.module_tensors
@@ -79,6 +81,12 @@ class Guards:
         self.state_entries = _state_entries(call)
         self._unchanged = _state_of(call)
         self.gradients = [entry.tensor.grad is not None for entry in inputs.parameters]
+
+    def _module_storages(self) -> frozenset[int]:
+        """The storages of all module tensors; some get others in each call."""
+        if not self._moving:
+            return self._fixed_storages
+        return self._fixed_storages | {_compat.storage_key(h.tensor) for h in self._moving}
 
     def alive(self) -> bool:
         """Whether the modules still exist."""
@@ -185,7 +193,7 @@ class Guards:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
             if kind[-1] and call.leaves[position].grad is not None:
                 return f"argument {call.names[position]} has a gradient"
-        if _aliases(call, self.module_storages) != self.aliases:
+        if _aliases(call, self._module_storages()) != self.aliases:
             return "which tensor arguments are the same changed"
         return None
 

@@ -149,6 +149,7 @@ class Inputs:
 
     Attributes:
         conditions: what has to be so of `hyperparameters`.
+        rebound: `module_tensors` that get other storage in each call; see `rebinding`.
         held: names of what others may use without being seen (`graphopt.late`); none where that is
             so of all parameters, as while a variable holds a checkpoint.
     """
@@ -161,6 +162,7 @@ class Inputs:
     user: list[int]
     held: frozenset[str] = frozenset()
     conditions: Conditions = field(default_factory=Conditions)
+    rebound: list[int] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[ModuleTensor]:

@@ -26,6 +26,7 @@ from graphopt._compat.untraced import untraced
 from graphopt.collector import frozen_objects_seen
 from graphopt.errors import CaptureError
 from graphopt.tracing import fused, host_numbers, numbers
+from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.source import SourceLine, current_user_line
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
@@ -157,6 +158,7 @@ class Redirect(TorchFunctionMode):
         before_gradient_read: called before the step reads any `.grad`.
         made: takes note of every result.
         optimizers: those of the step.
+        rebinding: does what `.data = …` does.
         find: gives a tensor that stands for a real one that is no input yet, if it may become one.
     """
 
@@ -168,8 +170,10 @@ class Redirect(TorchFunctionMode):
         made: Made,
         optimizers: Sequence[Optimizer],
         find: Callable[[torch.Tensor], torch.Tensor | None],
+        rebinding: Rebinding,
     ) -> None:
         super().__init__()
+        self._rebinding = rebinding
         self._find = find
         self._optimizers = optimizers
         self._traced = traced
@@ -188,8 +192,10 @@ class Redirect(TorchFunctionMode):
             return func(*args, **kwargs)
         args, kwargs = untraced(self._prepared, args, kwargs)
         args, kwargs = host_numbers.concrete(func, args, kwargs)
-        if self._tagger.phase == "optimizer" and _writes(func):
-            self._forget_counts(args[:1])
+        if _writes(func):
+            untraced(self._rebinding.check, args[:1])
+            if self._tagger.phase == "optimizer":
+                self._forget_counts(args[:1])
         result = self._call(func, args, kwargs)
         untraced(self._made.add, result)
         return result
@@ -226,11 +232,8 @@ class Redirect(TorchFunctionMode):
         elif func in fused.FUNCTIONS:
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
         elif func == _SET_DATA:
-            raise CaptureError(
-                "it gives a tensor other storage (`.data = …`)",
-                location=str(current_user_line()),
-                hint="write the new values in place: with torch.no_grad(): parameter.copy_(new)",
-            )
+            self._rebinding.set(*args)
+            return None
         elif func in _TEXT:
             refusal = CaptureError(
                 "the value of a tensor is turned into text",

@@ -113,6 +113,8 @@ class Signature:
             place; their results follow the user's in `results`.
         user_results: how many of the graph's results belong to the return value.
         stepped: optimizers whose `step` ran.
+        settings: numbers of parameter groups that the step changes.
+        rebound: module tensors that get storage of their own before each call; see `rebinding`.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
     """
 
@@ -125,6 +127,7 @@ class Signature:
     stepped: list[int]
     dead_gradients: list[int] = field(default_factory=list)
     settings: list[SettingResult] = field(default_factory=list)
+    rebound: list[int] = field(default_factory=list)
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""

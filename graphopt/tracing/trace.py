@@ -33,6 +33,7 @@ from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
 from graphopt.tracing.leftovers import Effects, HostState, check_effects, drawn_from
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
+from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.signature import (
     ResultCollector,
@@ -145,14 +146,13 @@ def _traced(
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
         raise
-    finally:
-        run.outside.close()
 
 
 def _run_once(
     run: _StepRun, call: Call, fakes: list[torch.Tensor]
 ) -> tuple[RawTrace, Drawn | None]:
     with ExitStack() as stack:
+        stack.callback(run.outside.close)
         stack.enter_context(preserved(call))
         stack.enter_context(explained(call))
         stack.enter_context(_compat.foreach_accepts_fakes())
@@ -225,6 +225,7 @@ class _StepRun:
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.gradients_first = False
+        self.rebound: set[int] = set()
         self.outside = record_for(call)
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, given, mode)
@@ -251,6 +252,7 @@ class _StepRun:
             finish_buffers(self.inputs, traced)
             collector = ResultCollector(self.call, self.inputs, traced, flat, self.made)
             self.signature = collector.collect(returned, stepped, before, holders, counted)
+            self.signature.rebound.extend(sorted(self.rebound))
             self.used = tuple(averager.used) if averager is not None else ()
             return collector.results
 
@@ -310,13 +312,18 @@ class _StepRun:
             if averager is not None:
                 stack.enter_context(averager.watching())
                 stack.enter_context(self._buffers_broadcast())
-            redirect = Redirect(traced, self.tagger, reduce, self.made, known, self.finder.stand_in)
+            rebinding = Rebinding(self.inputs, traced)
+            redirect = Redirect(
+                traced, self.tagger, reduce, self.made, known, self.finder.stand_in, rebinding
+            )
             stack.enter_context(redirect)
             with observed_step(self.call, self.outside):
                 returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
             self.finder.owners_of([e.tensor for e in self.inputs.module_tensors if e.bare])
             self.gradients_first = redirect.gradients_first
+        rebinding.finish()
+        self.rebound = rebinding.rebound
         if self.made.refused is not None:
             raise self.made.refused
         reduce()
