@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,7 +35,7 @@ from graphopt.tracing.capture import (
     first_trace,
 )
 from graphopt.tracing.guards import Guards
-from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.inputs import Inputs, bare_tensors
 from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.trace import trace
 
@@ -94,6 +95,7 @@ class JointCapture:
         self._agreed: list[Agreed] = []
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
+        self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
         self.alone = False  # whether the last capture was one of this rank alone
 
     def capture(
@@ -213,11 +215,19 @@ class JointCapture:
         for _, root in call.named_roots():
             if parallel.broadcast:
                 with sending_explained(group, 1, "broadcast", "what all ranks start from"):
-                    _broadcast(root, group)
+                    _broadcast([*root.parameters(), *root.buffers()], group)
             self._joined.add(root)
+        bare = _bare_parameters(call)
+        if bare and parallel.broadcast:
+            with sending_explained(group, 1, "broadcast", "what all ranks start from"):
+                _broadcast(bare, group)
+        self._joined_bare.update((id(each), weakref.ref(each)) for each in bare)
 
     def _has_joined(self, call: Call) -> bool:
-        return all(root in self._joined for _, root in call.named_roots())
+        known = self._joined_bare
+        return all(root in self._joined for _, root in call.named_roots()) and all(
+            id(each) in known and known[id(each)]() is each for each in _bare_parameters(call)
+        )
 
 
 def _nothing(call: Call, captured: CapturedStep, agreement: Agreement) -> None:
@@ -232,10 +242,17 @@ def _describe(inputs: Inputs) -> list[str]:
     ]
 
 
-def _broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
+def _bare_parameters(call: Call) -> list[torch.Tensor]:
+    """What is trained and belongs to no module."""
+    owned = {id(p) for _, root in call.named_roots() for p in root.parameters()}
+    found = {id(t): t for _, t in bare_tensors(call) if t.requires_grad and id(t) not in owned}
+    return list(found.values())
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors:
             flat = tensor.detach().contiguous()
             dist.broadcast(flat, source, group=group)
             if flat.data_ptr() != tensor.data_ptr():

@@ -193,8 +193,8 @@ def another_optimizer(compiled: Callable[..., Any]) -> Loop:
     yield optimizer.param_groups[0]["params"]
 
 
-LOOPS = [another_optimizer, closed_over, class_weights, plain_object, average_written, averaged_module,
-         bare_parameter, method, two_models]  # fmt: skip
+LOOPS = [another_optimizer, closed_over, class_weights, plain_object, average_written,
+         averaged_module, bare_parameter, method, two_models]  # fmt: skip
 CAPTURES = {plain_object: 2, two_models: 2}
 
 

@@ -299,6 +299,11 @@ def node_of(tracer: Any, value: Any) -> fx.Node | None:
     return slot.proxy.node if isinstance(value, torch.Tensor) else slot.force().node  # type: ignore[no-any-return]
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of `torch.func`'s, around another one, while its transforms run."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def is_constant(tracer: Any, tensor: torch.Tensor) -> bool:
     """Whether the value of a traced tensor is known, as after `torch.tensor(1.0)`."""
     if not is_fake(tensor):

@@ -112,7 +112,8 @@ class _Repeated(NamedTuple):
 
 def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> CapturedStep:
     raw, kinds = found.raw, list(inputs.kinds_and_names(call))
-    functional = functionalize(raw)
+    with explained(call):
+        functional = functionalize(raw)
     _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)
     functional.graph_module.recompile()

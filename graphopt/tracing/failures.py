@@ -53,6 +53,13 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     ),
 )
 
+_SIZES = (
+    "Size-like symbols: u",
+    "unhashable type: non-nested SymInt",
+    "tracked with proxy",
+)
+"""Texts of errors about sizes that are known only when a step runs."""
+
 
 @contextmanager
 def explained(call: Call) -> Iterator[None]:
@@ -89,6 +96,14 @@ def _explain(error: Exception, call: Call) -> CaptureError:
             "it calls something that torch.compile compiled",
             location=location,
             hint="call the original function or module; graphopt captures it with the rest",
+        )
+    if any(fragment in text for fragment in _SIZES):
+        return CaptureError(
+            "the size of a tensor depends on values (boolean-mask indexing, nonzero, or the like),"
+            " and what is computed from it needs the size",
+            location=location,
+            hint="keep the size: torch.where(mask, x, 0), or a mean as (x * mask).sum() /"
+            " mask.sum(); or index outside the step, and pass the result",
         )
     if isinstance(error, _compat.data_dependent_errors()):
         return CaptureError(

@@ -252,7 +252,7 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     for prefix, module in modules:
         for key in module._buffers:
             add("buffer", _join(prefix, key), module._buffers, key)
-    for name, tensor in _bare_tensors(call):
+    for name, tensor in bare_tensors(call):
         kind: Kind = "parameter" if tensor.requires_grad else "buffer"
         found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
     attributes: set[int] = set()
@@ -267,7 +267,7 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     return sorted(entries, key=lambda entry: entry.kind != "parameter")
 
 
-def _bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
+def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that the step uses and that belong to no module, with names: those that optimizers
     update, and those that it reads outside its arguments."""
     yield from call.besides.tensors

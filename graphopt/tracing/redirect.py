@@ -257,6 +257,8 @@ class Redirect(TorchFunctionMode):
         if _compat.is_fake(tensor) and id(tensor) not in self._traced.by_id:
             return tensor
         known = self._traced.by_id.get(id(tensor))
+        if known is None and _compat.is_transformed(tensor):
+            return tensor
         if known is None:
             known = self._find(tensor)
         if known is None:
