@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.tracing.numbers import TracedFloat, as_read, record
+from graphopt.tracing.numbers import TracedFloat, as_read, noted, record
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import is_torch_file
 
@@ -173,7 +173,9 @@ def known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | Non
         return None
     expressions = tuple(arg.expression if is_host_number(arg) else arg for arg in args)
     symbolic = _compat.record_number(function, tuple(args))
-    return HostNumber(symbolic, value, Term(function, expressions), numbers[0].conditions)
+    number = HostNumber(symbolic, value, Term(function, expressions), numbers[0].conditions)
+    noted(number)
+    return number
 
 
 def _compared(compare: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:

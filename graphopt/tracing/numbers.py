@@ -124,11 +124,15 @@ def as_read(value: Any) -> Any:
     kind = _READ.get(type(value))
     if kind is None:
         return value
-    read = kind(value.node)
+    return noted(kind(value.node))
+
+
+def noted(number: Any) -> Any:
+    """A number of which it is known from now on when the step keeps it."""
     made = _made.get()
     if made is not None:
-        made.add_number(read)
-    return read
+        made.add_number(number)
+    return number
 
 
 def _itself(self: Any, memo: Any = None) -> Any:
