@@ -95,6 +95,10 @@ class Finder:
         if owner is not None:
             self._add(*owner)
             return True
+        optimizer = self._optimizer_over(tensor)
+        if optimizer is not None:  # `zero_grad` comes first; the module is reached later
+            self._add(*optimizer)
+            return True
         path = self._record.path_to(tensor)
         if path is None or tensor.grad_fn is not None:
             return False
@@ -128,6 +132,15 @@ class Finder:
         """The outermost module among those reached that has a tensor."""
         owners = [each for each in self._modules() if _has(each[1], tensor)]
         return max(owners, key=lambda each: len(list(each[1].modules())), default=None)
+
+    def _optimizer_over(self, tensor: torch.Tensor) -> tuple[str, Optimizer] | None:
+        """An optimizer among those reached that updates a tensor, and is no input yet."""
+        for value, path in self._record.paths():
+            if isinstance(value, Optimizer) and id(value) not in self._known:
+                groups = value.param_groups
+                if any(each is tensor for group in groups for each in group["params"]):
+                    return path, value
+        return None
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for value, path in self._record.paths():

@@ -4,6 +4,7 @@ In the graph this is an update of the parameter. What makes it one:
 
 - before each call the parameter is moved to storage of its own, so that nobody sees the update who
   holds the old storage;
+- the step has not written to the old storage before, which whoever holds it would see;
 - `new` is nobody else's: as long as the step can still reach it, nothing may write to either.
 """
 
@@ -38,6 +39,7 @@ class Rebinding:
         }
         self._storages = {_compat.storage_key(tensor) for tensor in traced.by_id.values()}
         self._shared: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._written: set[int] = set()
         self.rebound: set[int] = set()
 
     def set(self, target: torch.Tensor, new: Any) -> None:
@@ -53,6 +55,8 @@ class Rebinding:
             raise _refusal("it gives a tensor other storage (`.data = …`)")
         if _compat.storage_key(new) in self._storages or new._base is not None:
             raise _refusal("it lets two tensors share storage (`.data = …`)")
+        if _compat.storage_key(target) in self._written and position not in self.rebound:
+            raise _refusal("it updates a tensor, and then gives it other storage (`.data = …`)")
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
             target.copy_(new)
         self.rebound.add(position)
@@ -65,9 +69,10 @@ class Rebinding:
         Raises:
             CaptureError: to one that shares storage with another by `.data = …`, in eager code.
         """
+        now = set(map(_compat.storage_key, _tensors(written)))
+        self._written |= now
         self._shared = [each for each in self._shared if each[0]() is not None]
-        keys = {key for _, key in self._shared}
-        if keys and any(_compat.storage_key(tensor) in keys for tensor in _tensors(written)):
+        if any(key in now for _, key in self._shared):
             raise _refusal("it lets two tensors share storage (`.data = …`), and writes to one")
 
     def finish(self) -> None:
