@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphopt
 from graphopt.demo.launch import Event, Reporter
 from graphopt.demo.replica import RandomState
-from graphopt.step import MIN_BUCKETS, default_pipeline
+from graphopt.stages.pipelines import MIN_BUCKETS, default_pipeline
 
 COMPUTE, COMMUNICATION, BOUND = "compute alone", "communication alone", "bound"
 DDP_DEFAULT = "DDP, 25 MB"

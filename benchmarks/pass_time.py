@@ -29,7 +29,7 @@ import graphopt
 from graphopt.demo.model import CharGPT, GPTSize
 from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule
-from graphopt.step import default_pipeline
+from graphopt.stages import default_pipeline
 
 NODES = [1_000, 10_000, 36_000, 100_000]
 LEVELS = ("off", "dependencies", "equivalence")

@@ -23,7 +23,9 @@ from graphopt.errors import (
 )
 
 if TYPE_CHECKING:
-    from graphopt.discovery import (
+    from graphopt.iter_graph import IterGraph, IterGraphModule
+    from graphopt.manager import PassRecord
+    from graphopt.manager.discovery import (
         PassManager,
         PassRegistry,
         applied_passes,
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
         parse_pipeline,
         registry,
     )
-    from graphopt.iter_graph import IterGraph, IterGraphModule
-    from graphopt.manager import PassRecord
     from graphopt.parallel import DataParallel, Manual
     from graphopt.schedule import simulate
     from graphopt.step import TrainStep, compile
@@ -85,18 +85,18 @@ _HOMES = {
     "IterGraph": "graphopt.iter_graph",
     "IterGraphModule": "graphopt.iter_graph",
     "Manual": "graphopt.parallel",
-    "PassManager": "graphopt.discovery",
+    "PassManager": "graphopt.manager.discovery",
     "PassRecord": "graphopt.manager",
-    "PassRegistry": "graphopt.discovery",
+    "PassRegistry": "graphopt.manager.discovery",
     "TrainStep": "graphopt.step",
-    "applied_passes": "graphopt.discovery",
+    "applied_passes": "graphopt.manager.discovery",
     "callback": "graphopt.tracing.callback",
     "capture": "graphopt.tracing",
     "compile": "graphopt.step",
-    "enable_graph_optimization_dump": "graphopt.discovery",
-    "graph_optimization_pass": "graphopt.discovery",
-    "parse_pipeline": "graphopt.discovery",
-    "registry": "graphopt.discovery",
+    "enable_graph_optimization_dump": "graphopt.manager.discovery",
+    "graph_optimization_pass": "graphopt.manager.discovery",
+    "parse_pipeline": "graphopt.manager.discovery",
+    "registry": "graphopt.manager.discovery",
     "simulate": "graphopt.schedule",
 }
 

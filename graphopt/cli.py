@@ -147,8 +147,8 @@ Imports = Annotated[
 ]
 
 
-def _not_empty(pipeline: str) -> str:
-    if not pipeline.strip():
+def _not_empty(pipeline: str | None) -> str | None:
+    if pipeline is not None and not pipeline.strip():
         raise typer.BadParameter("names no pass; `none` applies none, `default` the usual ones")
     return pipeline
 
@@ -234,12 +234,19 @@ def passes(
 def optimize(
     file: GraphFile,
     pipeline: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Passes to apply: `name(option=value) -> name`, `default` or `none`.",
             callback=_not_empty,
         ),
-    ],
+    ] = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of passes, stages of the compiler: `lower -> finalize`.",
+            callback=_not_empty,
+        ),
+    ] = None,
     modules: Imports = None,
     out: Annotated[Path | None, typer.Option(help="Save the resulting graph here.")] = None,
     dump: Annotated[
@@ -258,8 +265,17 @@ def optimize(
     The exit status is 1 when a pass fails or is refused, and 2 when the file or the pipeline cannot
     be used.
     """
+    level = None if verify is None else verify.value
+    if (pipeline is None) == (stages is None):
+        raise typer.BadParameter("give either --pipeline or --stages")
+    if stages is not None:
+        from graphopt.commands.stages import run_stages
+
+        run_stages(file, stages, out=out, dump=dump, verify=level)
+        return
     from graphopt.commands.optimize import run_optimize
 
+    assert pipeline is not None
     run_optimize(
         file,
         pipeline,
@@ -268,7 +284,7 @@ def optimize(
         dump=dump,
         disable=disable or [],
         stop_after=stop_after,
-        verify=None if verify is None else verify.value,
+        verify=level,
     )
 
 

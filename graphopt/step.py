@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,22 +14,20 @@ import torch
 import torch.distributed as dist
 
 from graphopt.budget import MODE, Cause, dropped
-from graphopt.errors import GraphOptError, PipelineSyntaxError
-from graphopt.finishing import Finishing, options_for
+from graphopt.errors import CaptureError, GraphOptError
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
-from graphopt.processes import announce
+from graphopt.ranks.processes import announce
 from graphopt.runtime.eager import Fallback
+from graphopt.stages import stages_for
 
 if TYPE_CHECKING:
-    from graphopt._joint import JointCapture
-    from graphopt._run import BoundStep
-    from graphopt.host_counts import Counts
-    from graphopt.host_votes import Agreement
+    from graphopt.host.counts import Counts
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, PassRecord
-    from graphopt.manager.running import PipelineEntry
+    from graphopt.runtime.bound_step import BoundStep
+    from graphopt.runtime.joint_capture import JointCapture
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
 
@@ -71,11 +68,10 @@ class TrainStep:
         self._max_graphs = max_graphs
         self._fn = fn
         self._parallel = parallel
-        self._lower = options_for(lower)
         self._sync = True
         self._calls = 0
         self._entries: list[BoundStep] = []
-        self._manager = manager_for(pipeline, verify)
+        self._stages = stages_for(pipeline, lower, verify)
         self._fallback = Fallback(getattr(fn, "__qualname__", repr(fn)), fallback)
         if not isinstance(parallel, Manual):
             announce(parallel.group if isinstance(parallel, DataParallel) else None)
@@ -95,7 +91,7 @@ class TrainStep:
                 entry.drop()
         self._entries = []
         self._fallback.forget()
-        self._finishing = Finishing(self._lower)
+        self._stages = self._stages.anew()
         self._captured = 0
         self._held: frozenset[str] = frozenset()
         self._joint_capture: JointCapture | None = None
@@ -133,21 +129,27 @@ class TrainStep:
 
     def _captured_or_refused(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
         """Capture a call; None where it cannot be captured, and the step runs eagerly then."""
-        try:
-            return self._capture(call, mode)
-        except BaseException as error:
-            parallel, joint = resolve(self._parallel), self._joint_capture
-            alone = joint is not None and joint.alone
-            if self._fallback.take(error, call, parallel, alone):
-                self._entries = []
-                return None
-            _tell(parallel, self._calls, error)
-            raise
+        with self._failures_told() as parallel:
+            try:
+                return self._capture(call, mode)
+            except BaseException as error:
+                alone = self._joint_capture is not None and self._joint_capture.alone
+                if not self._fallback.take(error, call, parallel, alone):
+                    raise
+            self._entries = []
+            return None
 
     def _run_eagerly(self, call: Call) -> Any:
+        with self._failures_told() as parallel:
+            return self._fallback.run(call, parallel, self._sync, self._calls, self._join)
+
+    @contextmanager
+    def _failures_told(self) -> Iterator[Parallel]:
+        """While active, a failure is told to ranks that run their step meanwhile. Gives how this
+        rank communicates."""
         parallel = resolve(self._parallel)
         try:
-            return self._fallback.run(call, parallel, self._sync, self._calls, self._join)
+            yield parallel
         except BaseException as error:
             _tell(parallel, self._calls, error)
             raise
@@ -224,11 +226,11 @@ class TrainStep:
     @property
     def lowered(self) -> list[LoweredSubgraph]:
         """The compiled regions of all graphs in use; a region that several have is listed once."""
-        return self._finishing.regions
+        return self._stages.regions
 
     @property
     def report(self) -> list[PassRecord]:
-        """What each pass did to the graph of the latest call.
+        """What each stage did to the graph of the latest call: capture, passes, and all behind.
 
         Raises:
             GraphOptError: the step has not been called.
@@ -255,26 +257,31 @@ class TrainStep:
         return ("averaged" if self._sync else "no_sync", group.group_name, group.size())
 
     def _capture(self, call: Call, mode: tuple[Any, ...]) -> BoundStep:
-        from graphopt._run import BoundStep
+        from graphopt.host import share_counts
+        from graphopt.host.counts import Counts
         from graphopt.iter_graph import IterGraphModule
-        from graphopt.tracing.capture import capture_call
+        from graphopt.runtime.agreed import Ranks
+        from graphopt.runtime.bound_step import BoundStep
         from graphopt.tracing.guards import Guards
 
         cause = self._log_capture(call, mode)
         parallel = resolve(self._parallel)
         self._entries = [entry for entry in self._entries if entry.captured.lasting]
-        self._make_room(cause)
         settled = {entry.captured.fingerprint for entry in self._entries}
+        ways: Iterable[Ranks] = [Ranks(settled)]
         if isinstance(parallel, DataParallel):
-            joint = self._joint()
-            captured, agreed = joint.capture(call, parallel, self._sync, mode, settled)
-        else:
-            captured, agreed = capture_call(call, settled=settled, lasts=True), None
-            self._optimize(captured)
-            self._finish(call.using(captured.besides) or call, captured)
+            ways = self._joint().ways(call, parallel, self._sync, mode, settled)
+        try:
+            self._make_room(cause)
+        except CaptureError:
+            with next(iter(ways)):  # which tells ranks that have come to agree
+                raise
+        captured, agreed = self._stages.compile(call, ways)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
         call = call.using(captured.besides) or call
+        self._counts = self._counts or Counts()
+        share_counts(module.graph, self._counts)
         captured.effects.apply()
         with captured.state_present():
             attributes = captured.signature.attributes
@@ -301,7 +308,7 @@ class TrainStep:
             self._entries.pop(position).close()
 
     def _warn_of_held(self, captured: CapturedStep, communicates: bool) -> None:
-        from graphopt.late import warn_of_held
+        from graphopt.runtime.late import warn_of_held
 
         new = captured.live.held - self._held
         if new and communicates:
@@ -316,39 +323,12 @@ class TrainStep:
                 entry.close()  # a layer or another model may live on
         self._entries = list(filter(_is_usable, self._entries))
 
-    def _optimize(self, captured: CapturedStep) -> None:
-        """Check what was captured, and apply the passes."""
-        from graphopt.iter_graph import IterGraphModule
-        from graphopt.verify import check_captured
-
-        check_captured(captured).raise_for_failure()
-        captured.graph_module = IterGraphModule(captured.graph_module)
-        self._manager.run(captured.graph_module)
-
-    def _finish(
-        self, call: Call, captured: CapturedStep, agreement: Agreement | None = None
-    ) -> None:
-        """Make the graph final, and say how it runs.
-
-        Args:
-            agreement: when all ranks agree that no function of the program's has raised.
-        """
-        from graphopt.host import share_counts
-        from graphopt.host_counts import Counts
-        from graphopt.iter_graph import IterGraphModule
-
-        assert isinstance(captured.graph_module, IterGraphModule)
-        once = _creates_state(call, captured) or not captured.lasting
-        self._counts = self._counts or Counts()
-        share_counts(captured.graph_module.graph, self._counts)
-        self._finishing.finish(captured.graph_module, once=once, agreement=agreement)
-
     def _joint(self) -> JointCapture:
         if self._joint_capture is None:
-            from graphopt._joint import JointCapture
+            from graphopt.runtime.joint_capture import JointCapture
 
             topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
-            self._joint_capture = JointCapture(topic, self._optimize, self._finish)
+            self._joint_capture = JointCapture(topic)
         return self._joint_capture
 
     def _log_capture(self, call: Call, mode: tuple[Any, ...]) -> Cause | None:
@@ -379,51 +359,6 @@ class TrainStep:
         return Cause(MODE, "", structure) if local is None else Cause.of_value(local)
 
 
-MIN_BUCKETS = 16
-"""Of gradients in the default pipeline: what is still to be sent when the backward ends is a
-sixteenth of all, and a gradient of a gigabyte still goes in buckets of 25 MB."""
-
-
-FORWARD_SHARE = 0.33
-"""Of the compute of a step: a product of matrices takes two in the backward."""
-
-
-def default_pipeline() -> list[PipelineEntry]:
-    """What `pipeline="default"` applies to a captured step.
-
-    The last stage, which makes updates and reductions happen in place, is not a pass: see
-    `graphopt.executable.finalize`.
-    """
-    from graphopt import passes
-
-    return [
-        passes.remove_copy_from_optimizer,
-        (passes.comm_fusion_with_concat, {"min_buckets": MIN_BUCKETS}),
-        passes.schedule_comm_wait,
-        (passes.iter_move_grads_and_optimizers, {"held_back": FORWARD_SHARE}),
-        passes.schedule_updates,
-    ]
-
-
-def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None) -> PassManager:
-    """The manager of a pipeline given by name, text, passes or as a manager.
-
-    Raises:
-        PipelineSyntaxError: no such pipeline or pass.
-    """
-    from graphopt.discovery import PassManager, registry
-
-    if isinstance(pipeline, PassManager):
-        return pipeline
-    named = {"default": default_pipeline, "none": list}
-    if isinstance(pipeline, str) and pipeline in named:
-        return PassManager(named[pipeline](), verify=verify)
-    if isinstance(pipeline, str) and pipeline not in registry.names():
-        for meant in difflib.get_close_matches(pipeline, named, 1):
-            raise PipelineSyntaxError(f"there is no pipeline {pipeline!r}; did you mean {meant!r}?")
-    return PassManager(pipeline, verify=verify)
-
-
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
     """Drop the graphs of a model that has just been freed, and with them its parameters."""
     step = reference()
@@ -436,19 +371,10 @@ def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
 def _tell(parallel: Parallel, step: int, error: BaseException) -> None:
     """Tell a failure to ranks that run their step meanwhile."""
     from graphopt import _compat
-    from graphopt.rank_failures import tell
+    from graphopt.ranks.failures import tell
 
     if isinstance(parallel, DataParallel):
         tell(_compat.group_or_default(parallel.group), step, error)
-
-
-def _creates_state(call: Call, captured: CapturedStep) -> bool:
-    """Whether a step creates optimizer state, so that the next one is captured again."""
-    optimizers, tensors = call.optimizer_objects(), captured.live.module_tensors
-    return any(
-        state.key not in optimizers[state.optimizer].state.get(tensors[state.owner].tensor, {})
-        for state in captured.signature.states
-    )
 
 
 def _is_usable(entry: BoundStep) -> bool:

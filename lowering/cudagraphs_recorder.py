@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from graphopt._compat import cuda
-from graphopt.collector import collector_paused
+from graphopt.runtime.collector import collector_paused
 
 Run = Callable[[], list[Any]]
 

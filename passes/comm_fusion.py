@@ -49,7 +49,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.buckets import (
+from graphopt.comm import SENDS, CommBlock
+from graphopt.comm.buckets import (
     Bucket,
     Planner,
     Scaled,
@@ -58,7 +59,6 @@ from graphopt.buckets import (
     raise_launches,
     scaled_input,
 )
-from graphopt.comm import SENDS, CommBlock
 from graphopt.graph_utils import call_function_with_meta, is_collective, move_after
 from graphopt.ir.effects import Effects
 from graphopt.manager import PassArgumentError, graph_optimization_pass

@@ -144,8 +144,7 @@ def _modes() -> Any:
 
 def watch_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on each refused capture of this process is held against what was there before."""
-    from graphopt import _joint
-    from graphopt.pipelining import stage_capture
+    from graphopt.runtime import agreed
     from graphopt.step import TrainStep
 
     capture = importlib.import_module("graphopt.tracing.capture")  # a function has its name
@@ -163,7 +162,7 @@ def watch_captures(monkeypatch: pytest.MonkeyPatch) -> None:
         return capturing
 
     alone = checked(capture.capture_call, lambda call, *_: call)
-    for module in (capture, _joint, stage_capture):
+    for module in (capture, agreed):
         monkeypatch.setattr(module, "capture_call", alone)
     whole = checked(TrainStep._capture, lambda step, call, *_: call)
     monkeypatch.setattr(TrainStep, "_capture", whole)

@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch.optim import SGD, Optimizer
 
 import graphopt
-from graphopt import _joint
 from graphopt.graph_utils import find_nodes, is_collective
+from graphopt.runtime import joint_capture as _joint
 
 WORLD = 3
 STEPS = 4

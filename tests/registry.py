@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphopt import discovery
-from graphopt.manager import default_registry
+from graphopt.manager import default_registry, discovery
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch) -> None:

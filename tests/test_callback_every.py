@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphopt
 import test_callback as cases
-from graphopt.host_counts import EagerCounts
+from graphopt.host.counts import EagerCounts
 from graphopt.tracing import callback as callback_module
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from graphopt.lowering.cudagraphs_inputs import Input
 from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
 from graphopt.lowering.cudagraphs_pieces import Way
 from graphopt.lowering.subgraph import LoweredSubgraph
-from graphopt.step import default_pipeline
+from graphopt.stages import default_pipeline
 from sketch import Sketch, one_rank
 from zoo import MLP, MODELS, train_step
 

@@ -20,7 +20,7 @@ from graphopt.lowering.cudagraphs_inputs import Input
 from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
 from graphopt.lowering.cudagraphs_pieces import Way
 from graphopt.lowering.cudagraphs_recorder import CudaRecorder
-from graphopt.step import default_pipeline
+from graphopt.stages import default_pipeline
 from zoo import MODELS, OPTIMIZERS, train_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from graphopt import _compat
-from graphopt.late import LateTensors, held_elsewhere, settle
+from graphopt.runtime.late import LateTensors, held_elsewhere, settle
 
 
 class Scene:

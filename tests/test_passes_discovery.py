@@ -14,8 +14,7 @@ import networkx as nx
 import pytest
 
 import graphopt.passes
-from graphopt import discovery
-from graphopt.manager import PassRegistry, default_registry
+from graphopt.manager import PassRegistry, default_registry, discovery
 
 ISOLATED = PassRegistry()
 
@@ -79,7 +78,7 @@ def test_passes_of_other_packages_are_found(tmp_path: Path) -> None:
     program = """
         import logging, sys
         logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
-        from graphopt import discovery
+        from graphopt.manager import discovery
         from graphopt.manager import default_registry, parse_pipeline
         discovery.install()
         discovery.install()

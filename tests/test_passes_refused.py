@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import fx
 
-from graphopt import discovery
 from graphopt.errors import CaptureError, IterationError, PassError, VerificationError
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.iter_graph import IterGraphModule
@@ -25,6 +24,7 @@ from graphopt.manager import (
     PassManager,
     PassRegistry,
     applied_passes,
+    discovery,
     graph_optimization_pass,
 )
 from graphopt.saved import load_graph, save_graph

@@ -15,9 +15,9 @@ from torch.optim import SGD, Optimizer
 
 import graphopt
 from graphopt.comm import get_all_comm_blocks
+from graphopt.comm.waits import split_waits
 from graphopt.graph_utils import find_nodes, is_collective, is_wait
 from graphopt.verify import check_dependencies, dependency_graph
-from graphopt.waits import split_waits
 
 c10d = torch.ops._c10d_functional
 

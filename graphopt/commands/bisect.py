@@ -19,7 +19,7 @@ from graphopt.errors import GraphOptError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import PassManager
 from graphopt.saved import load_graph, save_graph
-from graphopt.step import manager_for
+from graphopt.stages import manager_for
 from graphopt.verify import Problem, check_equivalence
 
 Check = Callable[[int], "str | None"]

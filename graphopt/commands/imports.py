@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from graphopt.errors import GraphOptError
-from graphopt.places import place
+from graphopt.runtime.places import place
 
 
 def import_passes(modules: Iterable[str]) -> None:

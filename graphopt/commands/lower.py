@@ -21,7 +21,7 @@ from graphopt.lowering.triton_kernels import (
     parse_target,
     triton_version,
 )
-from graphopt.places import make_folder, place, write
+from graphopt.runtime.places import make_folder, place, write
 from graphopt.saved import load_graph
 
 _FIGURES = ("registers", "shared_bytes", "spills", "num_warps", "regions")

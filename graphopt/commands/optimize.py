@@ -16,7 +16,7 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import PassManager, PassRecord, applied_passes
 from graphopt.readable import graph_text
 from graphopt.saved import load_graph, save_graph
-from graphopt.step import manager_for
+from graphopt.stages import manager_for
 
 
 def run_optimize(

@@ -11,10 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from graphopt import discovery
 from graphopt.commands.errors import reported
 from graphopt.commands.imports import import_passes
-from graphopt.manager import Pass, default_registry
+from graphopt.manager import Pass, default_registry, discovery
 
 
 def run_passes(modules: Sequence[str], as_json: bool) -> None:

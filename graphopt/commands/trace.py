@@ -30,7 +30,7 @@ from graphopt.pipelining.timeline import (
 from graphopt.pipelining.timeline.html import page
 from graphopt.pipelining.timeline.orders import ScheduleKind, find_schedule
 from graphopt.pipelining.timeline.text import percent, seconds_text
-from graphopt.places import make_folder, place, write
+from graphopt.runtime.places import make_folder, place, write
 
 _USUAL_RANKS = 4
 _FORWARD, _BACKWARD = (1.0,), (2.0,)

@@ -15,7 +15,7 @@ import torch
 
 from graphopt.errors import GraphOptError
 from graphopt.pipelining import Pipe
-from graphopt.places import place
+from graphopt.runtime.places import place
 
 
 class PipeSource:

@@ -30,8 +30,8 @@ from graphopt.cost.operators import OperatorTable, machine_name, measure_operato
 from graphopt.cost.roofline import DEVICES
 from graphopt.errors import FileError, MissingFileError
 from graphopt.graph_utils import tensors_in
-from graphopt.meeting import Channel
-from graphopt.places import place
+from graphopt.ranks.meeting import Channel
+from graphopt.runtime.places import place
 
 logger = logging.getLogger("graphopt")
 

@@ -22,7 +22,7 @@ from graphopt.cost.errors import CostTableError
 from graphopt.cost.operators import OperatorTable
 from graphopt.cost.roofline import DEVICES, RooflineCost
 from graphopt.graph_utils import is_collective, tensors_in
-from graphopt.places import place, read_text, write
+from graphopt.runtime.places import place, read_text, write
 
 _FORMAT = "graphopt costs"
 _VERSION = 1

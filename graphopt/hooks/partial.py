@@ -15,7 +15,7 @@ from graphopt.errors import PipelineSyntaxError
 from graphopt.manager import Pass, PassCallback, PassContext, PassManager, Pipeline
 from graphopt.manager.problems import Refused
 from graphopt.manager.text import Step
-from graphopt.step import manager_for
+from graphopt.stages import manager_for
 from graphopt.verify import Problem
 
 logger = logging.getLogger("graphopt")

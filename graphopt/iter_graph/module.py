@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import fx
@@ -15,7 +15,7 @@ from graphopt.errors import GraphOptError
 from graphopt.graph_utils import follows_output_convention, get_output, is_collective
 from graphopt.iter_graph.derive import Derivation, Plan, plan
 from graphopt.iter_graph.graph import IterGraph, copy_graph
-from graphopt.iter_graph.running import Flight, Program
+from graphopt.iter_graph.running import Flight, Program, reads_of
 
 logger = logging.getLogger("graphopt")
 
@@ -53,6 +53,7 @@ class IterGraphModule(fx.GraphModule):
     def _forget_derived(self) -> None:
         self._plan: Plan | None = None
         self._programs: dict[tuple[Any, ...], Program] = {}
+        self._given: dict[str, fx.GraphModule] = {}
         self._flight: Flight | None = None
 
     @property
@@ -73,14 +74,20 @@ class IterGraphModule(fx.GraphModule):
         """Whether the graph is final: passes refuse it."""
         return self._frozen
 
-    def finalize_setup(self, transform: Transform | None = None) -> None:
+    def finalize_setup(
+        self,
+        transform: Transform | None = None,
+        derived: Mapping[str, fx.GraphModule] | None = None,
+    ) -> None:
         """Make the graph final: from now on it may be run but not rewritten.
 
         Args:
             transform: applied to each derived graph before it runs, such as
                 `graphopt.executable.finalize`.
+            derived: what `derive` has given, to be used in place of graphs that are derived anew.
         """
         self._forget_derived()
+        self._given = dict(derived or {})
         self._transform = transform
         self._frozen = True
 
@@ -96,6 +103,7 @@ class IterGraphModule(fx.GraphModule):
             )
         self._plan = None
         self._programs = {}
+        self._given = {}
         return None
 
     @property
@@ -164,11 +172,21 @@ class IterGraphModule(fx.GraphModule):
             self.flush()
         return self._packed(results)
 
-    def prepare(self) -> None:
-        """Derive and compile the graphs now that calls would derive when they first need them."""
+    def derive(self) -> dict[str, fx.GraphModule]:
+        """The graphs that run, by name: "setup" and, with late nodes, "main" and "drain"."""
+        names = ("setup", "main", "drain") if self.graph.late else ("setup",)
+        return {name: self._derived(name) for name in names}
+
+    def prepare(self, *, once: bool = False) -> None:
+        """Make the graphs ready to run now that calls would derive when they first need them.
+
+        Args:
+            once: those alone that a single call runs.
+        """
         self._program("setup")
-        if self.graph.late:
+        if self.graph.late and not once:
             self._program("main")
+        if self.graph.late:
             self._program("drain", 0)
 
     def flush(self) -> None:
@@ -248,8 +266,17 @@ class IterGraphModule(fx.GraphModule):
         key = (name, *options)
         if key not in self._programs:
             carried = len(self._current_plan().carried) if name in ("setup", "main") else 0
-            self._programs[key] = Program(self._derived(name, *options), carried, self._transform)
+            given = None if any(options) else self._given.pop(name, None)
+            derived = self._derived(name, *options) if given is None else given
+            reads = reads_of(derived.graph)
+            if self._transform is not None:
+                derived = self._transform(derived)
+            self._programs[key] = Program(self._loaded(derived), carried, reads)
         return self._programs[key]
+
+    def _loaded(self, executable: fx.GraphModule) -> fx.GraphModule:
+        """The form in which an executable graph is called."""
+        return executable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IterGraphModule:
         """A copy of the program, with nothing in flight."""

@@ -145,26 +145,15 @@ class Program:
     """One derived graph, ready to run.
 
     Args:
-        graph_module: the derived graph.
+        graph_module: the derived graph, after all stages.
         carried: how many values it leaves to the next iteration.
-        transform: rewrites the graph before it runs.
-
-    Attributes:
         reads: per placeholder of the step, whether the graph reads or updates it.
     """
 
-    def __init__(
-        self,
-        graph_module: fx.GraphModule,
-        carried: int,
-        transform: Callable[[fx.GraphModule], fx.GraphModule] | None,
-    ) -> None:
+    def __init__(self, graph_module: fx.GraphModule, carried: int, reads: tuple[bool, ...]) -> None:
         placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
-        self._carried = carried
+        self._carried, self.reads = carried, reads
         self._takes = any(INDEX in node.meta for node in placeholders)
-        self.reads = tuple(bool(n.users) for n in placeholders if INDEX not in n.meta)
-        if transform is not None:
-            graph_module = transform(graph_module)
         if any(GROUP in node.meta for node in graph_module.graph.nodes):
             self._takes = True
             _take_from_flight(graph_module)
@@ -201,6 +190,12 @@ class Program:
         if code is not type(self._graph_module).forward.__code__:
             return None
         return _compat.node_at_line(self._graph_module, line)
+
+
+def reads_of(graph: fx.Graph) -> tuple[bool, ...]:
+    """Per placeholder of the step, whether a derived graph reads or updates it."""
+    placeholders = graph.find_nodes(op="placeholder")
+    return tuple(bool(node.users) for node in placeholders if INDEX not in node.meta)
 
 
 def _take_from_flight(graph_module: fx.GraphModule) -> None:

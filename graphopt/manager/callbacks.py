@@ -12,23 +12,27 @@ from typing import Any
 
 from torch import fx
 
-from graphopt import _compat, places
+from graphopt import _compat
 from graphopt.errors import FileError
 from graphopt.graph_utils import follows_output_convention
 from graphopt.iter_graph import IterGraphModule, check_late
 from graphopt.manager.declaration import Pass
 from graphopt.manager.problems import Refused, refusing_what_fails
 from graphopt.manager.records import PassRecord
+from graphopt.manager.settings import Settings
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
 from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
-from graphopt.verify import Problem, check_dependencies
+from graphopt.runtime import places
+from graphopt.verify import Problem
+from graphopt.verify.dependencies import DependencyCheck
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.interface import (
     changed_arguments,
     returned_problems,
 )
+from graphopt.verify.matching import correspondence_by_name
 from graphopt.verify.metadata import changed_problems
 
 logger = logging.getLogger("graphopt")
@@ -94,9 +98,10 @@ class Verification(PassCallback):
     checked for its dependencies alone.
     """
 
-    def __init__(self, level: str) -> None:
+    def __init__(self, level: str, proof: Proof | None = None) -> None:
         self._prove = level == "equivalence"
-        self._proof = Proof()
+        self._proof = Proof() if proof is None else proof
+        self._dependencies = DependencyCheck()
 
     def after_pass(self, context: PassContext) -> None:
         if context.record.changed:
@@ -111,23 +116,26 @@ class Verification(PassCallback):
         unread = newly_unread(context.gm.graph, before)
         if unread is not None:
             raise Refused([unread])
-        report = check_dependencies(
+        same = before.correspondence
+        report = self._dependencies.compare(
             before.graph,
-            context.gm,
-            correspondence=before.correspondence,
+            context.gm.graph,
+            correspondence_by_name(before.graph, context.gm.graph) if same is None else same,
+            copies=before.copies,
             same_dtypes=not context.pass_.changes_numerics,
         )
         problems = report.problems or _badly_typed(context) or before.changed_constants()
         if not problems and self._prove and not context.pass_.changes_numerics:
             problems = self._not_equivalent(context)
         else:
-            self._proof = Proof()
+            self._proof.forget()
             problems = problems or _kept_nodes_changed(context)
         if problems:
             raise Refused(problems)
 
     def _not_equivalent(self, context: PassContext) -> list[Problem]:
         if not context.before.annotated:
+            self._proof.forget()
             return []
         report = self._proof.compare(context.before.graph, context.gm)
         if report.decidable:
@@ -175,18 +183,27 @@ class Dump(PassCallback):
         self._required = required
 
     def after_pass(self, context: PassContext) -> None:
+        self.write(context.pass_.name, context.before.graph, context.gm)
+
+    def write(self, name: str, before: fx.Graph | None, gm: fx.GraphModule) -> None:
+        """Write a graph.
+
+        Args:
+            name: what has left it.
+            before: the graph before that; None: there was none.
+        """
         try:
             with places.named(self._folder, "written to"):
-                self._write(context)
+                self._write(name, before, gm)
         except FileError as error:
             if self._required:
                 raise
             warnings.warn(f"GRAPHOPT_DUMP: {error}", RuntimeWarning, stacklevel=2)
 
-    def _write(self, context: PassContext) -> None:
+    def _write(self, name: str, before: fx.Graph | None, gm: fx.GraphModule) -> None:
         places.make_folder(self._folder)
-        stem = self._free_stem(f"after_{context.pass_.name}")
-        for suffix, text in self._files(context):
+        stem = self._free_stem(f"after_{name}")
+        for suffix, text in _files(name, before, gm):
             places.write(self._folder / f"{stem}{suffix}", text)
 
     def _free_stem(self, stem: str) -> str:
@@ -196,11 +213,18 @@ class Dump(PassCallback):
             free = f"{stem}_{number}"
         return free
 
-    def _files(self, context: PassContext) -> Iterator[tuple[str, str]]:
-        gm = context.gm
-        yield ".txt", graph_text(gm)
-        name = context.pass_.name
-        yield ".diff", graph_diff(context.before.graph, gm, (f"before {name}", f"after {name}"))
-        if isinstance(gm, IterGraphModule):
-            for part in ("setup", "main", "drain", "cleanup"):
-                yield f"_{part}.txt", graph_text(getattr(gm, f"{part}_gm"))
+
+def _files(name: str, before: fx.Graph | None, gm: fx.GraphModule) -> Iterator[tuple[str, str]]:
+    yield ".txt", graph_text(gm)
+    if before is not None:
+        yield ".diff", graph_diff(before, gm, (f"before {name}", f"after {name}"))
+    if isinstance(gm, IterGraphModule):
+        for part in ("setup", "main", "drain", "cleanup"):
+            yield f"_{part}.txt", graph_text(getattr(gm, f"{part}_gm"))
+
+
+def dump_of(settings: Settings) -> Dump | None:
+    """What writes graphs, if they are to be written."""
+    if settings.dump_dir is None:
+        return None
+    return Dump(settings.dump_dir, required=settings.dump_required)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import fx
 
+from graphopt import _compat
 from graphopt.errors import GraphOptError, PassError, VerificationError
 from graphopt.manager.callbacks import PassContext
 from graphopt.manager.declaration import Pass
@@ -40,13 +42,75 @@ def crash(context: PassContext, error: Exception, folder: Path) -> GraphOptError
 
     An error of graphopt keeps its type, and any other becomes a `PassError`.
     """
-    text = str(error).strip()
-    what = type(error).__name__ + (f": {text}" if text else "")
-    head, name = "raised ", context.pass_.name
+    head, what, name = "raised ", _named(error), context.pass_.name
     if isinstance(error, PassArgumentError):
-        head, what = "does not take this: ", text
+        head, what = "does not take this: ", str(error).strip()
     place = _place_in_pass(error, context.pass_)
-    full = _text(f"pass {name!r} {head}", [Problem(what)], context, folder, place)
+    return _with_text(
+        error, _text(f"pass {name!r} {head}", [Problem(what)], context, folder, place)
+    )
+
+
+@dataclass(frozen=True)
+class StageAttempt:
+    """A stage that is about to run on a derived graph, to say later what has failed.
+
+    Attributes:
+        gm: the module of the graph.
+        given: the derived graph, as it was before the first stage behind the passes.
+        graph: its name; empty where there is but one graph.
+        names: all stages of the list.
+        done: those that ran on the graph, the one that is about to run included.
+        folder: where the folder with reproducers is.
+    """
+
+    gm: fx.GraphModule
+    given: fx.Graph
+    graph: str
+    names: tuple[str, ...]
+    done: tuple[str, ...]
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        """The stage and its graph."""
+        return f"stage {self.done[-1]!r}" + (f" of {self.graph!r}" if self.graph else "")
+
+    def lines(self) -> dict[str, str]:
+        """What an error says of the place in the list."""
+        marked = [f"[{name}]" if name == self.done[-1] else name for name in self.names]
+        return {"stages:": " -> ".join(marked), "reproduce:": self._reproduce()}
+
+    def _reproduce(self) -> str:
+        gm = self.gm
+        if gm.graph is not self.given:
+            gm = _compat.lazy_graph_module(gm, self.given)
+        path, failure = _saved(gm, self.folder)
+        if path is None:
+            return failure
+        stages = shlex.quote(" -> ".join(self.done))
+        return f"graphopt optimize {shlex.quote(str(path))} --stages {stages}"
+
+
+def refusal_of_stage(refused: Refused, attempt: StageAttempt) -> VerificationError:
+    """The error for what a stage has left."""
+    head = f"{attempt.title} was refused: "
+    return VerificationError(_layout(head, refused.problems, attempt.lines()))
+
+
+def crash_of_stage(error: Exception, attempt: StageAttempt) -> GraphOptError:
+    """The error for a stage that raised `error`; as `crash`."""
+    head = f"{attempt.title} raised "
+    return _with_text(error, _layout(head, [Problem(_named(error))], attempt.lines()))
+
+
+def _named(error: Exception) -> str:
+    text = str(error).strip()
+    return type(error).__name__ + (f": {text}" if text else "")
+
+
+def _with_text(error: Exception, full: str) -> GraphOptError:
+    """An error of graphopt with another text; any other becomes a `PassError`."""
     if isinstance(error, GraphOptError):
         error.args = (full,)
         if str(error) == full:
@@ -71,19 +135,20 @@ def _text(
     folder: Path,
     place: str | None = None,
 ) -> str:
+    known = {"at:": place, "pipeline:": marked_text(context.pipeline, context.index)}
+    return _layout(head, problems, {**known, "reproduce:": _reproduce(context, folder)})
+
+
+def _layout(head: str, problems: Sequence[Problem], known: Mapping[str, str | None]) -> str:
+    """The text of an error; `known` is what is said of the place, by its heading."""
     first, *more = problems
     lines = [head + first.message]
     lines += _node_lines(first.nodes)
     lines += [f"  also: {problem.message}" for problem in more[:_SHOWN]]
     if len(more) > _SHOWN:
         lines.append(f"  and {len(more) - _SHOWN} more")
-    for name, value in (
-        ("at:", place),
-        ("from:", first.source),
-        ("pipeline:", marked_text(context.pipeline, context.index)),
-        ("reproduce:", _reproduce(context, folder)),
-        ("hint:", first.hint),
-    ):
+    said = {"at:": None, "from:": first.source, **known, "hint:": first.hint}
+    for name, value in said.items():
         if value is not None:
             lines.append(f"  {name:<10} {value}")
     return "\n".join(lines)
@@ -98,15 +163,22 @@ def _node_lines(nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _reproduce(context: PassContext, folder: Path) -> str:
-    try:
-        path = _save(context.gm, folder / FOLDER)
-    except Exception as error:  # the error that is being explained matters more
-        return f"no file was written ({type(error).__name__}: {error})"
+    path, failure = _saved(context.gm, folder)
+    if path is None:
+        return failure
     step = Pipeline([context.pipeline[context.index]])
     if not is_text(step):
         return f"{path} holds the graph; the options have no text form"
     command = f"graphopt optimize {shlex.quote(str(path))} --pipeline {shlex.quote(str(step))}"
     return command + _import_option(context.pass_)
+
+
+def _saved(gm: fx.GraphModule, folder: Path) -> tuple[Path | None, str]:
+    """The file that holds a graph; None and why there is none."""
+    try:
+        return _save(gm, folder / FOLDER), ""
+    except Exception as error:  # the error that is being explained matters more
+        return None, f"no file was written ({type(error).__name__}: {error})"
 
 
 def _import_option(pass_: Pass) -> str:

@@ -38,6 +38,7 @@ class PassRecord:
         changed: whether the graph is another than before.
         changes_numerics: whether the pass is one that may change the bits of the results.
         skipped: it was disabled, and did not run.
+        stage: it is no pass but another stage of the list, such as capture or finalize.
         launches: stands for all launches of collectives that it has left, in order: what has to be
             the same on all ranks.
     """
@@ -55,6 +56,7 @@ class PassRecord:
     changed: bool = False
     changes_numerics: bool = False
     skipped: bool = False
+    stage: bool = False
     launches: str = field(default="", repr=False, compare=False)
 
     @property
@@ -97,11 +99,11 @@ class PassRecord:
 
 def applied_passes(gm: fx.GraphModule) -> list[str]:
     """Names of the passes that were applied to a graph module, first to last."""
-    return [record.name for record in records_of(gm)]
+    return [record.name for record in records_of(gm) if not record.stage]
 
 
 def records_of(gm: fx.GraphModule) -> list[PassRecord]:
-    """Records of the passes that were applied to a graph module, first to last."""
+    """Records of the stages that a graph module went through, passes included, first to last."""
     return [_as_record(record) for record in gm.meta.get(META_KEY, ())]
 
 

@@ -9,15 +9,16 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from graphopt.comm.waits import split_waits
 from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
 from graphopt.manager.callbacks import (
-    Dump,
     PassCallback,
     PassContext,
     Timing,
     Verification,
+    dump_of,
 )
 from graphopt.manager.declaration import Pass
 from graphopt.manager.failures import crash, refusal
@@ -32,13 +33,13 @@ from graphopt.manager.records import (
     recorded_arguments,
 )
 from graphopt.manager.registry import PassRegistry, default_registry
-from graphopt.manager.settings import read_settings
+from graphopt.manager.settings import Settings, read_settings
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
-from graphopt.spmd import launches_digest
+from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
-from graphopt.waits import split_waits
+from graphopt.verify.equivalence import Proof
 
 PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
 
@@ -96,8 +97,16 @@ class PassManager:
     def __repr__(self) -> str:
         return f"PassManager({str(self)!r})"
 
-    def run(self, gm: fx.GraphModule) -> list[PassRecord]:
+    @property
+    def settings(self) -> Settings:
+        """How passes, and the stages around them, are run."""
+        return self._settings
+
+    def run(self, gm: fx.GraphModule, proof: Proof | None = None) -> list[PassRecord]:
         """Apply the pipeline to a graph module, in place.
+
+        Args:
+            proof: takes what is shown of the graph, for whoever goes on with it.
 
         Returns:
             A record per pass that ran; `applied_passes` has their names.
@@ -122,7 +131,7 @@ class PassManager:
             self._registry,
             self._settings.disable,
         )
-        callbacks = self._all_callbacks()
+        callbacks = self._all_callbacks(proof)
         if split_waits(gm.graph):
             gm.recompile()
         before = Snapshot(gm)
@@ -142,13 +151,10 @@ class PassManager:
         indices = [i for i, step in enumerate(self.pipeline) if step.pass_.name not in disabled]
         return indices[: self._settings.stop_after]
 
-    def _all_callbacks(self) -> list[PassCallback]:
-        settings = self._settings
-        dump = []
-        if settings.dump_dir is not None:
-            dump.append(Dump(settings.dump_dir, required=settings.dump_required))
-        verification = [Verification(settings.verify)] if settings.verify != "off" else []
-        return [*self._callbacks, *dump, *verification, Timing()]
+    def _all_callbacks(self, proof: Proof | None) -> list[PassCallback]:
+        level, dump = self._settings.verify, dump_of(self._settings)
+        verification = [Verification(level, proof)] if level != "off" else []
+        return [*self._callbacks, *filter(None, [dump]), *verification, Timing()]
 
     def _context(self, gm: fx.GraphModule, index: int, before: Snapshot) -> PassContext:
         pass_, options = self.pipeline[index]

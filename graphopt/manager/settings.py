@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphopt import places
 from graphopt.errors import FileError, PipelineSyntaxError
 from graphopt.manager.declaration import Pass
 from graphopt.manager.names import suggestion
+from graphopt.runtime import places
 
 logger = logging.getLogger("graphopt")
 

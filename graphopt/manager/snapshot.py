@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphopt.collector import collector_paused
 from graphopt.iter_graph import IterGraph, copy_graph
+from graphopt.runtime.collector import collector_paused
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import attribute
 

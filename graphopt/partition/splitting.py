@@ -10,12 +10,12 @@ from typing import Any, Literal
 from torch import fx, nn
 
 from graphopt._compat.partition import is_persistent, share_signature
-from graphopt.collector import collector_paused
 from graphopt.errors import PartitionError
 from graphopt.partition.assignment import Partition, SplitCallback, unique_name
 from graphopt.partition.attributes import Attributes
 from graphopt.partition.boundaries import VALUE_KEYS
 from graphopt.partition.planning import Plan, make_plan
+from graphopt.runtime.collector import collector_paused
 
 _TAKEN = frozenset(dir(fx.GraphModule)) | {"training"}
 """Attributes of every graph module, which a submodule must not hide."""

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from graphopt import _compat
-from graphopt.finishing import Finishing, options_for
 from graphopt.graph_utils import without_autocast
-from graphopt.meeting import Channel
 from graphopt.pipelining.accumulating import Gradients
 from graphopt.pipelining.boundary import apart, no_view
 from graphopt.pipelining.division import Division
@@ -27,7 +25,8 @@ from graphopt.pipelining.gradient_layout import (
 from graphopt.pipelining.stage_capture import Microbatch, StageCapture
 from graphopt.pipelining.stage_graph import StageGraph
 from graphopt.pipelining.state_guard import StateGuard
-from graphopt.step import manager_for
+from graphopt.ranks.meeting import Channel
+from graphopt.stages import Stages, stages_for
 from graphopt.tracing import reduction
 from graphopt.tracing.inputs import Storage
 
@@ -53,16 +52,16 @@ def compile_stage(
     verify: str | None,
 ) -> CompiledStage:
     """See `Stage.compile`."""
-    options = options_for(lower)
-    if options is not None and options.cudagraphs:
+    stages = stages_for(pipeline, lower, verify)
+    if stages.options is not None and stages.options.cudagraphs:
         raise StageCompileError(
             stage,
             "CUDA graphs write into the same memory on every replay, but a schedule keeps several"
             " microbatches in flight",
             hint="use lower='inductor'",
         )
-    capture = StageCapture(stage, module, manager_for(pipeline, verify), parallel)
-    return CompiledStage(stage, module, microbatch, capture, parallel, Finishing(options))
+    capture = StageCapture(stage, module, stages, parallel)
+    return CompiledStage(stage, module, microbatch, capture, parallel, stages)
 
 
 class CompiledStage:
@@ -74,7 +73,7 @@ class CompiledStage:
         microbatch: what it receives and sends.
         capture: captures it.
         parallel: over which ranks gradients are averaged; None: they are not.
-        finishing: makes graphs run.
+        stages: the stages of the compiler, of which each graph goes through those behind passes.
 
     Attributes:
         full: the backward to come computes all gradients, not those of arguments alone.
@@ -88,10 +87,10 @@ class CompiledStage:
         microbatch: Microbatch,
         capture: StageCapture,
         parallel: DataParallel | None,
-        finishing: Finishing,
+        stages: Stages,
     ) -> None:
         self._stage, self._module, self._microbatch = stage, module, microbatch
-        self._parallel, self._finishing = parallel, finishing
+        self._parallel, self._stages = parallel, stages
         self._capture = capture
         self._captured = capture.capture(microbatch)
         self._forward = self._backward = Division(self._captured, len(microbatch.received))
@@ -159,7 +158,7 @@ class CompiledStage:
     @property
     def lowered(self) -> list[LoweredSubgraph]:
         """The compiled regions of all graphs made so far."""
-        return self._finishing.regions
+        return self._stages.regions
 
     def begin_step(self, has_backward: bool) -> None:
         """To be called before the first microbatch.
@@ -307,8 +306,8 @@ class CompiledStage:
         key = (name, *options)
         if key not in self._graphs:
             division = self._forward if key in _FORWARDS else self._backward
-            graph = getattr(division, name)(*options)
-            self._finishing.finish(graph)
+            graph: StageGraph = getattr(division, name)(*options)
+            self._stages.finish(graph)
             self._graphs[key] = graph
         return self._graphs[key]
 

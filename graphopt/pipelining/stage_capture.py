@@ -7,25 +7,24 @@ microbatches before it and then averaged. `division` makes the graphs of all mic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.iter_graph import IterGraphModule
 from graphopt.parallel import DataParallel
 from graphopt.pipelining.errors import StageCompileError
+from graphopt.runtime.agreed import NotAsAgreedError, Ranks
+from graphopt.runtime.joint_capture import JointCapture
+from graphopt.stages import Stages
+from graphopt.stages.compiling import StepInMaking
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep, capture_call
+from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.strides import corrected
-
-if TYPE_CHECKING:
-    from graphopt.manager import PassManager
 
 
 @dataclass(frozen=True)
@@ -65,20 +64,17 @@ class StageCapture:
     Args:
         stage: index of the stage.
         module: its module.
-        manager: the passes.
+        stages: the stages of the compiler.
         parallel: over which ranks gradients are averaged; None: they are not.
     """
 
     def __init__(
-        self, stage: int, module: nn.Module, manager: PassManager, parallel: DataParallel | None
+        self, stage: int, module: nn.Module, stages: Stages, parallel: DataParallel | None
     ) -> None:
-        from graphopt._joint import JointCapture
-
-        self._stage, self._module = stage, module
-        self._manager = manager
+        self._stage, self._module, self._stages = stage, module, stages
         # Buffers are not broadcast with each microbatch.
         self._parallel = parallel and dataclasses.replace(parallel, broadcast_buffers=False)
-        self._joint = JointCapture(f"compile() of pipeline stage {stage}", self._optimize)
+        self._joint = JointCapture(f"compile() of pipeline stage {stage}")
 
     def capture(self, microbatch: Microbatch) -> CapturedStep:
         """Capture one microbatch. With data parallelism all ranks of the group have to call it.
@@ -96,25 +92,29 @@ class StageCapture:
             raise StageCompileError(self._stage, error.reason, hint=error.hint) from error
 
     def _capture(self, call: Call) -> CapturedStep:
-        if self._parallel is not None:
-            mode = ("stage", self._stage)
-            return self._joint.capture(call, self._parallel, True, mode, ())[0]
-        captured = capture_call(call)
-        self._optimize(captured)
-        return captured
+        """All stages up to the passes. What is left is done to each graph that the captured one is
+        divided into."""
+        for ranks in self._ways(call):
+            with suppress(NotAsAgreedError), ranks:
+                captured = self._stages.capture(call, ranks)
+                step = self._stages.apply_passes(captured)
+                self._refuse_late(step)
+                ranks.agree(captured, {"microbatch": step.module})
+                ranks.ready(captured)
+                return captured
+        raise AssertionError("ranks can always agree anew")
 
-    def _optimize(self, captured: CapturedStep) -> None:
-        from graphopt.verify import check_captured
+    def _ways(self, call: Call) -> Iterable[Ranks]:
+        if self._parallel is None:
+            return [Ranks(lasts=False)]
+        return self._joint.ways(call, self._parallel, True, ("stage", self._stage), ())
 
-        check_captured(captured).raise_for_failure()
-        graph_module = IterGraphModule(captured.graph_module)
-        captured.graph_module = graph_module
-        self._manager.run(graph_module)
-        if graph_module.graph.late:
+    def _refuse_late(self, step: StepInMaking) -> None:
+        if step.module.graph.late:
             raise StageCompileError(
                 self._stage,
-                f"the pipeline {self._manager} moves work to the next iteration, but the gradients"
-                " of a stage have to be complete when its last microbatch is done",
+                f"the pipeline {self._stages.manager} moves work to the next iteration, but the"
+                " gradients of a stage have to be complete when its last microbatch is done",
                 hint="leave out the pass that does so; the default is"
                 " 'comm_fusion_with_concat -> schedule_comm_wait'",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from graphopt.iter_graph import IterGraphModule
 
 SLOT = "slot"
 """Metadata of the placeholder of a kept value: its position among them."""
-
-Transform = Callable[[fx.GraphModule], fx.GraphModule]
 
 
 class StageGraph(IterGraphModule):
@@ -39,15 +37,10 @@ class StageGraph(IterGraphModule):
         self.positions = tuple(positions)
         self._shared = frozenset(shared)
 
-    def finalize_setup(self, transform: Transform | None = None) -> None:
-        """Make the graph final, and let it take kept values out of their list."""
-
-        def ready(derived: fx.GraphModule) -> fx.GraphModule:
-            graph_module = derived if transform is None else transform(derived)
-            _take_kept(graph_module.graph, self._shared)
-            return graph_module
-
-        super().finalize_setup(ready)
+    def _loaded(self, executable: fx.GraphModule) -> fx.GraphModule:
+        """It takes kept values out of their list."""
+        _take_kept(executable.graph, self._shared)
+        return executable
 
 
 def take(kept: list[Any], slot: int) -> Any:

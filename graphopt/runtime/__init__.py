@@ -1,1 +1,1 @@
-"""Running steps: today those that are not captured."""
+"""Running steps: bound to live tensors, agreed on by ranks, late, or not captured at all."""

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.places import place, read_bytes, write
+from graphopt.runtime.places import place, read_bytes, write
 from graphopt.saved.arguments import decode, encode
 from graphopt.saved.errors import SavedGraphError
 from graphopt.saved.nodes import decode_graph, encode_graph

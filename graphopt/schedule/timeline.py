@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from graphopt.places import place, write
+from graphopt.runtime.places import place, write
 from graphopt.schedule.pictures import chrome_trace, page
 from graphopt.schedule.steps import SimulatedStep
 

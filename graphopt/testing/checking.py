@@ -11,10 +11,17 @@ from typing import Any
 
 from torch import fx
 
-from graphopt import _compat, discovery
+from graphopt import _compat
 from graphopt.graph_utils import eliminate_dead_code
 from graphopt.iter_graph import IterGraphModule
-from graphopt.manager import Pass, PassManager, PassRecord, applied_passes, default_registry
+from graphopt.manager import (
+    Pass,
+    PassManager,
+    PassRecord,
+    applied_passes,
+    default_registry,
+    discovery,
+)
 from graphopt.parallel import resolve
 from graphopt.readable import compact_text, text_diff
 from graphopt.testing.comparing import TOLERANCE as TOLERANCE

@@ -11,8 +11,8 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
-from graphopt.host_counts import EagerCounts, place_of
-from graphopt.host_functions import traced_in
+from graphopt.host.counts import EagerCounts, place_of
+from graphopt.host.functions import traced_in
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_user_line, is_around_step
 

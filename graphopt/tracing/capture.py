@@ -329,8 +329,8 @@ def capture_call(
         call, inputs, raw = first_trace(call, communication)
         try:
             return finish(call, inputs, communication, raw, settled, lasts=lasts)
-        except MoreInputs as more:
-            call = _given(call, more.besides)
+        except (MoreInputs, CaptureError) as error:
+            call = retried(call, inputs, error)
 
 
 def first_trace(call: Call, communication: Communication | None) -> tuple[Call, Inputs, RawTrace]:
@@ -343,13 +343,8 @@ def first_trace(call: Call, communication: Communication | None) -> tuple[Call, 
         inputs = prepare(call)
         try:
             raw = trace(call, inputs, communication)
-        except MoreInputs as more:
-            call = _given(call, more.besides)
-            continue
-        except CaptureError:
-            if not any(isinstance(each, ArgumentNumber) for each in inputs.hyperparameters):
-                raise
-            call = _given(call, Besides(plain=True))  # some code takes numbers and nothing else
+        except (MoreInputs, CaptureError) as error:
+            call = retried(call, inputs, error)
             continue
         if not inputs.module_tensors and not call.modules:
             raise CaptureError(
@@ -360,8 +355,19 @@ def first_trace(call: Call, communication: Communication | None) -> tuple[Call, 
         return call, inputs, raw
 
 
-def _given(call: Call, more: Besides) -> Call:
-    """The call with what a trace has found."""
+def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
+    """The call as it may be traced with success where it has been refused with `inputs`: with what
+    it works on besides; or with its numbers as constants, since some code takes nothing else.
+
+    Raises:
+        CaptureError: `error`, where that has been tried.
+    """
+    if isinstance(error, MoreInputs):
+        more = error.besides
+    elif any(isinstance(each, ArgumentNumber) for each in inputs.hyperparameters):
+        more = Besides(plain=True)
+    else:
+        raise error
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
     return extended

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.comm.waits import split_waits
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import (
     Outputs,
@@ -46,7 +47,6 @@ from graphopt.tracing.rewriting import (
 )
 from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
-from graphopt.waits import split_waits
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
-from graphopt.late import names_of_held
+from graphopt.runtime.late import names_of_held
 from graphopt.tracing.call import Call
 from graphopt.tracing.host_numbers import EXACT, Conditions
 from graphopt.tracing.numbers import SCHEDULED
@@ -150,8 +150,8 @@ class Inputs:
     Attributes:
         conditions: what has to be so of `hyperparameters`.
         rebound: `module_tensors` that get other storage in each call; see `rebinding`.
-        held: names of what others may use without being seen (`graphopt.late`); none where that is
-            so of all parameters, as while a variable holds a checkpoint.
+        held: names of what others may use without being seen (`graphopt.runtime.late`); none where
+            that is so of all parameters, as while a variable holds a checkpoint.
     """
 
     module_tensors: list[ModuleTensor]

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt._compat.untraced import untraced
-from graphopt.collector import frozen_objects_seen
 from graphopt.errors import CaptureError
+from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing import fused, host_numbers, numbers
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.source import SourceLine, current_user_line

@@ -1,6 +1,6 @@
 """Checks: is a graph well-formed, and still the same computation?"""
 
-from graphopt.spmd import check_spmd
+from graphopt.ranks.spmd import check_spmd
 from graphopt.verify.captured import SpecReport, check_captured, check_graph
 from graphopt.verify.dependencies import check_dependencies
 from graphopt.verify.equivalence import EquivalenceReport, check_equivalence

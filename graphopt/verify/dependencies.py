@@ -55,13 +55,46 @@ def check_dependencies(
             a pass that changes numerics, such as one that compresses gradients.
     """
     old, new = _graph_of(before), _graph_of(after)
-    problems = list(structure.topology(new))
-    if problems:
-        return DependencyReport(problems)
     if correspondence is None:
         correspondence = correspondence_by_name(old, new)
-    comparison = _Comparison(old, new, correspondence)
-    return DependencyReport(comparison.problems(same_dtypes))
+    return DependencyCheck().compare(old, new, correspondence, same_dtypes=same_dtypes)
+
+
+class DependencyCheck:
+    """Compares one graph after another with what it was, as a pipeline changes it.
+
+    What is known of the memory of the graph after one pass is known of it before the next.
+    """
+
+    def __init__(self) -> None:
+        self._memory: MemoryOrder | None = None
+
+    def compare(
+        self,
+        before: fx.Graph,
+        after: fx.Graph,
+        correspondence: Mapping[fx.Node, fx.Node],
+        *,
+        copies: Mapping[fx.Node, fx.Node] | None = None,
+        same_dtypes: bool = True,
+    ) -> DependencyReport:
+        """As `check_dependencies`.
+
+        Args:
+            copies: node of the graph that was `after` in the last call, unchanged since -> node of
+                `before`; None: `before` has not been seen yet.
+        """
+        memory, self._memory = self._memory, None
+        problems = list(structure.topology(after))
+        if problems:
+            return DependencyReport(problems)
+        known = memory.of_copy(copies) if memory and copies is not None else MemoryOrder(before)
+        new = MemoryOrder(after)
+        comparison = _Comparison((before, known), (after, new), correspondence)
+        report = DependencyReport(comparison.problems(same_dtypes))
+        if report.ok:
+            self._memory = new
+        return report
 
 
 def _graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
@@ -72,14 +105,16 @@ class _Comparison:
     """Two graphs, what they do to memory, and how they correspond."""
 
     def __init__(
-        self, before: fx.Graph, after: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]
+        self,
+        before: tuple[fx.Graph, MemoryOrder],
+        after: tuple[fx.Graph, MemoryOrder],
+        correspondence: Mapping[fx.Node, fx.Node],
     ) -> None:
-        self._before = before, MemoryOrder(before)
-        self._after = after, MemoryOrder(after)
+        self._before, self._after = before, after
         self._matching = Matching(self._before, self._after, correspondence)
         self._labels = Labels()
         self._uncut: Side | None = None
-        self._position = {node: index for index, node in enumerate(after.nodes)}
+        self._position = {node: index for index, node in enumerate(after[0].nodes)}
 
     def problems(self, same_dtypes: bool) -> list[Problem]:
         same = self._matching.same

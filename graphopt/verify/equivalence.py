@@ -16,9 +16,10 @@ With every further iteration the second applies again, so both hold for any numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from torch import fx
 from graphopt.errors import VerificationError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.derive import CARRIED
+from graphopt.verify.copies import is_copy_of
 from graphopt.verify.difference import Difference
 from graphopt.verify.evaluation import Evaluation, NotDecidedError, evaluate_graph, input_value
 from graphopt.verify.problems import Problem
@@ -94,30 +96,92 @@ class Proof:
     """
 
     def __init__(self) -> None:
-        self._terms = Terms()
+        self.terms = Terms()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let nothing be known of the graph: it was changed by something that is not proven."""
         self._known: Evaluation | None = None
+        self._derived: DerivedEvaluations = {}
 
     def compare(
         self, before: fx.GraphModule | fx.Graph, after: fx.GraphModule | fx.Graph
     ) -> EquivalenceReport:
         """As `check_equivalence`. After a call without problems, `before` is what was `after`."""
-        terms, known = self._terms, self._known
-        self._known = None
+        terms, known = self.terms, self._known
+        self.forget()
         try:
             old = evaluate_graph(before, terms) if known is None else known
         except NotDecidedError as error:
             return EquivalenceReport([error.problem], decidable=False)
         try:
             new = evaluate_graph(after, terms)
-            problems = [*_of_constants(before, after), *_differences(terms, old, new, "")]
-            problems += _of_aliases(old, new)
+            problems = [*_of_constants(before, after), *differences(terms, old, new)]
             if not problems and isinstance(after, IterGraphModule) and after.graph.late:
-                problems = list(_late(after, terms, new))
+                problems = self._late(after.graph, after.derive(), new)
         except NotDecidedError as error:
             return EquivalenceReport([error.problem])
         if not problems:
             self._known = new
         return EquivalenceReport(problems, reorders_sums=bool(new.sent))
+
+    @property
+    def derived(self) -> dict[str, fx.GraphModule]:
+        """The graphs with late nodes, derived from the last graph, of which both statements are
+        shown; empty where none are."""
+        return {name: found.module for name, found in self._derived.items()}
+
+    def of_derived(
+        self, step: IterGraphModule, graphs: Mapping[str, fx.GraphModule]
+    ) -> tuple[list[Problem], DerivedEvaluations]:
+        """What is wrong with the graphs that are derived from a step, and what each of them
+        computes. Nothing is done twice that a comparison of the step has done on the same graphs.
+
+        Raises:
+            NotDecidedError: terms cannot speak of one of the graphs.
+        """
+        if self.derived == graphs:
+            return [], self._derived
+        whole = self._known or evaluate_graph(step, self.terms)
+        if step.graph.late:
+            return self._late(step.graph, graphs, whole), self._derived
+        if is_copy_of(step.graph, graphs["setup"].graph):
+            return [], {"setup": DerivedEvaluation(graphs["setup"], whole)}
+        setup = evaluate_graph(graphs["setup"], self.terms)
+        found = {"setup": DerivedEvaluation(graphs["setup"], setup)}
+        return list(differences(self.terms, whole, setup)), found
+
+    def _late(
+        self, graph: fx.Graph, graphs: Mapping[str, fx.GraphModule], step: Evaluation
+    ) -> list[Problem]:
+        """What is wrong with the graphs that run late nodes, by both statements."""
+        found: DerivedEvaluations = {}
+        problems = list(_late(graph, graphs, self.terms, step, found))
+        self._derived = {} if problems else found
+        return problems
+
+
+class DerivedEvaluation(NamedTuple):
+    """What a derived graph computes.
+
+    Attributes:
+        module: the derived graph.
+        evaluation: what it leaves.
+        inputs: values of placeholders, by target, that are not arbitrary inputs.
+    """
+
+    module: fx.GraphModule
+    evaluation: Evaluation
+    inputs: Mapping[str, Any] = MappingProxyType({})
+
+
+DerivedEvaluations = dict[str, DerivedEvaluation]
+
+
+def differences(terms: Terms, old: Evaluation, new: Evaluation) -> Iterator[Problem]:
+    """Where two graphs leave different values, or values in storage that is shared otherwise."""
+    yield from _differences(terms, old, new, "")
+    yield from _of_aliases(old, new)
 
 
 def _of_constants(
@@ -181,18 +245,29 @@ def _is_apart(owner: fx.Node, places: Sequence[Any]) -> bool:
 _KINDS = {"result": "result", "carried": "carried value", "state": "state"}
 
 
-def _late(gm: IterGraphModule, terms: Terms, step: Evaluation) -> Iterator[Problem]:
-    """Both statements about the graphs that run."""
+def _late(
+    step_graph: fx.Graph,
+    graphs: Mapping[str, fx.GraphModule],
+    terms: Terms,
+    step: Evaluation,
+    kept: DerivedEvaluations,
+) -> Iterator[Problem]:
+    """Both statements about the graphs that run. What each of them computes is put into `kept`."""
     user = len(step.carried)
-    setup = evaluate_graph(gm.setup_gm, terms)
-    first = _flushed(gm, terms, setup, user)
+    main_gm, drain_gm = graphs["main"], graphs["drain"]
+    setup = evaluate_graph(graphs["setup"], terms)
+    first = _flushed(drain_gm, terms, setup, user)
     yield from _differences(terms, step, first, "the first iteration and a flush: ")
-    carried = _arbitrary_carried(gm, terms, setup.carried[user:])
-    drained = evaluate_graph(gm.drain_gm, terms, carried)
-    expected = evaluate_graph(gm.graph, terms, drained.states)
+    carried = _arbitrary_carried(main_gm, terms, setup.carried[user:])
+    drained = evaluate_graph(drain_gm, terms, carried)
+    expected = evaluate_graph(step_graph, terms, drained.states)
     expected.states = drained.states | expected.states
     expected.sent = _together(drained.sent, expected.sent)
-    found = _flushed(gm, terms, evaluate_graph(gm.main_gm, terms, carried), user)
+    main = evaluate_graph(main_gm, terms, carried)
+    kept["setup"] = DerivedEvaluation(graphs["setup"], setup)
+    kept["main"] = DerivedEvaluation(main_gm, main, carried)
+    kept["drain"] = DerivedEvaluation(drain_gm, drained, carried)
+    found = _flushed(drain_gm, terms, main, user)
     yield from _differences(terms, expected, found, "any other iteration and a flush: ")
 
 
@@ -201,21 +276,21 @@ def _carried_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.meta.get("kind") == CARRIED]
 
 
-def _arbitrary_carried(gm: IterGraphModule, terms: Terms, left: Sequence[Any]) -> dict[str, Any]:
+def _arbitrary_carried(gm: fx.GraphModule, terms: Terms, left: Sequence[Any]) -> dict[str, Any]:
     """Arbitrary carried values; what is under way when an iteration ends is so when one begins."""
     found = {}
-    for node, value in zip(_carried_inputs(gm.main_gm), left, strict=True):
+    for node, value in zip(_carried_inputs(gm), left, strict=True):
         fresh = input_value(terms, node)
         pending = isinstance(value, Pending) and not isinstance(fresh, Pending)
         found[str(node.target)] = Pending(fresh) if pending else fresh
     return found
 
 
-def _flushed(gm: IterGraphModule, terms: Terms, run: Evaluation, user: int) -> Evaluation:
+def _flushed(drain_gm: fx.GraphModule, terms: Terms, run: Evaluation, user: int) -> Evaluation:
     """A derived graph followed by drain."""
-    names = [str(node.target) for node in _carried_inputs(gm.drain_gm)]
+    names = [str(node.target) for node in _carried_inputs(drain_gm)]
     given = dict(zip(names, run.carried[user:], strict=True)) | run.states
-    drain = evaluate_graph(gm.drain_gm, terms, given)
+    drain = evaluate_graph(drain_gm, terms, given)
     return Evaluation(
         results=run.results,
         carried=run.carried[:user],

@@ -21,6 +21,7 @@ from graphopt.verify.calls import entries, fresh, leaves, parameters, target_nam
 from graphopt.verify.constants import sent_constants
 from graphopt.verify.contents import CannotWriteError, Contents, with_layout
 from graphopt.verify.functional import functional_form, standard_form
+from graphopt.verify.inlining import call_of
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import (
     Origins,
@@ -84,17 +85,22 @@ def evaluate_graph(
     gm: fx.GraphModule | fx.Graph,
     terms: Terms,
     inputs: dict[str, Any] | None = None,
+    *,
+    ranks_send_alike: bool = False,
 ) -> Evaluation:
     """What a graph gives for arbitrary inputs, or for some that are terms already.
 
     Args:
         terms: shared by all graphs that are compared.
         inputs: values of placeholders by target; a placeholder without one is arbitrary.
+        ranks_send_alike: a constant that is sent is the same on all ranks: so where the launches
+            are known to be the same, in the same order, on all of them.
 
     Raises:
         NotDecidedError: naming the node that terms cannot speak of.
     """
-    return _Evaluator(gm.graph if isinstance(gm, fx.GraphModule) else gm, terms, inputs or {}).run()
+    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    return _Evaluator(graph, terms, inputs or {}, alike=ranks_send_alike).run()
 
 
 def input_value(terms: Terms, node: fx.Node) -> Any:
@@ -112,10 +118,13 @@ class _Evaluator:
         terms: Terms,
         inputs: dict[str, Any],
         found: Evaluation | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
         self._graph, self._terms, self._inputs = graph, terms, inputs
         self._contents = Contents(terms, self._view)
-        self._sent_constants = sent_constants(graph)
+        self._alike = alike
+        self._sent_constants = set() if alike else sent_constants(graph)
         self._in_flight: dict[fx.Node, fx.Node] = {}
         self._found = found or Evaluation()
 
@@ -220,8 +229,9 @@ class _Evaluator:
             return input_value(self._terms, node) if given is None else given
         if node.op == "get_attr":
             return fresh(self._terms, ("attribute", str(node.target)), node.meta.get("val"))
-        if node.op == "call_module":
-            return self._module(node)
+        call = call_of(node) if node.op in ("call_module", "call_method") else None
+        if call is not None:
+            return self._module(node, *call)
         if node.op != "call_function":
             raise NotDecidedError(f"it calls {node.op} {node.target}", node)
         traits = traits_of(node)
@@ -239,21 +249,20 @@ class _Evaluator:
             return self._picked(node, self._read(node.args[0], sent=True))
         return self._call(node)
 
-    def _module(self, node: fx.Node) -> Any:
+    def _module(self, node: fx.Node, body: fx.GraphModule | None, arguments: Any) -> Any:
         """A part of the graph that stands in a graph of its own: one that was divided off, or is
         compiled, which is trusted to compute what its source does."""
-        body = _source_of(self._graph.owning_module, str(node.target))
         if body is None:
             raise NotDecidedError(
                 f"it calls the module {node.target}, whose graph is unknown", node
             )
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-        given = dict(zip((str(n.target) for n in inputs), self._read(node.args), strict=False))
+        given = dict(zip((str(n.target) for n in inputs), self._read(arguments), strict=False))
         found = replace(self._found, results=[], carried=[], states={}, nodes={}, aliases={})
-        inner = _Evaluator(body.graph, self._terms, given, found)
+        inner = _Evaluator(body.graph, self._terms, given, found, alike=self._alike)
         inner._walk()
         for owner in inner._contents.written():
-            argument = node.args[inputs.index(owner)] if owner in inputs else None
+            argument = arguments[inputs.index(owner)] if owner in inputs else None
             if not isinstance(argument, fx.Node):
                 raise NotDecidedError("it updates a constant of its module", node)
             self._written(node, argument, inner._contents.read(owner))
@@ -425,14 +434,6 @@ class _Evaluator:
         self._written(node, destination, value.value)
         self._in_flight[self._contents.owner(destination)] = node
         return value.value
-
-
-def _source_of(owner: Any, path: str) -> fx.GraphModule | None:
-    """The graph that a module was made from."""
-    for name in path.split("."):
-        owner = getattr(owner, name, None)
-    found = owner if isinstance(owner, fx.GraphModule) else getattr(owner, "graph_module", None)
-    return found if isinstance(found, fx.GraphModule) else None
 
 
 def _is_itself(node: fx.Node) -> bool:

@@ -7,9 +7,29 @@ be read as what it is then.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
 from torch import fx
 
-from graphopt.verify.equivalence import EquivalenceReport, check_equivalence
+from graphopt.iter_graph import IterGraphModule
+from graphopt.verify.equivalence import (
+    DerivedEvaluation,
+    DerivedEvaluations,
+    EquivalenceReport,
+    Proof,
+    check_equivalence,
+    differences,
+)
+from graphopt.verify.evaluation import NotDecidedError, evaluate_graph
+from graphopt.verify.inlining import in_one
+from graphopt.verify.launches import launches_of, other_launches
+from graphopt.verify.problems import Problem
+from graphopt.verify.terms import Terms
+
+logger = logging.getLogger("graphopt")
 
 
 def check_finalized(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceReport:
@@ -36,4 +56,64 @@ def check_divided(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceR
         before: the graph as one.
         after: the graph that calls the submodules.
     """
-    return check_equivalence(before, after)
+    report = check_equivalence(in_one(before.graph), in_one(after.graph))
+    if report.ok or other_launches(launches_of(before), launches_of(after)) is not None:
+        return report
+    with suppress(NotDecidedError):  # the report says so then
+        report.problems = _differing(before.graph, after.graph, Terms(), {})
+    return report
+
+
+def _differing(
+    before: fx.Graph, after: fx.Graph, terms: Terms, inputs: Mapping[str, Any]
+) -> list[Problem]:
+    """What differs between graphs that launch the same collectives in the same order, so that
+    constants that are sent need not be told apart by who made them: lowering makes padding anew
+    where it is needed."""
+    old, new = (
+        evaluate_graph(in_one(graph), terms, dict(inputs), ranks_send_alike=True)
+        for graph in (before, after)
+    )
+    return list(differences(terms, old, new))
+
+
+class StageProof:
+    """Follows the graphs that are derived from one step through the stages behind the passes.
+
+    What is known of a graph after one stage is known of it before the next, so that each graph is
+    evaluated once. A graph of which terms cannot speak is not compared, which is logged.
+
+    Args:
+        proof: what is known of the step after its passes.
+    """
+
+    def __init__(self, proof: Proof) -> None:
+        self._proof = proof
+        self._known: DerivedEvaluations = {}
+
+    def derived(self, step: IterGraphModule, graphs: Mapping[str, fx.GraphModule]) -> list[Problem]:
+        """What is wrong with graphs that were derived from a step, by their names."""
+        try:
+            problems, self._known = self._proof.of_derived(step, graphs)
+        except NotDecidedError as error:
+            logger.info("what is derived from the step is not compared: %s", error)
+            return []
+        return problems
+
+    def problems(self, name: str, before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
+        """What differs between the derived graph of that name before and after a stage, which
+        launches the same collectives in the same order."""
+        known = self._known.pop(name, None)
+        terms = self._proof.terms
+        try:
+            if known is None:
+                known = DerivedEvaluation(after, evaluate_graph(in_one(before), terms))
+            new = evaluate_graph(in_one(after.graph), terms, dict(known.inputs))
+            found = list(differences(terms, known.evaluation, new))
+            if found:
+                found = _differing(before, after.graph, terms, known.inputs)
+        except NotDecidedError as error:
+            logger.info("the graph %s is not compared: %s", name, error)
+            return []
+        self._known[name] = known._replace(module=after, evaluation=new)
+        return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphopt.pipelining.timeline.errors import ScheduleError
 from graphopt.pipelining.timeline.slots import Action
-from graphopt.places import place, read_text
+from graphopt.runtime.places import place, read_text
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

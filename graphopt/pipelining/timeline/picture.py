@@ -8,7 +8,7 @@ from graphopt.pipelining.timeline.chrome import chrome_trace
 from graphopt.pipelining.timeline.html import page
 from graphopt.pipelining.timeline.slots import ScheduleTimes
 from graphopt.pipelining.timeline.text import terminal_picture
-from graphopt.places import place, write
+from graphopt.runtime.places import place, write
 
 
 class ScheduleTimeline(ScheduleTimes):

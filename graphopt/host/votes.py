@@ -26,13 +26,13 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
-from graphopt.failed_runs import said_explained
 from graphopt.graph_utils import find_nodes, get_output, is_collective, written
 from graphopt.host import host_call_of
-from graphopt.host_run import agree, hear
+from graphopt.host.running import agree, hear
 from graphopt.ir.effects import Effects
 from graphopt.iter_graph.running import GROUP
-from graphopt.rank_failures import reasons, tell
+from graphopt.ranks.failed_runs import said_explained
+from graphopt.ranks.failures import reasons, tell
 
 _STATE = ("parameter", "buffer", "optimizer_state", "gradient")
 

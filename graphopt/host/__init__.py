@@ -20,10 +20,10 @@ from torch.fx.node import has_side_effect
 
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
-from graphopt.host_counts import Counts, Place
-from graphopt.host_functions import is_same, name_of
-from graphopt.host_modes import Modes
-from graphopt.host_run import current_run
+from graphopt.host.counts import Counts, Place
+from graphopt.host.functions import is_same, name_of
+from graphopt.host.modes import Modes
+from graphopt.host.running import current_run
 
 NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 """What Python numbers are that a graph computes, while it is traced."""

@@ -15,15 +15,15 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.late import set_gradient, without_torch_function
-from graphopt._joint import Agreed
 from graphopt.budget import Cause
 from graphopt.errors import GraphOptError
-from graphopt.failed_runs import explained, group_names
 from graphopt.graph_utils import without_autocast, written
-from graphopt.host_run import HostRun, running
+from graphopt.host.running import HostRun, running
 from graphopt.iter_graph import IterGraphModule
-from graphopt.late import LateTensors, settle, warn_of_held
-from graphopt.rank_failures import check_usable
+from graphopt.ranks.failed_runs import explained, group_names
+from graphopt.ranks.failures import check_usable
+from graphopt.runtime.agreed import Agreed
+from graphopt.runtime.late import LateTensors, settle, warn_of_held
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards

@@ -5,7 +5,7 @@ memory does), nor communicate. What one of them raises ends the step
 
 - at once, where updates of state come behind it in the program;
 - when the step is over, where none do: eager code has updated everything by then;
-- on several ranks where the ranks agree (`graphopt.host_votes`), so that no rank waits for another
+- on several ranks where the ranks agree (`graphopt.host.votes`), so that no rank waits for another
   for ever.
 """
 
@@ -32,7 +32,7 @@ _READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIE
 
 
 class Votes(Protocol):
-    """How ranks agree; see `graphopt.host_votes`."""
+    """How ranks agree; see `graphopt.host.votes`."""
 
     def say(self, step: int, error: BaseException | None) -> None:
         """Tell all ranks that this one goes on, or why it does not."""
@@ -42,7 +42,7 @@ class Votes(Protocol):
 
 
 class Agreement(Protocol):
-    """When ranks agree; see `graphopt.host_votes`."""
+    """When ranks agree; see `graphopt.host.votes`."""
 
     @property
     def before_updates(self) -> bool: ...

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from graphopt import _compat
 from graphopt.errors import CollectiveError
-from graphopt.processes import ended_ranks
+from graphopt.ranks.processes import ended_ranks
 
 logger = logging.getLogger("graphopt")
 

@@ -15,11 +15,11 @@ from graphopt import _compat
 from graphopt.comm import SENDS, kind_of
 from graphopt.errors import CollectiveError
 from graphopt.graph_utils import find_nodes, is_collective, is_wait
-from graphopt.host_run import HostRun, agree, hear
+from graphopt.host.running import HostRun, agree, hear
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.running import GROUP
-from graphopt.rank_failures import learn_causes, mark_unusable, tell
+from graphopt.ranks.failures import learn_causes, mark_unusable, tell
 
 _NAMES_SHOWN = 4
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from graphopt import _compat
 from graphopt.errors import CaptureError, SpmdMismatchError
-from graphopt.processes import ended_ranks, is_registered, learn, register
+from graphopt.ranks.processes import ended_ranks, is_registered, learn, register
 
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
@@ -80,7 +80,7 @@ class Meeting:
         self._rank, self._size = channel.group.rank(), channel.group.size()
         self._numbers = _meetings.setdefault(channel.group, Counter())
         self._round = 0
-        self._failed = False
+        self._failed = self._patient = False
         self._given_up_on: list[int] = []
 
     def __enter__(self) -> Meeting:
@@ -105,14 +105,19 @@ class Meeting:
         finally:
             self._numbers[self._channel.topic] += 1
 
-    def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, mine: dict[str, Any], *, patient: bool = False) -> list[dict[str, Any]]:
         """Give `mine`, JSON-like, to all ranks; returns every rank's, by rank in the group.
+
+        Args:
+            patient: wait for ranks as long as their processes live, for what takes some of them
+                much longer than others. All ranks have to say the same.
 
         Raises:
             SpmdMismatchError: a rank did not come in time, has ended or has given up, or the store
                 is gone; `refused` where it gave up on a `CaptureError`.
         """
         self._round += 1
+        self._patient = patient
         with _store_errors(self._channel):
             verdict = self._come(mine)
             while self._is_late(verdict):
@@ -150,7 +155,7 @@ class Meeting:
                 look = now + _SECONDS_BETWEEN_LOOKS
                 if ended := self._ended():
                     return self._decide({"missing": ended, "ended": True}, self._round)
-            if now - start >= self._channel.timeout:
+            if not self._patient and now - start >= self._channel.timeout:
                 return self._decide({"missing": self._missing()}, self._round)
             time.sleep(min(max(_SHORTEST_PAUSE, (now - start) / 10), _LONGEST_PAUSE))
             now = time.monotonic()

@@ -1,6 +1,6 @@
 """Ranks agree on what they are about to do, before they do it.
 
-Everything goes through meetings of the ranks (`graphopt.meeting`): a rank that plans other
+Everything goes through meetings of the ranks (`graphopt.ranks.meeting`): a rank that plans other
 communication, or that could not capture its step, becomes an error on every rank in place of a
 hang.
 """
@@ -17,7 +17,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
-from graphopt.meeting import Channel
+from graphopt.ranks.meeting import Channel
 
 
 def collective_plan(graph: fx.Graph) -> list[str]:
@@ -34,16 +34,17 @@ def collective_plan(graph: fx.Graph) -> list[str]:
 def launches_digest(graph: fx.Graph) -> str:
     """Equal for graphs that launch the same collectives in the same order."""
     plan = [
-        (str(node.target), [_launch_part(arg) for arg in node.args])
+        (str(node.target), [launch_part(arg) for arg in node.args])
         for node in graph.nodes
         if is_collective(node)
     ]
     return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
 
 
-def _launch_part(argument: object) -> object:
+def launch_part(argument: object) -> object:
+    """What ranks see of one argument of a collective."""
     if isinstance(argument, (list, tuple)):
-        return [_launch_part(entry) for entry in argument]
+        return [launch_part(entry) for entry in argument]
     if not isinstance(argument, fx.Node):
         return str(argument)
     value = argument.meta.get("val")
@@ -51,17 +52,20 @@ def _launch_part(argument: object) -> object:
 
 
 def check_same_plans(
-    plans: Sequence[Sequence[str]], histories: Sequence[Sequence[Sequence[str]]]
+    plans: Sequence[Sequence[tuple[str, Sequence[str]]]],
+    histories: Sequence[Sequence[Sequence[str]]],
 ) -> None:
     """`check_same` of collectives, which names the pass that made them differ.
 
     Args:
-        plans: `collective_plan` of each rank.
-        histories: of each rank, pairs of the name of a pass and `launches_digest` of what it has
-            left; the first is that of the capture.
+        plans: of each rank, the name of each graph that runs and its `collective_plan`.
+        histories: of each rank, pairs of the name of a stage or pass and `launches_digest` of what
+            it has left; the first is that of the capture.
     """
     try:
-        check_same("collectives", plans)
+        check_same("graphs", [[name for name, _ in theirs] for theirs in plans])
+        for graphs in zip(*plans, strict=True):
+            check_same("collectives", [plan for _, plan in graphs])
     except SpmdMismatchError as error:
         raise SpmdMismatchError(f"{error}{_differing_pass(histories)}") from None
 

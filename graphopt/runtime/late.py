@@ -8,7 +8,7 @@ While an update is in flight, the tensors that it will change are of another cla
 The first use of any of them, in any thread, does what is in flight, gives all of them their own
 class again and goes on. What only asks for metadata (shape, dtype, …) does nothing.
 
-How a use is seen: `graphopt.late_classes`.
+How a use is seen: `graphopt.runtime.late_classes`.
 
 What cannot be seen is a use that does not go through the tensor's Python object: of another view of
 the same memory, or of the tensor by C++ code that holds it. How many of these there are is counted
@@ -31,7 +31,7 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.late import alias_of, holders_of, set_class, without_torch_function
-from graphopt.late_classes import OWNERS, late_class
+from graphopt.runtime.late_classes import OWNERS, late_class
 
 logger = logging.getLogger("graphopt")
 

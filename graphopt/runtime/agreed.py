@@ -1,0 +1,105 @@
+"""What ranks agree on for a step, and how one call is captured on them: `Ranks`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+from torch import fx
+
+from graphopt.host.votes import Agreement, Votes
+from graphopt.ranks.spmd import collective_plan
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import CapturedStep, capture_call
+from graphopt.tracing.guards import Guards
+
+Plans = dict[str, list[str]]
+"""Every collective of each graph that is derived from a step, one line each."""
+
+
+class NotAsAgreedError(Exception):
+    """A step needs other communication than the ranks agreed on before."""
+
+
+@dataclass
+class Agreed:
+    """What all ranks decided for one structure of the step.
+
+    Attributes:
+        guards: recognise the structure again.
+        order: parameters whose gradients are averaged, in launch order.
+        plans: every collective of each graph that runs.
+        votes: how the ranks agree that no function called by `graphopt.callback` has raised.
+        agreement: when in each call they do.
+        current: False once the ranks have agreed on more; graphs made for it must not run then.
+    """
+
+    guards: Guards
+    order: tuple[str, ...]
+    plans: Plans
+    votes: Votes
+    agreement: Agreement
+    current: bool = True
+
+    def hear(self) -> None:
+        """Before a call: raise where a function has raised on another rank when the last call, of
+        another graph maybe, was over. Graphs whose calls end in an agreement ask themselves."""
+        if not self.agreement.at_end:
+            self.votes.hear()
+
+
+class Ranks:
+    """How one call is captured on the ranks of a group; a context manager around all of it.
+
+    This one is for a rank that agrees on nothing: it is alone, or averages nothing in this call.
+
+    Args:
+        settled, lasts: as of `capture_call`.
+
+    Attributes:
+        agreement: when in each call the ranks say whether a function has raised.
+        agreed: what the graphs stand on; None where they do not communicate.
+    """
+
+    agreement = Agreement()
+    agreed: Agreed | None = None
+
+    def __init__(self, settled: Collection[str] = (), *, lasts: bool = True) -> None:
+        self._settled, self._lasts = settled, lasts
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """The graphs are ready to run, or `error` has ended the capture."""
+
+    def capture(self, call: Call) -> CapturedStep:
+        """Capture the call, with the communication that the ranks agree on."""
+        return capture_call(call, settled=self._settled, lasts=self._lasts)
+
+    def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
+        """Agree on what is about to run, before anything is compiled.
+
+        Args:
+            captured: with passes applied.
+            graphs: those that run, derived from its graph, by name.
+
+        Raises:
+            SpmdMismatchError: the ranks have other collectives.
+            NotAsAgreedError: the ranks have to agree anew.
+        """
+
+    def ready(self, captured: CapturedStep) -> None:
+        """The graphs of this rank are ready to run. All ranks wait for one another, as long as it
+        takes: how long they compile says nothing."""
+
+
+def plans_of(graphs: Mapping[str, fx.GraphModule]) -> Plans:
+    """What the ranks have to do alike in each graph."""
+    return {name: collective_plan(gm.graph) for name, gm in graphs.items()}

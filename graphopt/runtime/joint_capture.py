@@ -1,0 +1,306 @@
+"""Capture on several ranks: every rank traces alone, then all agree before anything runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from graphopt import _compat
+from graphopt.errors import CaptureError, CollectiveError
+from graphopt.host.votes import Agreement, Votes
+from graphopt.manager import records_of
+from graphopt.parallel import DataParallel
+from graphopt.ranks.failed_runs import sending_explained
+from graphopt.ranks.meeting import Channel
+from graphopt.ranks.spmd import (
+    check_same,
+    check_same_plans,
+    merged_order,
+)
+from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks, plans_of
+from graphopt.tracing.besides import MoreInputs
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import (
+    CapturedStep,
+    capture_call,
+    communication_for,
+    finish,
+    first_trace,
+    retried,
+)
+from graphopt.tracing.guards import Guards
+from graphopt.tracing.inputs import Inputs, bare_tensors
+from graphopt.tracing.reduction import UnagreedParameterError
+from graphopt.tracing.trace import Communication, RawTrace, trace
+
+
+class _AsAgreed(Ranks):
+    """Goes along with what the ranks agreed on before, without asking them."""
+
+    def __init__(
+        self,
+        joint: JointCapture,
+        agreed: Agreed,
+        parallel: DataParallel,
+        settled: Collection[str],
+    ) -> None:
+        super().__init__(settled)
+        self._joint, self.agreed, self._parallel = joint, agreed, parallel
+        self.agreement = agreed.agreement
+
+    def capture(self, call: Call) -> CapturedStep:
+        assert self.agreed is not None
+        communication = communication_for(self._parallel, self.agreed.order)
+        try:
+            captured = capture_call(call, communication, self._settled, lasts=True)
+        except UnagreedParameterError:
+            raise NotAsAgreedError from None
+        return self._joint.checked(call, captured)
+
+    def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
+        assert self.agreed is not None
+        before = self.agreement
+        needed = Agreement.needed_by(captured.graph_module.graph)
+        same = Agreement.of_all([needed.said, before.said]) == before
+        if not same or plans_of(graphs) != self.agreed.plans:
+            raise NotAsAgreedError
+
+
+class _Apart(Ranks):
+    """Averages nothing in this call, whose modules all ranks have started from the same values."""
+
+    def __init__(self, joint: JointCapture, settled: Collection[str]) -> None:
+        super().__init__(settled)
+        self._joint = joint
+
+    def capture(self, call: Call) -> CapturedStep:
+        return self._joint.checked(call, super().capture(call))
+
+
+class _Together(Ranks):
+    """All ranks agree, in a meeting.
+
+    Args:
+        joint: keeps what they agree on.
+        sync: whether gradients are averaged.
+        mode: of the call.
+        earlier: what they agreed on for the same structure before.
+        votes: how they agree that no function has raised.
+    """
+
+    def __init__(
+        self,
+        joint: JointCapture,
+        call: Call,
+        parallel: DataParallel,
+        sync: bool,
+        mode: tuple[Any, ...],
+        earlier: Agreed | None,
+        votes: Votes,
+    ) -> None:
+        super().__init__()
+        self._joint, self._call, self._parallel = joint, call, parallel
+        self._sync, self._mode, self._earlier, self._votes = sync, mode, earlier, votes
+
+    def __enter__(self) -> Ranks:
+        self._votes.hear()
+        group = _compat.group_or_default(self._parallel.group)
+        self._meeting = Channel(group, self._joint.topic, self._parallel.timeout).meeting()
+        self._meeting.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._meeting.__exit__(kind, error, traceback)
+        if error is None:
+            self._joint.join(self._call, self._parallel)
+
+    def capture(self, call: Call) -> CapturedStep:
+        captured: CapturedStep | None = None
+        while captured is None:
+            call, inputs, raw = first_trace(call, self._communication(None))
+            communication = self._communication(self._meet(inputs, raw))
+            try:
+                again = raw if self._order == raw.used else trace(call, inputs, communication)
+                captured = finish(call, inputs, communication, again, lasts=True)
+            except (MoreInputs, CaptureError) as error:
+                call = retried(call, inputs, error)
+            everyone = self._meeting.exchange({"complete": captured is not None})
+            if not all(theirs["complete"] for theirs in everyone):
+                captured = None
+        self._call, self._inputs = call, inputs
+        return captured
+
+    def _communication(self, order: tuple[str, ...] | None) -> Communication | None:
+        return communication_for(self._parallel, order) if self._sync else None
+
+    def _meet(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
+        """Compare what the ranks have traced. Returns in which order gradients are averaged."""
+        mine = {"sync": [f"averaging {self._sync}"], "tensors": _describe(inputs), "used": raw.used}
+        everyone = self._meeting.exchange(mine)
+        check_same("communication mode", [theirs["sync"] for theirs in everyone])
+        check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
+        before = () if self._earlier is None else self._earlier.order
+        self._order = merged_order([before, *(theirs["used"] for theirs in everyone)])
+        return self._order
+
+    def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
+        self._plans = plans_of(graphs)
+        needed = Agreement.needed_by(captured.graph_module.graph)
+        history = [(record.name, record.launches) for record in records_of(captured.graph_module)]
+        planned: dict[str, Any] = {
+            "plans": list(self._plans.items()),
+            "history": history,
+            "callbacks": needed.said,
+        }
+        everyone = self._meeting.exchange(planned)
+        check_same_plans(
+            [theirs["plans"] for theirs in everyone], [theirs["history"] for theirs in everyone]
+        )
+        self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
+
+    def ready(self, captured: CapturedStep) -> None:
+        self._meeting.exchange({"ready": True}, patient=True)
+        guards = Guards(self._call, self._inputs, self._mode, captured.signature.attributes)
+        agreed = Agreed(guards, self._order, self._plans, self._votes, self.agreement)
+        self._joint.note(agreed if self._sync else None, self._earlier)
+        self.agreed = agreed if self._sync else None
+
+
+class JointCapture:
+    """Captures one step function on the ranks of one group.
+
+    The first capture of a structure (modules, modes, optimizer settings) is agreed on by all ranks.
+    A later one that differs only in arguments may happen on one rank alone (an uneven last batch,
+    a branch taken here only): it averages what was agreed, zeros for what it does not use. A
+    parameter that no rank has used before needs a new agreement, in which all ranks have to join.
+
+    Args:
+        topic: the same text on all ranks, different for different step functions.
+    """
+
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
+        self._agreed: list[Agreed] = []
+        self._joined: WeakSet[nn.Module] = WeakSet()
+        self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
+        self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.alone = False  # whether the last capture was one of this rank alone
+
+    def ways(
+        self,
+        call: Call,
+        parallel: DataParallel,
+        sync: bool,
+        mode: tuple[Any, ...],
+        settled: Collection[str],
+    ) -> Iterator[Ranks]:
+        """How `call` may be captured: the first way that is not refused by `NotAsAgreedError`.
+
+        Raises:
+            CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
+        """
+        if _compat.fake_world_size() is not None:
+            raise CollectiveError(
+                "the process group is a fake one, whose other ranks will never come to agree",
+                hint="in fake_ranks use graphopt.capture and graphopt.testing.check_pass, which"
+                " run graphs for all ranks",
+            )
+        self.alone = True
+        if self._has_joined(call) and not sync:
+            yield _Apart(self, settled)
+        earlier = self._earlier(call, mode)
+        if earlier is not None:
+            yield _AsAgreed(self, earlier, parallel, settled)
+        self.alone = False
+        group = _compat.group_or_default(parallel.group)
+        votes = self._votes.setdefault(group, Votes(group))
+        yield _Together(self, call, parallel, sync, mode, earlier, votes)
+
+    def checked(self, call: Call, captured: CapturedStep) -> CapturedStep:
+        """What one rank has captured for itself.
+
+        Raises:
+            NotAsAgreedError: it uses modules or parameters besides its arguments that the ranks
+                have not started from the same values.
+        """
+        if not self._has_joined(call.using(captured.besides) or call):
+            raise NotAsAgreedError
+        return captured
+
+    def note(self, agreed: Agreed | None, earlier: Agreed | None) -> None:
+        """Keep what the ranks have agreed on, in place of what they agreed on earlier."""
+        if earlier is not None:
+            earlier.current = False
+            self._agreed.remove(earlier)
+        if agreed is not None:
+            self._agreed.append(agreed)
+
+    def forget_dead(self) -> None:
+        """Drop what was agreed on for models that no longer exist."""
+        self._agreed = [agreed for agreed in self._agreed if agreed.guards.alive()]
+
+    def _earlier(self, call: Call, mode: tuple[Any, ...]) -> Agreed | None:
+        for agreed in self._agreed:
+            if agreed.guards.structure_mismatch(call, mode) is None:
+                return agreed
+        return None
+
+    def join(self, call: Call, parallel: DataParallel) -> None:
+        """What DDP does when it is constructed: everybody starts from rank 0's values. Nothing
+        where all modules have."""
+        if self._has_joined(call):
+            return
+        group = _compat.group_or_default(parallel.group)
+        for _, root in call.named_roots():
+            if parallel.broadcast:
+                with sending_explained(group, 1, "broadcast", "what all ranks start from"):
+                    _broadcast([*root.parameters(), *root.buffers()], group)
+            self._joined.add(root)
+        bare = _bare_parameters(call)
+        if bare and parallel.broadcast:
+            with sending_explained(group, 1, "broadcast", "what all ranks start from"):
+                _broadcast(bare, group)
+        self._joined_bare.update((id(each), weakref.ref(each)) for each in bare)
+
+    def _has_joined(self, call: Call) -> bool:
+        known = self._joined_bare
+        return all(root in self._joined for _, root in call.named_roots()) and all(
+            id(each) in known and known[id(each)]() is each for each in _bare_parameters(call)
+        )
+
+
+def _describe(inputs: Inputs) -> list[str]:
+    return [
+        f"{entry.kind} {entry.fqn} {entry.tensor.dtype} {list(entry.tensor.shape)}"
+        f"{'' if entry.tensor.requires_grad else ' without gradient'}"
+        for entry in inputs.module_tensors
+    ]
+
+
+def _bare_parameters(call: Call) -> list[torch.Tensor]:
+    """What is trained and belongs to no module."""
+    owned = {id(p) for _, root in call.named_roots() for p in root.parameters()}
+    found = {id(t): t for _, t in bare_tensors(call) if t.requires_grad and id(t) not in owned}
+    return list(found.values())
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    source = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for tensor in tensors:
+            flat = tensor.detach().contiguous()
+            dist.broadcast(flat, source, group=group)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat)

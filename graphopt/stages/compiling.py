@@ -1,0 +1,250 @@
+"""`Stages`: the list of stages, and the one function that goes through it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from graphopt.errors import PipelineSyntaxError
+from graphopt.iter_graph import IterGraphModule
+from graphopt.iter_graph.module import DERIVED
+from graphopt.manager.names import suggestion
+from graphopt.manager.records import PassRecord, count
+from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner
+from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
+from graphopt.stages.entries import Finalize, Vote
+from graphopt.stages.pipelines import manager_for, options_for
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.inputs import InputSpec
+from graphopt.verify import Problem, SpecReport, check_captured, check_graph
+from graphopt.verify.equivalence import Proof
+from graphopt.verify.stages import StageProof
+
+if TYPE_CHECKING:
+    from graphopt.host.votes import Agreement
+    from graphopt.lowering.compiler import Options
+    from graphopt.lowering.subgraph import LoweredSubgraph
+    from graphopt.manager import PassManager
+
+
+def stages_for(
+    pipeline: str | Sequence[Any] | PassManager = "default",
+    lower: str | Options | None = None,
+    verify: str | None = None,
+) -> Stages:
+    """The list of stages for what `graphopt.compile` is given.
+
+    Raises:
+        PipelineSyntaxError: no such pipeline or pass.
+        LoweringError: no such way to lower.
+    """
+    return Stages(manager_for(pipeline, verify), options_for(lower))
+
+
+class Stages:
+    """All stages between a call of a step and the graphs that run.
+
+    All graphs of one step share it, and with it the regions that are compiled.
+
+    Args:
+        manager: the passes, and how every stage is checked and dumped.
+        options: how to lower; None: not at all.
+    """
+
+    def __init__(self, manager: PassManager, options: Options | None) -> None:
+        self.manager, self.options = manager, options
+        self.behind: list[GraphStage] = [Finalize(), Vote()]
+        if options is not None:
+            from graphopt.lowering.stages import Box, Lower, Record
+
+            self._lower = Lower(options)
+            self.behind = [self._lower, *self.behind, Record(options), Box()]
+        self._runner = StageRunner(manager.settings, self.names)
+
+    @classmethod
+    def named(cls, manager: PassManager, names: Sequence[str]) -> Stages:
+        """A list with these stages in it.
+
+        Raises:
+            PipelineSyntaxError: there is no stage of such a name.
+        """
+        from graphopt.lowering.compiler import Options
+
+        found = cls(manager, Options(cudagraphs="record" in names))
+        for name in names:
+            if name not in found.names or name == "passes":
+                raise PipelineSyntaxError(
+                    f"there is no stage {name!r}" + suggestion(name, found.names)
+                )
+        return found
+
+    def anew(self) -> Stages:
+        """The same list, with nothing compiled yet."""
+        return Stages(self.manager, self.options)
+
+    @property
+    def names(self) -> list[str]:
+        """All stages, in order."""
+        return ["capture", "passes", "derive", *(stage.name for stage in self.behind)]
+
+    @property
+    def regions(self) -> list[LoweredSubgraph]:
+        """The compiled regions; one that several graphs have is listed once."""
+        return [] if self.options is None else list(self._lower.lowering.subgraphs.values())
+
+    def compile(self, call: Call, ways: Iterable[Ranks]) -> tuple[CapturedStep, Agreed | None]:
+        """From a call of a step to graphs that run: every stage, in order.
+
+        Args:
+            ways: how this rank goes along with the others, in order of preference: as they agreed
+                before, or by agreeing anew.
+
+        Returns:
+            What was captured, with an `IterGraphModule` that is ready to run, and what the ranks
+            have agreed on for it.
+        """
+        for ranks in ways:
+            with suppress(NotAsAgreedError), ranks:
+                captured = self.capture(call, ranks)  # with the averages of parallelize
+                call = call.using(captured.besides) or call
+                step = self.apply_passes(captured)
+                step.once = creates_state(call, captured) or not captured.lasting
+                self.derive(step)
+                ranks.agree(captured, step.graphs)  # before anything is compiled: that takes long
+                step.agreement = ranks.agreement
+                self.make_executable(step)  # lower, finalize, vote, record, box
+                ranks.ready(captured)
+                return captured, ranks.agreed
+        raise AssertionError("ranks can always agree anew")
+
+    def capture(self, call: Call, ranks: Ranks) -> CapturedStep:
+        """Capture a call, communication included.
+
+        Raises:
+            CaptureError: it cannot be captured.
+            VerificationError: what was captured is not in the captured dialect.
+        """
+        start = time.perf_counter()
+        captured = ranks.capture(call)
+        record = PassRecord("capture", stage=True, seconds=time.perf_counter() - start)
+        self._check_capture(captured.graph_module, check_captured(captured), record)
+        return captured
+
+    def _check_capture(self, gm: fx.GraphModule, report: SpecReport, record: PassRecord) -> None:
+        attempt = self._runner.attempt(gm, gm.graph, [record.name])
+        self._runner.settle(gm, record, attempt, None, gm, map(Problem, report.problems))
+
+    def apply_passes(self, captured: CapturedStep) -> StepInMaking:
+        """Make an `IterGraphModule` of a captured graph, and apply the passes."""
+        module = captured.graph_module = IterGraphModule(captured.graph_module)
+        step = StepInMaking(module)
+        self.manager.run(module, step.passes)
+        return step
+
+    def derive(self, step: StepInMaking) -> None:
+        """Make the graphs that run. Regions that are to be compiled are marked in them.
+
+        Raises:
+            VerificationError: they do not compute what the step does.
+        """
+        start, module = time.perf_counter(), step.module
+        if self.options is not None and not step.once:
+            self._lower.outline(module.graph)
+            step.graphs = module.derive()
+        else:
+            step.graphs = step.passes.derived or module.derive()
+        record = PassRecord("derive", {"graphs": list(step.graphs)}, stage=True)
+        record.before, record.seconds = count(module.graph), time.perf_counter() - start
+        attempt = self._runner.attempt(module, module.graph, [record.name])
+        off = self.manager.settings.verify == "off"
+        problems = () if off else step.proof.derived(module, step.graphs)
+        self._runner.settle(module, record, attempt, module.graph, module, problems)
+
+    def run_named(self, gm: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+        """Take a graph through some of the stages: a captured graph through "capture", which is
+        checked, an `IterGraphModule` through "derive", a derived graph through those behind."""
+        if "capture" in names:
+            inputs = [
+                InputSpec(n.meta["kind"], n.meta["fqn"], str(n.target))
+                for n in gm.graph.find_nodes(op="placeholder")
+            ]
+            self._check_capture(
+                gm, check_graph(gm.graph, inputs), PassRecord("capture", stage=True)
+            )
+        if "derive" in names:
+            self.derive(
+                StepInMaking(gm if isinstance(gm, IterGraphModule) else IterGraphModule(gm))
+            )
+        behind = [stage for stage in self.behind if stage.name in names]
+        proof = StageProof(Proof())
+        return self._runner.run(behind, gm, DerivedGraph("setup"), gm, proof)
+
+    def finish(self, module: IterGraphModule) -> None:
+        """The stages behind the passes, for a graph of its own that no other rank knows of: a part
+        of what was captured."""
+        step = StepInMaking(module)
+        self.derive(step)
+        self.make_executable(step)
+
+    def make_executable(self, step: StepInMaking) -> None:
+        """Take each derived graph through the stages that are left."""
+        step.module.finalize_setup(Executables(self, step), step.graphs)
+        step.module.prepare(once=step.once)
+        step.forget()
+
+    def run_behind(self, derived: fx.GraphModule, step: StepInMaking) -> fx.GraphModule:
+        """Take one derived graph through the stages that are left."""
+        name = derived.meta[DERIVED]
+        steady = name == ("main" if step.module.graph.late else "setup")
+        which = DerivedGraph(name, steady, step.once, step.agreement)
+        return self._runner.run(self.behind, derived, which, step.module, step.proof)
+
+
+class StepInMaking:
+    """A step between its passes and its first run.
+
+    Attributes:
+        module: the step.
+        passes: what is shown of it after its passes.
+        proof: what is known of the graphs that are derived from it.
+        graphs: these, by name.
+        once: it runs a single time.
+        agreement: when all ranks agree that no function of the program's has raised.
+    """
+
+    def __init__(self, module: IterGraphModule) -> None:
+        self.module = module
+        self.once = False
+        self.agreement: Agreement | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all that is known of the graphs, which is much: whoever makes another graph run
+        later, such as the rest of a drain that was interrupted, begins anew."""
+        self.passes = Proof()
+        self.proof = StageProof(self.passes)
+        self.graphs: dict[str, fx.GraphModule] = {}
+
+
+class Executables:
+    """Makes graphs that are derived from one step run: when it is compiled, or first needed."""
+
+    def __init__(self, stages: Stages, step: StepInMaking) -> None:
+        self._stages, self._step = stages, step
+
+    def __call__(self, derived: fx.GraphModule) -> fx.GraphModule:
+        return self._stages.run_behind(derived, self._step)
+
+
+def creates_state(call: Call, captured: CapturedStep) -> bool:
+    """Whether a step creates optimizer state, so that the next one is captured again."""
+    optimizers, tensors = call.optimizer_objects(), captured.live.module_tensors
+    return any(
+        state.key not in optimizers[state.optimizer].state.get(tensors[state.owner].tensor, {})
+        for state in captured.signature.states
+    )

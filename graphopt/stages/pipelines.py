@@ -1,0 +1,74 @@
+"""What the stages are told: which passes run, and how regions are compiled."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from graphopt.errors import LoweringError, PipelineSyntaxError
+
+if TYPE_CHECKING:
+    from graphopt.lowering.compiler import Options
+    from graphopt.manager import PassManager
+    from graphopt.manager.running import PipelineEntry
+
+MIN_BUCKETS = 16
+"""Of gradients in the default pipeline: what is still to be sent when the backward ends is a
+sixteenth of all, and a gradient of a gigabyte still goes in buckets of 25 MB."""
+
+
+FORWARD_SHARE = 0.33
+"""Of the compute of a step: a product of matrices takes two in the backward."""
+
+
+def default_pipeline() -> list[PipelineEntry]:
+    """What `pipeline="default"` applies to a captured step."""
+    from graphopt import passes
+
+    return [
+        passes.remove_copy_from_optimizer,
+        (passes.comm_fusion_with_concat, {"min_buckets": MIN_BUCKETS}),
+        passes.schedule_comm_wait,
+        (passes.iter_move_grads_and_optimizers, {"held_back": FORWARD_SHARE}),
+        passes.schedule_updates,
+    ]
+
+
+def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None) -> PassManager:
+    """The manager of a pipeline given by name, text, passes or as a manager.
+
+    Raises:
+        PipelineSyntaxError: no such pipeline or pass.
+    """
+    from graphopt.manager.discovery import PassManager, registry
+
+    if isinstance(pipeline, PassManager):
+        return pipeline
+    named = {"default": default_pipeline, "none": list}
+    if isinstance(pipeline, str) and pipeline in named:
+        return PassManager(named[pipeline](), verify=verify)
+    if isinstance(pipeline, str) and pipeline not in registry.names():
+        for meant in difflib.get_close_matches(pipeline, named, 1):
+            raise PipelineSyntaxError(f"there is no pipeline {pipeline!r}; did you mean {meant!r}?")
+    return PassManager(pipeline, verify=verify)
+
+
+def options_for(lower: str | Options | None) -> Options | None:
+    """How to lower, given what `graphopt.compile` was given.
+
+    Raises:
+        LoweringError: no such way.
+    """
+    if lower is None:
+        return None
+    from graphopt.lowering.compiler import Options
+
+    if isinstance(lower, Options):
+        return lower
+    if lower in ("inductor", "inductor+cudagraphs"):
+        return Options(cudagraphs=lower.endswith("cudagraphs"))
+    raise LoweringError(
+        f"there is no lower={lower!r}: pass None, 'inductor', 'inductor+cudagraphs' or"
+        " graphopt.lowering.Options(...)"
+    )

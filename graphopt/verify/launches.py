@@ -1,0 +1,60 @@
+"""In which order a graph launches collectives: what the ranks have agreed on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from torch import fx
+
+from graphopt.ir.operators import is_collective
+from graphopt.ranks.spmd import launch_part
+from graphopt.verify.problems import Problem
+
+_IN_PLACE = re.compile(r"_\.(?=\w+$)")
+"""Ends the name of an operator that updates its argument."""
+
+
+class Launch(NamedTuple):
+    """The launch of a collective.
+
+    Attributes:
+        text: equal where other ranks see no difference: also in place, or on a part of a graph.
+        node: that launches it.
+    """
+
+    text: str
+    node: fx.Node
+
+
+def launches_of(gm: fx.GraphModule) -> list[Launch]:
+    """All launches of collectives in the order in which a graph runs them, those in graphs that it
+    calls included."""
+    return list(_launches(gm))
+
+
+def _launches(gm: fx.GraphModule) -> Iterator[Launch]:
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            called = gm.get_submodule(str(node.target))
+            inner = getattr(called, "graph_module", called)
+            if isinstance(inner, fx.GraphModule):
+                yield from _launches(inner)
+        elif is_collective(node):
+            name = _IN_PLACE.sub(".", str(node.target))
+            yield Launch(f"{name}{[launch_part(arg) for arg in node.args]}", node)
+
+
+def other_launches(before: Sequence[Launch], after: Sequence[Launch]) -> Problem | None:
+    """Where a graph launches other collectives than before, or in another order."""
+    for index, (one, other) in enumerate(zip_longest(before, after)):
+        if one is None or other is None or one.text != other.text:
+            now = "nothing" if other is None else other.text
+            return Problem(
+                f"it launches other collectives than the ranks agreed on, first at number {index}:"
+                f" {now} in place of {'nothing' if one is None else one.text}",
+                () if other is None else (other.node,),
+            )
+    return None

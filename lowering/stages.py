@@ -1,0 +1,67 @@
+"""The stages that compile: regions become calls of compiled code, and steady graphs recordings."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphopt.lowering.boxed import box_calls
+from graphopt.lowering.compiler import Options
+from graphopt.lowering.cudagraphs import CudaGraphs
+from graphopt.lowering.partial import Lowering
+from graphopt.lowering.regions import MARK, mark_regions
+from graphopt.manager.stages import DerivedGraph, GraphStage
+
+
+class Lower(GraphStage):
+    """Marked regions become calls of submodules that Inductor compiles.
+
+    All graphs of one training step share the compiled regions, so that one that several graphs have
+    is compiled once.
+    """
+
+    name = "lower"
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.lowering = Lowering(options=options)
+
+    def runs_on(self, which: DerivedGraph) -> bool:
+        return not which.once
+
+    def outline(self, graph: fx.Graph) -> None:
+        """Mark the regions of a step; graphs that are derived from it have the marks as well."""
+        options = self._options
+        mark_regions(graph, min_ops=options.min_ops, random=options.random).log()
+
+    def apply(self, gm: fx.GraphModule, which: DerivedGraph) -> fx.GraphModule:
+        if not any(MARK in node.meta for node in gm.graph.nodes):  # a graph from a file
+            self.outline(gm.graph)
+        return self.lowering.lower(gm)
+
+
+class Record(GraphStage):
+    """The graph that runs again and again is recorded as CUDA graphs, where these are asked for."""
+
+    name, in_place = "record", True
+
+    def __init__(self, options: Options) -> None:
+        self._wanted = options.cudagraphs
+        self._graphs = CudaGraphs()
+
+    def runs_on(self, which: DerivedGraph) -> bool:
+        return self._wanted and which.steady and not which.once
+
+    def apply(self, gm: fx.GraphModule, which: DerivedGraph) -> fx.GraphModule:
+        return self._graphs.apply(gm)
+
+
+class Box(GraphStage):
+    """Compiled regions take a list of their inputs, of which they let go: see `boxed`."""
+
+    name, in_place = "box", True
+
+    def runs_on(self, which: DerivedGraph) -> bool:
+        return not which.once
+
+    def apply(self, gm: fx.GraphModule, which: DerivedGraph) -> fx.GraphModule:
+        return box_calls(gm)
