@@ -27,6 +27,9 @@ class Whole(nn.Module):
         self.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         self.scale = nn.Parameter(torch.randn(1))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return loss_of(self.net, self.scale, x)
+
 
 def loss_of(net: nn.Module, scale: Tensor, x: Tensor) -> Tensor:
     loss: Tensor = (net(x) * scale.exp()).pow(2).mean()
@@ -48,7 +51,7 @@ def trained(rank: int, closed: bool) -> list[Tensor]:
 
     def given(whole: Any, optimizer: Any, x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(whole.net, whole.scale, x)
+        loss = whole(x)  # its buffers are sent from rank 0, as those of `net`
         loss.backward()
         optimizer.step()
         return loss
@@ -64,6 +67,38 @@ def trained(rank: int, closed: bool) -> list[Tensor]:
 def both(rank: int) -> tuple[bool, list[float]]:
     closed, given = trained(rank, True), trained(rank, False)
     return all(map(torch.equal, closed, given)), closed[4].tolist()
+
+
+def accumulated(rank: int) -> tuple[list[Tensor], list[float]]:
+    """The first call averages nothing, and begins with rank 0's values all the same."""
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphopt.compile
+    def step(x: Tensor, update: bool) -> Tensor:
+        loss: Tensor = model(x).pow(2).mean()
+        loss.backward()
+        if update:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    losses = []
+    for i in range(4):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(i))
+        if i % 2:
+            losses.append(step(x, True))
+        else:
+            with step.no_sync():
+                losses.append(step(x, False))
+    return [each.detach() for each in losses], model.weight.flatten().tolist()
+
+
+def test_all_begin_alike_where_the_first_call_averages_nothing(ranks: Pool) -> None:
+    (losses, mine), (others, theirs) = ranks.run(accumulated)
+    assert all(map(torch.equal, losses, others))  # of equal data
+    assert mine == theirs
 
 
 @pytest.mark.slow

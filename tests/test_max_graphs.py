@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
+from gloo import Pool, pool
 
 
 def step(model: Any, optimizer: Any, x: Tensor, rows: int = 1) -> Tensor:
@@ -55,3 +56,47 @@ def test_graphs_of_other_modes_are_dropped() -> None:
 def test_the_budget_is_a_positive_number() -> None:
     with pytest.raises(TypeError, match="max_graphs"):
         graphopt.compile(step, max_graphs=0)
+
+
+def exhausted_on_one(rank: int) -> tuple[str, list[float]]:
+    torch.manual_seed(0)
+    run, (model, optimizer) = graphopt.compile(step, max_graphs=2), trained()
+    for i in range(5):
+        before = model.weight.flatten().tolist()
+        try:
+            run(model, optimizer, torch.ones(8, 3), 1 + (i if rank else 0))
+        except graphopt.GraphOptError as error:
+            return f"{i}: {error}", before
+    return "no error", []
+
+
+def test_all_ranks_learn_that_one_has_used_up_its_graphs() -> None:
+    with pool(2) as ranks:
+        (mine, before), (theirs, after) = ranks.run(exhausted_on_one)
+    assert mine.startswith("2: ")
+    assert "rank 1" in mine
+    assert theirs.startswith("2: ")
+    assert "each value of argument rows" in theirs
+    assert before == after
+
+
+def exhausted_on_all(rank: int) -> tuple[list[str], list[float]]:
+    torch.manual_seed(0)
+    run = graphopt.compile(step, max_graphs=2, fallback="eager")
+    model, optimizer = trained()
+    said = []
+    for i in range(4):
+        try:
+            run(model, optimizer, torch.ones(8, 3) + rank, 1 + i)
+            said.append("ran")
+        except graphopt.GraphOptError as error:
+            said.append(str(error))
+    return said, model.weight.flatten().tolist()
+
+
+def test_ranks_whose_graphs_are_used_up_do_the_same() -> None:
+    with pool(2) as ranks:
+        (mine, weight), (theirs, other) = ranks.run(exhausted_on_all)
+    assert mine[:2] == theirs[:2] == ["ran", "ran"]
+    assert all("each value of argument rows" in said for said in (mine[2], theirs[2]))
+    assert weight == other
