@@ -7,14 +7,18 @@ RUN := $(VENV)/bin/python
 LOCATION := $(VENV)/location
 DEMO_READY := $(VENV)/installed-demo
 TEST_READY := $(VENV)/installed-test
+DOCS_READY := $(VENV)/installed-docs
 SOURCES := graphopt passes lowering
+DOCUMENTED := graphopt graphopt.comm graphopt.cost graphopt.graph_utils graphopt.hooks graphopt.host \
+	graphopt.lowering graphopt.optim graphopt.partition graphopt.pipelining graphopt.readable \
+	graphopt.rewriting graphopt.saved graphopt.schedule graphopt.testing graphopt.verify graphopt.viewing
 # What random cases of `make test-all` are made from.
 SEED ?= 0
 # Tests of one file share the ranks that they start, so a file is run by one process.
 PARALLEL := -n 2 --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check check-newest lint clean
+.PHONY: help demo docs test test-all check check-newest lint clean
 
 help:
 	@echo 'make demo    train a small GPT on two local ranks, eager DDP and graphopt side by side'
@@ -22,6 +26,7 @@ help:
 	@echo 'make test    lint, then the tests'
 	@echo 'make test-all SEED=7    lint, then the tests with their large matrices, random cases from SEED'
 	@echo 'make check   lint, then the quick tests'
+	@echo 'make docs    the API reference, in docs/api'
 	@echo 'make check-newest    the quick tests with the newest torch, in an environment of its own'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make clean   remove what the others made'
@@ -41,13 +46,17 @@ check: lint
 check-newest:
 	.ci/check-newest "$(PYTHON)" "$(NEWEST_VENV)" $(PARALLEL)
 
+docs: $(DOCS_READY)
+	rm -rf docs/api
+	$(RUN) -m pdoc --docformat google --output-directory docs/api $(DOCUMENTED)
+
 lint: $(TEST_READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy --strict $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) build dist graphopt.egg-info graphopt-repro .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) docs/api build dist graphopt.egg-info graphopt-repro .hypothesis
 	find . -type d \( -name __pycache__ -o -name .pytest_cache -o -name .mypy_cache \
 		-o -name .ruff_cache \) -prune -exec rm -rf {} +
 
@@ -57,6 +66,10 @@ $(DEMO_READY): $(LOCATION) setup.cfg pyproject.toml constraints.txt
 
 $(TEST_READY): $(LOCATION) setup.cfg pyproject.toml constraints.txt
 	$(RUN) -m pip install --disable-pip-version-check -e '.[test,bench,triton]'
+	@touch $@
+
+$(DOCS_READY): $(LOCATION) setup.cfg pyproject.toml constraints.txt
+	$(RUN) -m pip install --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
 # An environment that was moved with its checkout still points to the old place, and one whose

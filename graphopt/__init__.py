@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         registry,
     )
     from graphopt.parallel import DataParallel, Manual
+    from graphopt.rewriting import rewrite
     from graphopt.schedule import simulate
     from graphopt.step import TrainStep, compile
     from graphopt.tracing import CapturedStep
@@ -74,6 +75,7 @@ __all__ = [
     "graph_optimization_pass",
     "parse_pipeline",
     "registry",
+    "rewrite",
     "simulate",
 ]
 
@@ -97,6 +99,7 @@ _HOMES = {
     "graph_optimization_pass": "graphopt.manager.discovery",
     "parse_pipeline": "graphopt.manager.discovery",
     "registry": "graphopt.manager.discovery",
+    "rewrite": "graphopt.rewriting",
     "simulate": "graphopt.schedule",
 }
 

@@ -67,6 +67,18 @@ Examples:
     graphopt show step.pt --diff optimized.pt
 """
 
+VIEW_EXAMPLES = """
+Examples:
+
+    graphopt view step.pt
+
+    graphopt view optimized.pt --dumps dumps -o step.html
+
+    graphopt view trace.json
+
+    graphopt view step.pt --dot
+"""
+
 LOWER_EXAMPLES = """
 Examples:
 
@@ -349,6 +361,37 @@ def show(
     from graphopt.commands.show import run_show
 
     run_show(file, None if phase is None else phase.value, diff)
+
+
+@app.command(epilog=VIEW_EXAMPLES)
+def view(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A graph saved by graphopt.saved.save_graph, or a trace (FILE.json).",
+            metavar="FILE",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Write here. Default: FILE.html.", show_default=False),
+    ] = None,
+    dumps: Annotated[
+        Path | None,
+        typer.Option(help="Show what passes changed: the folder of `optimize --dump`."),
+    ] = None,
+    dot: Annotated[bool, typer.Option("--dot", help="Write FILE.dot, for Graphviz.")] = False,
+) -> None:
+    """Write one page of HTML that shows a step: phases, modules, collectives, passes, timeline.
+
+    The page needs nothing else, and draws only what is in view. Of a trace in the trace event
+    format, as `trace --out` and `Timeline.save_chrome_trace` write, it shows the timeline.
+    """
+    if dot and (dumps is not None or file.suffix == ".json"):
+        raise typer.BadParameter("shows a graph alone", param_hint="--dot")
+    from graphopt.commands.view import run_view
+
+    run_view(file, out, dumps, dot=dot)
 
 
 @app.command(epilog=TRACE_EXAMPLES)

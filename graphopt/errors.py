@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class GraphOptError(Exception):
-    """Base of all graphopt errors."""
+    """Base of all graphopt errors.
+
+    >>> import graphopt
+    >>> issubclass(graphopt.CaptureError, graphopt.GraphOptError)
+    True
+    """
 
 
 class CaptureError(GraphOptError, RuntimeError):
@@ -14,6 +19,14 @@ class CaptureError(GraphOptError, RuntimeError):
         reason: what was found, without location or advice.
         location: ``file:line  code`` of the user's line, or None when no line is involved.
         hint: what to write instead, or None.
+
+    >>> import graphopt, torch
+    >>> def step(model, x):
+    ...     return x if model(x).sum() > 0 else -x
+    >>> graphopt.capture(step, torch.nn.ReLU(), torch.ones(2))
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.CaptureError: the step cannot be captured: ...
     """
 
     def __init__(
@@ -34,7 +47,17 @@ class CaptureError(GraphOptError, RuntimeError):
 
 
 class VerificationError(GraphOptError, RuntimeError):
-    """A graph breaks the IR contract, or is not the computation it was made from."""
+    """A graph breaks the IR contract, or is not the computation it was made from.
+
+    >>> import graphopt, torch
+    >>> def graph_of(model):
+    ...     return graphopt.capture(lambda m, x: m(x), model, torch.ones(2)).graph_module
+    >>> one, two = graph_of(torch.nn.ReLU()), graph_of(torch.nn.Tanh())
+    >>> graphopt.verify.check_equivalence(one, two).raise_for_failure()
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.VerificationError: the graphs are not the same computation in 1 place(s):...
+    """
 
 
 class SpmdMismatchError(GraphOptError, RuntimeError):
@@ -42,6 +65,10 @@ class SpmdMismatchError(GraphOptError, RuntimeError):
 
     Attributes:
         refused: whether another rank cannot capture the step, so that this one does not run it.
+
+    >>> import graphopt
+    >>> graphopt.SpmdMismatchError("rank 1 plans another all-reduce").refused
+    False
     """
 
     def __init__(self, reason: str, *, refused: bool = False) -> None:
@@ -59,6 +86,10 @@ class CollectiveError(GraphOptError, RuntimeError):
         parameters: whose gradients or values were under way.
         ranks: those in the group that are known to have failed.
         hint: what to do, or None.
+
+    >>> import graphopt
+    >>> graphopt.CollectiveError("rank 1 is gone", ranks=(1,)).ranks
+    (1,)
     """
 
     def __init__(
@@ -78,31 +109,83 @@ class CollectiveError(GraphOptError, RuntimeError):
 
 
 class PassDefinitionError(GraphOptError, TypeError):
-    """A pass is declared wrongly."""
+    """A pass is declared wrongly.
+
+    >>> import graphopt
+    >>> @graphopt.graph_optimization_pass()
+    ... def takes_nothing(): ...
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.PassDefinitionError: pass 'takes_nothing' takes no graph: ...
+    """
 
 
 class PassOrderError(GraphOptError, RuntimeError):
-    """Passes are applied in an order their constraints forbid."""
+    """Passes are applied in an order their constraints forbid.
+
+    >>> import graphopt, torch
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = graphopt.IterGraphModule(captured.graph_module)
+    >>> graphopt.PassManager("iter_move_grads_and_optimizers").run(gm)
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.PassOrderError: ...needs 'remove_copy_from_optimizer' ...
+    """
 
 
 class PipelineSyntaxError(GraphOptError, ValueError):
-    """A pipeline text or name cannot be understood."""
+    """A pipeline text or name cannot be understood.
+
+    >>> import graphopt
+    >>> graphopt.parse_pipeline("schedule_com_wait")
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.PipelineSyntaxError: there is no pass 'schedule_com_wait'...
+    """
 
 
 class LoweringError(GraphOptError, RuntimeError):
-    """Part of a graph cannot be lowered."""
+    """Part of a graph cannot be lowered.
+
+    >>> import graphopt
+    >>> issubclass(graphopt.LoweringError, RuntimeError)
+    True
+    """
 
 
 class PartitionError(GraphOptError, ValueError):
-    """A graph cannot be split as asked."""
+    """A graph cannot be split as asked.
+
+    >>> import graphopt
+    >>> issubclass(graphopt.PartitionError, ValueError)
+    True
+    """
 
 
 class PassError(GraphOptError, RuntimeError):
-    """A pass raised; the graph is as it was before. `__cause__` is what it raised."""
+    """A pass raised; the graph is as it was before. `__cause__` is what it raised.
+
+    >>> import graphopt, torch
+    >>> @graphopt.graph_optimization_pass(registry=graphopt.PassRegistry())
+    ... def divide(gm):
+    ...     return 1 // 0
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> divide(captured.graph_module)
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.PassError: pass 'divide' raised ZeroDivisionError: ...
+    """
 
 
 class FileError(GraphOptError, OSError):
-    """A file or folder cannot be read or written; the message names it."""
+    """A file or folder cannot be read or written; the message names it.
+
+    >>> from graphopt.saved import load_graph
+    >>> load_graph("nothing.pt")
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.MissingFileError: nothing.pt cannot be read: No such file or directory
+    """
 
 
 class MissingFileError(FileError, FileNotFoundError):
@@ -110,4 +193,14 @@ class MissingFileError(FileError, FileNotFoundError):
 
 
 class IterationError(GraphOptError, ValueError):
-    """Nodes cannot run one iteration late."""
+    """Nodes cannot run one iteration late.
+
+    >>> import graphopt, torch
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = graphopt.IterGraphModule(captured.graph_module)
+    >>> x, relu, output = gm.graph.nodes
+    >>> gm.graph.move_to_next_iter_before([relu])
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.IterationError: ...
+    """

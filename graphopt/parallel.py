@@ -19,6 +19,10 @@ class DataParallel:
         broadcast_buffers: before each forward, copy buffers from the group's rank 0
             (one collective per dtype; none without buffers or under `TrainStep.no_sync`).
         timeout: seconds to wait for the other ranks when they agree on a capture.
+
+    >>> import graphopt
+    >>> graphopt.DataParallel(broadcast_buffers=False).broadcast_buffers
+    False
     """
 
     group: dist.ProcessGroup | None = None
@@ -29,7 +33,13 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class Manual:
-    """The step does its own communication; the capture adds none."""
+    """The step does its own communication; the capture adds none.
+
+    >>> import graphopt, torch
+    >>> step = graphopt.compile(lambda m, x: m(x), parallel=graphopt.Manual())
+    >>> step(torch.nn.ReLU(), torch.ones(2))
+    tensor([1., 1.])
+    """
 
 
 Parallel = DataParallel | Manual

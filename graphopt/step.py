@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
-    from graphopt.manager import PassManager, PassRecord
+    from graphopt.manager import PassManager, Report
     from graphopt.runtime.bound_step import BoundStep
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.tracing import CapturedStep
@@ -43,6 +43,13 @@ class TrainStep:
     before is captured anew, logged with the reason (logger ``graphopt``, level INFO), and kept.
 
     What a call returns are tensors without autograd history: the backward has run inside.
+
+    >>> import graphopt, torch
+    >>> step, model = graphopt.compile(lambda m, x: m(x)), torch.nn.ReLU()
+    >>> type(step).__name__, step(model, torch.ones(2))
+    ('TrainStep', tensor([1., 1.]))
+    >>> [node.name for node in step.graph_module.graph.nodes]
+    ['x', 'relu', 'output']
     """
 
     def __init__(
@@ -229,7 +236,7 @@ class TrainStep:
         return self._stages.regions
 
     @property
-    def report(self) -> list[PassRecord]:
+    def report(self) -> Report:
         """What each stage did to the graph of the latest call: capture, passes, and all behind.
 
         Raises:
@@ -238,6 +245,13 @@ class TrainStep:
         from graphopt.manager import records_of
 
         return records_of(self.graph_module)
+
+    def _repr_html_(self) -> str:
+        from graphopt.viewing.notebook import graph_html
+
+        if not self._entries:
+            return "<p>a training step that has not been called yet</p>"
+        return self.report._repr_html_() + graph_html(self.graph_module)
 
     def print_readable(self) -> None:
         """Print the graph of the latest call, by phase, with shapes, bytes and source lines."""
@@ -426,6 +440,20 @@ def compile(
         TypeError: `fn` is not a function, or an option is unknown.
         PipelineSyntaxError, PassOrderError: the pipeline cannot be understood or applied.
         CaptureError: on calling the step, when it cannot be captured.
+
+    >>> import graphopt, torch
+    >>> @graphopt.compile
+    ... def train_step(model, optimizer, x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> losses = [train_step(model, optimizer, torch.ones(4, 2)) for _ in range(3)]
+    >>> bool(losses[-1] < losses[0])
+    True
     """
     if fn is None:
         return lambda function: TrainStep(function, **options)

@@ -22,7 +22,10 @@ member was. Nodes that stood before the fused wait and need a member move after 
 What is sent while the backward computes costs no time; what is left when it ends does, and a
 large last bucket is most of a small model. With `min_buckets` buckets close earlier, so that there
 are about that many, but none below 256 KB, where the time of a collective no longer depends on its
-size. In the default pipeline it is 16 (measured by `benchmarks/overlap.py`).
+size. In the default pipeline it is 32 (measured by `benchmarks/overlap.py`).
+
+A gradient that fills a bucket by itself goes alone: nothing copies it, buckets of small ones are
+filled on beside it, and a graph in its executable form reduces it where it is.
 
 Left as they are: a bucket of one; a late node; a tensor that is empty, not contiguous or of a
 dynamic size; a result read through `as_strided`, whose offset counts from the beginning of the

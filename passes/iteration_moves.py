@@ -22,8 +22,10 @@ after it, whichever comes first: work that is ready must not stand behind a wait
 
 In which order. With `held_back`, a share of the buckets is sent only after the backward, those that
 the next forward reads first before the others (`graphopt.schedule.launch_order` says why and how
-much): so the first layers do not stand behind all others on a slow link. The default pipeline holds
-back a third. Buckets that share an update, as with clipping, all stay where they are.
+much): so the first layers do not stand behind all others on a slow link. Products of matrices whose
+results are held back are computed after the backward as well, others as soon as they can be
+(`graphopt.schedule.deferral`). The default pipeline holds back four tenths. Buckets that share an
+update, as with clipping, all stay where they are.
 
 Needs optimizers that update each parameter on its own; the lists of fused and foreach optimizers
 are split (`graphopt.optim.split_updates`). Bitwise: every element is computed as before.
@@ -54,7 +56,7 @@ from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.iter_graph.rules import is_held, why_now_everywhere
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.optim import split_updates
-from graphopt.schedule import Send, apply_launch_order, hold_back
+from graphopt.schedule import Send, apply_launch_order, defer_products, hasten, hold_back
 
 REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
 
@@ -108,7 +110,7 @@ def _check_share(held_back: float) -> None:
     if not is_number or not 0 <= held_back < 1:
         raise PassArgumentError(
             f"held_back={held_back!r}: give the share of gradients to send after the backward, a"
-            " number from 0 to below 1 (a third where the backward takes twice the forward)"
+            " number from 0 to below 1 (0.4 where the backward takes twice the forward)"
         )
 
 
@@ -120,6 +122,7 @@ def _held_back(
     Where buckets share an update, as with clipping, it waits for all, and none is held back.
     """
     if len(moved) != len(blocks):
+        hasten(graph, {block.comm_node for block in blocks})
         return moved
     position = {node: index for index, node in enumerate(graph.nodes)}
     update = {block.comm_node: nodes for block, nodes in zip(blocks, moved, strict=True)}
@@ -127,6 +130,8 @@ def _held_back(
     sends = [Send(b.comm_node, b.nbytes, d) for b, d in zip(blocks, due, strict=True)]
     order = hold_back(sends, share)
     apply_launch_order(order)
+    hasten(graph, {send.launch for send in order.at_once})
+    defer_products(graph, [send.launch for send in order.held])
     return [update[send.launch] for send in order.sends]
 
 

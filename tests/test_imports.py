@@ -71,6 +71,7 @@ PUBLIC = {
         "graph_optimization_pass",
         "parse_pipeline",
         "registry",
+        "rewrite",
         "simulate",
     ],
     "graphopt.comm": [

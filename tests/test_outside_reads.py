@@ -517,6 +517,37 @@ def test_equal_objects_made_anew_for_every_call(name: str) -> None:
     assert trained.captures == 2
 
 
+def _smoother(loss: nn.Module) -> None:
+    loss.label_smoothing = 0.5
+
+
+def _hooked(loss: nn.Module) -> None:
+    loss.register_forward_hook(lambda module, args, result: result * 2)
+
+
+@pytest.mark.parametrize("change", [_smoother, _hooked, nn.Module.eval])
+def test_a_change_in_a_loss_function_made_anew_is_followed(
+    change: Callable[[nn.Module], Any],
+) -> None:
+    held = types.SimpleNamespace()
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = held.loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    trained = Trained(step)
+    for _ in range(4):
+        held.loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+        trained.check()
+    assert trained.captures == 1
+    change(held.loss)
+    trained.check()
+    assert trained.captures == 2
+
+
 @pytest.mark.parametrize("name", sliced(TRIMMED, 3))
 def test_container_that_the_step_adds_to_and_trims(name: str) -> None:
     eager, captured = TRIMMED[name](), TRIMMED[name]()

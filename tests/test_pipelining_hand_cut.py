@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining as torch_pipelining
 
 import gloo
+import graphopt
 from graphopt.errors import PartitionError
 from graphopt.pipelining import Stage, StageCompileError
 from hand_cut_cases import (
@@ -112,6 +113,19 @@ def test_all_stages_on_one_rank(name: str, compiled: bool) -> None:
     train(built, "interleaved")
     found = state({stage.stage_index: stage.submod for stage in built})
     check(found, reference(name, 3), exact=name != "several")
+
+
+class Logging(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        graphopt.callback(print, x)
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_callback_in_a_compiled_stage_is_refused() -> None:
+    stage = Stage.from_module(Logging(4, 4), 0, 1, "cpu", input_args=(torch.randn(2, 4),))
+    with pytest.raises(StageCompileError, match=r"graphopt\.callback"):
+        stage.compile()
 
 
 @pytest.mark.usefixtures("one_rank")

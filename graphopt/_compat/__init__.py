@@ -578,6 +578,8 @@ def node_at_line(graph_module: fx.GraphModule, line: int) -> fx.Node | None:
 
 def has_symbolic_shape(tensor: torch.Tensor) -> bool:
     """Whether sizes, strides or offset of a tensor are not plain numbers."""
+    if not tensor._has_symbolic_sizes_strides:
+        return False
     numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     return any(isinstance(number, torch.SymInt) for number in numbers)
 
@@ -627,6 +629,7 @@ def rank_among_several() -> int | None:
 @contextmanager
 def without_modes() -> Iterator[None]:
     """No tracing, fake tensor, counting or functorch mode of the caller's sees what runs inside."""
+    from torch._dispatch.python import no_python_dispatcher
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -635,7 +638,12 @@ def without_modes() -> Iterator[None]:
         temporarily_clear_interpreter_stack(),
         torch._C.DisableTorchFunction(),
         torch.inference_mode(False),
+        no_python_dispatcher(),
+        torch._C._PreserveDispatchKeyGuard(),
     ):
+        # Inside an operator on fake tensors, as where their garbage is collected there, those on
+        # all tensors would be of the meta device.
+        torch._C._set_meta_in_tls_dispatch_include(False)
         yield
 
 

@@ -184,6 +184,8 @@ class Planner:
         return [bucket for bucket in self._closed if len(bucket.blocks) > 1]
 
     def _add(self, block: CommBlock) -> None:
+        if block.nbytes >= self._limit:  # alone: sent as it is, nobody copies it into a bucket
+            return
         key = (block.group, block.reduce_op, block.dtype, block.device)
         bucket = self._open.get(key)
         if bucket is None or not bucket.is_open:

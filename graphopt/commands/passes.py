@@ -3,30 +3,53 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from graphopt.commands.errors import reported
-from graphopt.commands.imports import import_passes
-from graphopt.manager import Pass, default_registry, discovery
+from graphopt.commands.declared import CannotReadError, shipped_passes
+
+if TYPE_CHECKING:
+    from graphopt.manager import Pass
+
+GROUP = "graphopt.passes"
 
 
 def run_passes(modules: Sequence[str], as_json: bool) -> None:
     """Print a table of all passes, or the same as JSON."""
+    known = _known(modules)
+    if as_json:
+        print(json.dumps(known, indent=2))
+        return
+    Console().print(_table(known))
+
+
+def _known(modules: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+    """All passes, without importing those of graphopt where there are no others."""
+    if not modules and not entry_points(group=GROUP):
+        try:
+            return shipped_passes()
+        except CannotReadError:
+            pass
+    return _imported(modules)
+
+
+def _imported(modules: Sequence[str]) -> list[dict[str, Any]]:
+    # These take as long as torch.
+    from graphopt.commands.errors import reported
+    from graphopt.commands.imports import import_passes
+    from graphopt.manager import default_registry, discovery
+
     discovery.install()
     registry = default_registry()
     with reported("passes"):
         import_passes(modules)
-        known = [registry.get(name) for name in registry.names()]
-    if as_json:
-        print(json.dumps([described(pass_) for pass_ in known], indent=2))
-        return
-    Console().print(_table(known))
+        return [described(registry.get(name)) for name in registry.names()]
 
 
 def described(pass_: Pass) -> dict[str, Any]:
@@ -54,30 +77,31 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
 
 
-def _table(known: list[Pass]) -> Table:
+def _table(known: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 1, 0))
     table.add_column("pass", no_wrap=True)
     table.add_column("what it does", overflow="fold")
     table.add_column("numerics", no_wrap=True)
-    for pass_ in known:
-        numerics = "changes" if pass_.changes_numerics else "same bits"
-        table.add_row(escape(pass_.name), _description(pass_), numerics)
+    for entry in known:
+        numerics = "changes" if entry["changes_numerics"] else "same bits"
+        table.add_row(escape(entry["name"]), _description(entry), numerics)
     return table
 
 
-def _description(pass_: Pass) -> Text:
-    text = Text(pass_.doc or "(its function has no docstring)")
-    for option in pass_.options.values():
-        text.append(f"\n{option}", "cyan")
-    for heading, names in (
-        ("needs", pass_.prerequisites),
-        ("after", pass_.apply_after),
-        ("before", pass_.apply_before),
+def _description(entry: Mapping[str, Any]) -> Text:
+    text = Text(entry["what"] or "(its function has no docstring)")
+    for option in entry["options"]:
+        default = f" = {option['default']!r}" if "default" in option else ""
+        text.append(f"\n{option['name']}: {option['type']}{default}", "cyan")
+    for heading, key in (
+        ("needs", "prerequisites"),
+        ("after", "apply_after"),
+        ("before", "apply_before"),
     ):
-        if names:
-            text.append(f"\n{heading} {', '.join(names)}", "magenta")
-    if pass_.whole_step:
+        if entry[key]:
+            text.append(f"\n{heading} {', '.join(entry[key])}", "magenta")
+    if entry["whole_step"]:
         text.append("\nneeds a whole step", "magenta")
-    if pass_.repeatable:
+    if entry["repeatable"]:
         text.append("\nmay be applied more than once", "magenta")
     return text

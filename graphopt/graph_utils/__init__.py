@@ -64,6 +64,7 @@ __all__ = [
     "move_after",
     "move_before",
     "readers_through_views",
+    "remove_identities",
     "same_kind",
     "set_outputs",
     "tensors_in",
@@ -97,6 +98,19 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
         removed += 1
         dead += [n for n in inputs if not n.users and not is_needed(n)]
     return removed
+
+
+def remove_identities(graph: fx.Graph) -> None:
+    """Forward what only renames a value: `detach`, `alias`, and `copy` of the same kind of tensor.
+
+    Values never change in a functional graph, so that sharing them cannot be seen.
+    """
+    for node in graph.nodes:
+        if is_operator(node.target, "aten::detach", "aten::alias"):
+            node.replace_all_uses_with(node.args[0])
+        elif is_operator(node.target, "aten::copy") and same_kind(*node.args[:2]):
+            node.replace_all_uses_with(node.args[1])
+    eliminate_dead_code(graph)
 
 
 def without_autocast() -> AbstractContextManager[object]:
@@ -186,19 +200,30 @@ def call_function_with_meta(
     node = graph.call_function(target, args, kwargs)
     if like is not None:
         node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}
-    node.meta["val"] = evaluate(target, args, kwargs)
+    node.meta["val"] = evaluate(target, args, kwargs, _fake_mode(graph))
     return node
+
+
+def _fake_mode(graph: fx.Graph) -> Any:
+    """The FakeTensorMode of the first tensor of a graph."""
+    values = (tensors_in(node.meta.get("val")) for node in graph.nodes)
+    first = next((found for found in map(list, values) if found), [])
+    return _compat.fake_mode_of(first)
 
 
 _COMPUTED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "lowering"})
 
 
-def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What `target` gives for nodes' `meta["val"]`: fake tensors, symbolic numbers or nests."""
+def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = None) -> Any:
+    """What `target` gives for nodes' `meta["val"]`: fake tensors, symbolic numbers or nests.
+
+    Args:
+        mode: the FakeTensorMode of what is made from no tensor, as by ``aten.scalar_tensor``.
+    """
     if target is operator.getitem and isinstance(args[0], fx.Node):
         return args[0].meta["val"][args[1]]
     values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-    mode = _compat.fake_mode_of(list(tensors_in(values)))
+    mode = _compat.fake_mode_of(list(tensors_in(values))) or mode
     if mode is None:
         return target(*values[0], **values[1])
     with mode, torch.no_grad(), without_autocast():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -96,12 +95,18 @@ def operator_of(node: fx.Node) -> Operator:
 
 def row(target: Any) -> Operator:
     """The row of a target; a row without effects where it is no operator of torch's."""
+    known = _ROWS.get(id(target))
+    if known is not None:
+        return known[1]
     if isinstance(target, _compat.OpOverload):
-        return _row(target)
+        return _ROWS.setdefault(id(target), (target, _row(target)))[1]
     return _GETITEM if target is operator.getitem else _PLAIN
 
 
-@cache
+_ROWS: dict[int, tuple[_compat.OpOverload, Operator]] = {}
+"""Rows made so far, by the identity of their targets: to hash an `OpOverload` runs Python code."""
+
+
 def _row(target: _compat.OpOverload) -> Operator:
     schema = target._schema
     name = schema.name

@@ -21,6 +21,12 @@ class IterGraph(fx.Graph):
 
     The idea, moving work across the boundary of two iterations so that communication overlaps with
     the next forward, is that of software pipelining (Lam, "Software pipelining", PLDI 1988).
+
+    >>> import graphopt, torch
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = graphopt.IterGraphModule(captured.graph_module)
+    >>> isinstance(gm.graph, graphopt.IterGraph), len(gm.graph.late)
+    (True, 0)
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

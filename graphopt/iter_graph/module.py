@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import traceback
 from collections.abc import Callable, Mapping
@@ -37,6 +38,13 @@ class IterGraphModule(fx.GraphModule):
 
     Args:
         graph_module: copied; left as it is.
+
+    >>> import graphopt, torch
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = graphopt.IterGraphModule(captured.graph_module)
+    >>> (result,), updates, carried = gm(torch.ones(2))
+    >>> result, gm.in_flight
+    (tensor([1., 1.]), False)
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -110,6 +118,11 @@ class IterGraphModule(fx.GraphModule):
     def code(self) -> str:
         """Python code of the step, late nodes in their own iteration."""
         return self.graph.python_code("self").src
+
+    def _repr_html_(self) -> str:
+        # Pages are made several layers above graphs.
+        notebook = importlib.import_module("graphopt.viewing.notebook")
+        return cast(str, notebook.graph_html(self))
 
     @property
     def setup_gm(self) -> fx.GraphModule:

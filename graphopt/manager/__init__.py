@@ -4,7 +4,7 @@ from graphopt.manager.callbacks import PassCallback, PassContext
 from graphopt.manager.declaration import Pass
 from graphopt.manager.decorator import graph_optimization_pass
 from graphopt.manager.options import Option, PassArgumentError
-from graphopt.manager.records import PassRecord, applied_passes, records_of
+from graphopt.manager.records import PassRecord, Report, applied_passes, records_of
 from graphopt.manager.registry import PassRegistry, default_registry
 from graphopt.manager.running import PassManager
 from graphopt.manager.settings import enable_graph_optimization_dump
@@ -20,6 +20,7 @@ __all__ = [
     "PassRecord",
     "PassRegistry",
     "Pipeline",
+    "Report",
     "applied_passes",
     "default_registry",
     "enable_graph_optimization_dump",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import FileError
 from graphopt.graph_utils import follows_output_convention
+from graphopt.ir.rewritten import RewrittenPlace, rewritten_places
 from graphopt.iter_graph import IterGraphModule, check_late
 from graphopt.manager.declaration import Pass
 from graphopt.manager.problems import Refused, refusing_what_fails
@@ -34,6 +35,7 @@ from graphopt.verify.interface import (
 )
 from graphopt.verify.matching import correspondence_by_name
 from graphopt.verify.metadata import changed_problems
+from graphopt.verify.regions import Regions
 
 logger = logging.getLogger("graphopt")
 
@@ -125,19 +127,27 @@ class Verification(PassCallback):
             same_dtypes=not context.pass_.changes_numerics,
         )
         problems = report.problems or _badly_typed(context) or before.changed_constants()
-        if not problems and self._prove and not context.pass_.changes_numerics:
-            problems = self._not_equivalent(context)
+        places = rewritten_places(context.gm.graph) if context.pass_.changes_numerics else []
+        if not problems and self._prove and (places or not context.pass_.changes_numerics):
+            problems = self._not_equivalent(context, places)
         else:
             self._proof.forget()
             problems = problems or _kept_nodes_changed(context)
         if problems:
             raise Refused(problems)
 
-    def _not_equivalent(self, context: PassContext) -> list[Problem]:
-        if not context.before.annotated:
+    def _not_equivalent(
+        self, context: PassContext, places: Sequence[RewrittenPlace]
+    ) -> list[Problem]:
+        same = context.before.correspondence
+        if not context.before.annotated or (places and same is None):
             self._proof.forget()
             return []
-        report = self._proof.compare(context.before.graph, context.gm)
+        regions = Regions(places, same or {}) if places else None
+        problems = [] if regions is None else list(regions.problems())
+        if problems:
+            return problems
+        report = self._proof.compare(context.before.graph, context.gm, regions)
         if report.decidable:
             return report.problems
         logger.info("%s: %s", context.pass_.name, report.problems[0].message)

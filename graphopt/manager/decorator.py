@@ -54,6 +54,14 @@ def graph_optimization_pass(
     Raises:
         PassDefinitionError: the function cannot be a pass, another pass has its name, or the
             constraints form a circle.
+
+    >>> import graphopt, torch
+    >>> @graphopt.graph_optimization_pass(registry=graphopt.PassRegistry())
+    ... def count_nodes(gm, least: int = 1) -> None:
+    ...     print(len(gm.graph.nodes) >= least)
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> record = count_nodes(captured.graph_module, least=3)
+    True
     """
     if callable(prerequisites) and not isinstance(prerequisites, Pass):
         raise PassDefinitionError(

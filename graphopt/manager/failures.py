@@ -26,15 +26,18 @@ _SHOWN = 4
 """Problems that are shown besides the first."""
 
 
-def refusal(context: PassContext, refused: Refused, folder: Path) -> VerificationError | PassError:
+def refusal(
+    context: PassContext, refused: Refused, folder: Path, trial: str | None = None
+) -> VerificationError | PassError:
     """The error for a pass that was refused. The graph must have been restored.
 
     Args:
+        trial: what random inputs say of what the pass left.
         folder: where the folder with reproducers is.
     """
     error_type = VerificationError if refused.broken else PassError
     head = f"pass {context.pass_.name!r} was refused: "
-    return error_type(_text(head, refused.problems, context, folder))
+    return error_type(_text(head, refused.problems, context, folder, trial=trial))
 
 
 def crash(context: PassContext, error: Exception, folder: Path) -> GraphOptError:
@@ -134,8 +137,10 @@ def _text(
     context: PassContext,
     folder: Path,
     place: str | None = None,
+    trial: str | None = None,
 ) -> str:
-    known = {"at:": place, "pipeline:": marked_text(context.pipeline, context.index)}
+    pipeline = marked_text(context.pipeline, context.index)
+    known = {"at:": place, "trial:": trial, "pipeline:": pipeline}
     return _layout(head, problems, {**known, "reproduce:": _reproduce(context, folder)})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from html import escape
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -41,6 +42,10 @@ class PassRecord:
         stage: it is no pass but another stage of the list, such as capture or finalize.
         launches: stands for all launches of collectives that it has left, in order: what has to be
             the same on all ranks.
+
+    >>> import graphopt
+    >>> graphopt.PassRecord("my_pass", changes=2, changed=True).outcome
+    '2 changes'
     """
 
     name: str
@@ -87,6 +92,9 @@ class PassRecord:
         numerics = "; may change numerics" if self.changes_numerics else ""
         return f"{head}: {self.outcome} in {self.seconds:.3f} s; {counts}{numerics}"
 
+    def _repr_html_(self) -> str:
+        return Report([self])._repr_html_()
+
     @property
     def outcome(self) -> str:
         """How much changed, in words."""
@@ -97,14 +105,46 @@ class PassRecord:
         return f"{self.changes} change{'s' * (self.changes != 1)}"
 
 
+class Report(list[PassRecord]):
+    """Records, first to last, which notebooks show as a table."""
+
+    def _repr_html_(self) -> str:
+        heads = ["pass", "options", "outcome", "ms", *Counts._fields]
+        head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+        body = "".join(f"<tr>{''.join(map(_cell, _values(record)))}</tr>" for record in self)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    return f"<td>{escape(text)}</td>"
+
+
+def _values(record: PassRecord) -> list[str]:
+    options = ", ".join(f"{name}={value!r}" for name, value in record.arguments.items())
+    counts = [
+        str(old) if old == new else f"{old} → {new}"
+        for old, new in zip(record.before, record.after, strict=True)
+    ]
+    outcome = "skipped" if record.skipped else record.outcome
+    return [record.name, options, outcome, f"{1e3 * record.seconds:.1f}", *counts]
+
+
 def applied_passes(gm: fx.GraphModule) -> list[str]:
-    """Names of the passes that were applied to a graph module, first to last."""
+    """Names of the passes that were applied to a graph module, first to last.
+
+    >>> import graphopt, torch
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = captured.graph_module
+    >>> records = graphopt.PassManager("schedule_comm_wait").run(gm)
+    >>> graphopt.applied_passes(gm)
+    ['schedule_comm_wait']
+    """
     return [record.name for record in records_of(gm) if not record.stage]
 
 
-def records_of(gm: fx.GraphModule) -> list[PassRecord]:
+def records_of(gm: fx.GraphModule) -> Report:
     """Records of the stages that a graph module went through, passes included, first to last."""
-    return [_as_record(record) for record in gm.meta.get(META_KEY, ())]
+    return Report(_as_record(record) for record in gm.meta.get(META_KEY, ()))
 
 
 def _as_record(record: Any) -> PassRecord:

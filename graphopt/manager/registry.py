@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 
 class PassRegistry:
-    """Passes by name. `PassRegistry()` is empty and knows of no other."""
+    """Passes by name. `PassRegistry()` is empty and knows of no other.
+
+    >>> import graphopt
+    >>> graphopt.PassRegistry().names()
+    []
+    >>> graphopt.registry.order(["schedule_comm_wait", "comm_fusion_with_concat"])
+    ['comm_fusion_with_concat', 'schedule_comm_wait']
+    """
 
     def __init__(self) -> None:
         self._passes: dict[str, Pass] = {}

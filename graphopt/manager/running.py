@@ -12,6 +12,7 @@ from torch import fx
 from graphopt.comm.waits import split_waits
 from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
+from graphopt.ir.rewritten import forget_places
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
 from graphopt.manager.callbacks import (
     PassCallback,
@@ -40,6 +41,7 @@ from graphopt.manager.wellformed import find_problem
 from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import Proof
+from graphopt.verify.trial import module_of, verdict
 
 PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
 
@@ -67,6 +69,15 @@ class PassManager:
     Raises:
         PipelineSyntaxError: the pipeline or a setting cannot be understood.
         PassArgumentError: a pass has no such option, or it takes other values.
+
+    >>> import graphopt, torch
+    >>> manager = graphopt.PassManager("comm_fusion_with_concat(bucket_size_mb=5)", verify="off")
+    >>> str(manager)
+    'comm_fusion_with_concat(bucket_size_mb=5)'
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> (record,) = manager.run(captured.graph_module)
+    >>> record.changes
+    0
     """
 
     def __init__(
@@ -174,13 +185,15 @@ class PassManager:
                 _finish(context)
             for callback in reversed(callbacks):
                 callback.after_pass(context)
+            forget_places(context.gm.graph)
         except BaseException as error:
+            tried = _trial(context) if isinstance(error, Refused) and error.broken else None
             context.before.restore()
             for callback in reversed(callbacks):
                 callback.failed(context, error)
             folder = self._settings.dump_dir or Path()
             if isinstance(error, Refused):
-                raise refusal(context, error, folder) from error.__cause__
+                raise refusal(context, error, folder, tried) from error.__cause__
             if isinstance(error, _Raised):
                 raised = crash(context, error.cause, folder)
                 raise raised from raised.__cause__
@@ -193,6 +206,13 @@ class _Raised(Exception):
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
         self.cause = cause
+
+
+def _trial(context: PassContext) -> str | None:
+    """What random inputs say of a graph that is refused."""
+    if context.pass_.changes_numerics or not context.before.annotated:
+        return None
+    return verdict(module_of(context.gm, context.before.graph), context.gm)
 
 
 def run_alone(
@@ -210,6 +230,7 @@ def run_alone(
 
 def _call(context: PassContext) -> None:
     """Run the function of a pass, and take what it returns."""
+    forget_places(context.gm.graph)
     try:
         changes = context.pass_.function(context.gm, **context.arguments)
     except Exception as error:

@@ -86,6 +86,11 @@ def enable_graph_optimization_dump(folder: str | os.PathLike[str] = "") -> Path:
 
     Raises:
         PipelineSyntaxError: files cannot be written there.
+
+    >>> import graphopt
+    >>> folder = graphopt.enable_graph_optimization_dump()
+    >>> folder.is_dir()
+    True
     """
     named = folder if folder else tempfile.mkdtemp(prefix="graphopt-")
     checked = _folder(named, "folder")

@@ -57,6 +57,10 @@ def parse_pipeline(text: str, registry: PassRegistry | None = None) -> Pipeline:
         PipelineSyntaxError: the text is not a pipeline, or names an unknown pass or option. Shows
             the place.
         PassDefinitionError: a constraint of one of the passes names an unknown pass.
+
+    >>> import graphopt
+    >>> str(graphopt.parse_pipeline("comm_fusion_with_concat( ) -> schedule_comm_wait"))
+    'comm_fusion_with_concat -> schedule_comm_wait'
     """
     if not isinstance(text, str):
         raise PipelineSyntaxError(f"a pipeline text is a str, not {text!r}")

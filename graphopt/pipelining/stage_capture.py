@@ -16,6 +16,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.host import is_host_call
 from graphopt.parallel import DataParallel
 from graphopt.pipelining.errors import StageCompileError
 from graphopt.runtime.agreed import NotAsAgreedError, Ranks
@@ -99,6 +100,7 @@ class StageCapture:
                 captured = self._stages.capture(call, ranks)
                 step = self._stages.apply_passes(captured)
                 self._refuse_late(step)
+                self._refuse_callbacks(step)
                 ranks.agree(captured, {"microbatch": step.module})
                 ranks.ready(captured)
                 return captured
@@ -117,6 +119,17 @@ class StageCapture:
                 " gradients of a stage have to be complete when its last microbatch is done",
                 hint="leave out the pass that does so; the default is"
                 " 'comm_fusion_with_concat -> schedule_comm_wait'",
+            )
+
+    def _refuse_callbacks(self, step: StepInMaking) -> None:
+        found = next(filter(is_host_call, step.module.graph.nodes), None)
+        if found is not None:
+            line = found.meta.get("source")
+            raise StageCompileError(
+                self._stage,
+                f"it has {found.target}{f' ({line})' if line else ''}: what the graphs of a stage"
+                " compute for several microbatches at a time is in no order for a callback",
+                hint="leave the callback out, or do not compile the stage: it is called then",
             )
 
 

@@ -89,28 +89,30 @@ def sections(
     for node in graph.nodes:
         if node.op == "output":
             continue
-        title = _title(node)
+        title = title_of(node)
         if phase is not None and (node.op == "placeholder" or title != phase):
             continue
         if title != current and rows:
             yield current, rows
             rows = []
         current = title
-        rows.append(_row(node, late, shorten))
+        rows.append(row_of(node, late, shorten))
     if rows:
         yield current, rows
     if phase is None:
         yield "output", list(_output(graph, shorten))
 
 
-def _title(node: fx.Node) -> str:
+def title_of(node: fx.Node) -> str:
+    """Under which heading a node stands: its phase, or the kind of input."""
     if node.op == "placeholder":
         kind = node.meta.get("kind")
         return f"inputs: {kind}" if kind else "inputs"
     return str(node.meta.get("phase", "graph"))
 
 
-def _row(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool) -> Row:
+def row_of(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool = True) -> Row:
+    """What there is to say about one node."""
     row = Row(_statement(node, shorten), shape=describe(node.meta.get("val")))
     row.size = _size(node)
     row.place = _place(node)
@@ -133,10 +135,13 @@ def _statement(node: fx.Node, shorten: bool) -> str:
         return f"%{node.name} = self.{node.target}{_constant(node)}"
     arguments = [argument(value, shorten) for value in node.args]
     arguments += [f"{key}={argument(value, shorten)}" for key, value in node.kwargs.items()]
-    return f"%{node.name} = {_function(node)}({', '.join(arguments)})"
+    return f"%{node.name} = {target_text(node)}({', '.join(arguments)})"
 
 
-def _function(node: fx.Node) -> str:
+def target_text(node: fx.Node) -> str:
+    """What a node calls, or is, in a word."""
+    if node.op != "call_function":
+        return node.op
     target = node.target
     return target if isinstance(target, str) else _function_name(target)
 

@@ -37,16 +37,23 @@ class Lockstep:
         count: how many replicas there are: the ranks of the default process group.
         groups: ranks of each process group by name; a group that has only some of the ranks stands
             for its shifted copies as well. None: `torch.distributed` is asked.
+        callbacks: whether functions of the program's (`graphopt.callback`) are called.
 
-    Functions of the program's (`graphopt.callback`) are called for replica 0 alone. Each replica
+    They are called for replica 0 alone. Each replica
     draws random numbers of its own; the numbers go on from one `run` to the next.
     """
 
-    def __init__(self, count: int, groups: Mapping[str, Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        groups: Mapping[str, Sequence[int]] | None = None,
+        *,
+        callbacks: bool = True,
+    ) -> None:
         if count < 1:
             raise ValueError(f"{count} replicas: give a whole number of at least 1")
         self.count = count
-        self._groups = groups
+        self._groups, self._callbacks = groups, callbacks
         self._generators = ReplicaGenerators()
 
     def run(self, graph_module: fx.GraphModule, inputs: Sequence[Sequence[Any]]) -> list[Any]:
@@ -102,6 +109,8 @@ class Lockstep:
             return [args[0] for args, _ in calls]
         function = _function(graph_module, node)
         if is_host_call(node):
+            if not self._callbacks:
+                return [None] * self.count
             return [function(*calls[0][0], **calls[0][1])] + [None] * (self.count - 1)
         if is_random(node):
             return [self._draw(function, replica, *calls[replica]) for replica in range(self.count)]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import follows_output_convention, get_output
+from graphopt.graph_utils import follows_output_convention, get_output, is_operator
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.running import INDEX
 from graphopt.replicas.lockstep import Lockstep
@@ -75,3 +75,17 @@ class ReplicatedStep:
             return results, updates, carried
         _, spec = _compat.tree_flatten(get_output(graph).args[0])
         return _compat.tree_unflatten(results, spec)
+
+
+def results_of(graph: fx.Graph, returned: Any) -> list[Any]:
+    """Values that a call returned, but for updates of state, which are seen in the inputs."""
+    if follows_output_convention(graph):
+        results, _, carried = returned
+        return [*results, *carried]
+    nodes = _compat.tree_leaves(get_output(graph).args[0])
+    values = _compat.tree_leaves(returned)
+    return [v for node, v in zip(nodes, values, strict=True) if not _is_update(node)]
+
+
+def _is_update(node: Any) -> bool:
+    return isinstance(node, fx.Node) and is_operator(node.target, "aten::copy_")

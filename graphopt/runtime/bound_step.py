@@ -205,9 +205,9 @@ class BoundStep:
             try:
                 if self.module.in_flight:
                     with (
+                        _compat.without_modes(),  # leaving inference mode turns grad mode on
                         torch.no_grad(),
                         without_autocast(),
-                        _compat.without_modes(),
                         _on(self._stream),
                     ):
                         self.module.flush()

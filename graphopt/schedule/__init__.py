@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from graphopt.schedule.deferral import defer_products, hasten
 from graphopt.schedule.errors import ScheduleError
 from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order, hold_back
 from graphopt.schedule.order import Schedule, apply_schedule
@@ -28,6 +29,8 @@ __all__ = [
     "apply_launch_order",
     "apply_schedule",
     "collectives_text",
+    "defer_products",
+    "hasten",
     "hold_back",
     "overlap_schedule",
     "program_of",

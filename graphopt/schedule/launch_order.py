@@ -14,7 +14,8 @@ A share `h` of the bytes is held back, evenly among the gradients, and sent afte
 urgent first. Where compute is `f` forward and `b` backward, and sending everything takes `c`, a
 step takes about ``max(b, (1 - h) c) + max(f, h c)``. With ``h = f / (f + b)`` that is
 ``max(f + b, c)``, the least possible, for every `c`: nothing about the link has to be known. A
-matrix product costs twice as much in the backward as in the forward, so `h` is about a third.
+matrix product costs twice as much in the backward as in the forward, so `h` is about a third, and
+somewhat more since the link is free until the backward has made its first gradient.
 
 This is earliest-due-date scheduling with release times, where pieces that are small enough stand
 for the preemption (Peng et al., "A generic communication scheduler for distributed DNN training

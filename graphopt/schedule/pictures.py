@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
+
+from torch import fx
 
 from graphopt.readable.rows import readable_bytes
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, SimulatedStep
@@ -40,11 +42,7 @@ def chrome_trace(timeline: SimulatedStep) -> str:
 def page(timeline: SimulatedStep) -> str:
     """HTML with a lane for compute and one for each group, and a table of the collectives."""
     width = max([timeline.end, *(slot.end for slot in timeline.collectives)]) - timeline.begin
-    lanes = [("compute", list(_compute_blocks(timeline)))]
-    for group in _groups(timeline):
-        slots = [slot for slot in timeline.collectives if slot.message.group == group]
-        lanes.append((f"group {group}", [_block(timeline, slot) for slot in slots]))
-    rows = "\n".join(_lane(name, blocks, width) for name, blocks in lanes)
+    rows = "\n".join(_lane(name, blocks, width) for name, blocks in _lanes(timeline))
     end = 100 * (timeline.end - timeline.begin) / width if width else 100
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -71,11 +69,28 @@ the next step computes. Pointing at a block shows what it is.</p>
 """
 
 
+def lanes_of(timeline: SimulatedStep, index: Mapping[fx.Node, int]) -> Iterator[dict[str, Any]]:
+    """The lanes of `page` as values that JSON can hold: of each block its kind, begin, seconds,
+    what there is to say, and the number of its node."""
+    for name, blocks in _lanes(timeline):
+        rows = [[b.kind, b.start, b.seconds, b.hover, index.get(b.node)] for b in blocks]
+        yield {"name": name, "blocks": rows}
+
+
 class _Block(NamedTuple):
     kind: str
     start: float
     seconds: float
     hover: str
+    node: fx.Node
+
+
+def _lanes(timeline: SimulatedStep) -> Iterator[tuple[str, list[_Block]]]:
+    """One lane of compute, and one of each group."""
+    yield "compute", list(_compute_blocks(timeline))
+    for group in _groups(timeline):
+        slots = [slot for slot in timeline.collectives if slot.message.group == group]
+        yield f"group {group}", [_block(timeline, slot) for slot in slots]
 
 
 def _compute_blocks(timeline: SimulatedStep) -> Iterator[_Block]:
@@ -99,14 +114,15 @@ def _compute_block(timeline: SimulatedStep, run: Sequence[ComputeSlot]) -> _Bloc
     source = node.meta.get("source")
     lines += [_milliseconds(end - start), *([str(source)] if source is not None else [])]
     phase = "late" if node in timeline.program.late else str(node.meta.get("phase", "graph"))
-    return _Block(phase, start - timeline.begin, end - start, "\n".join(lines))
+    return _Block(phase, start - timeline.begin, end - start, "\n".join(lines), node)
 
 
 def _block(timeline: SimulatedStep, slot: CollectiveSlot) -> _Block:
     facts = "\n".join(f"{name}: {value}" for name, value in _facts(slot))
     hover = f"%{slot.message.launch.name}\n{facts}"
     kind = "exposed" if slot.exposed else "hidden"
-    return _Block(kind, slot.start - timeline.begin, slot.end - slot.start, hover)
+    begin = slot.start - timeline.begin
+    return _Block(kind, begin, slot.end - slot.start, hover, slot.message.launch)
 
 
 def _facts(slot: CollectiveSlot) -> Iterator[tuple[str, str]]:

@@ -39,6 +39,12 @@ def simulate(
 
     Raises:
         CostTableError: a cost is negative or not finite.
+
+    >>> import graphopt, torch
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = captured.graph_module
+    >>> graphopt.simulate(gm).step_seconds > 0
+    True
     """
     model = cost_model or default_cost_model(graph_module.graph)
     return simulate_program(program_of(graph_module.graph, model, world_size), model.slowdown)

@@ -209,7 +209,7 @@ def _factor_hint(expected: Values, actual: Values) -> str:
     """What it may mean that something is a multiple of what it was."""
     ranks = _compat.fake_world_size() or 1
     for where, value in expected.items():
-        factor = constant_factor(actual[where], value)
+        factor = constant_factor(actual[where], value, roughly=True)
         if factor is None:
             continue
         what = f"\n  {where} changes by {factor:.3g} times as much as it did"

@@ -10,14 +10,10 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import (
-    follows_output_convention,
-    get_output,
-    is_operator,
-    without_autocast,
-)
+from graphopt.graph_utils import without_autocast
 from graphopt.iter_graph import IterGraphModule
 from graphopt.replicas import Lockstep, ReplicatedStep
+from graphopt.replicas.steps import results_of
 from graphopt.testing.comparing import Value
 from graphopt.testing.ranks import inputs_of_rank
 
@@ -79,7 +75,7 @@ def _run(
         returned = step(values, last_iter=last) if step else [_call(module, values[0], last)]
         for rank, theirs in enumerate(returned):
             where = f"iteration {iteration}" + (f" on rank {rank}" if step else "")
-            for number, value in enumerate(_results(module.graph, theirs)):
+            for number, value in enumerate(results_of(module.graph, theirs)):
                 yield f"result {number} of {where}", Value(_kept(value))
     for rank, (own, start) in enumerate(zip(values, starts, strict=True)):
         where = f" on rank {rank}" if step else ""
@@ -101,20 +97,6 @@ def _kept(value: Any) -> Any:
 def _state(start: Any, node: fx.Node) -> torch.Tensor | None:
     known = isinstance(start, torch.Tensor) and node.meta.get("kind") not in (None, "user_input")
     return start if known else None
-
-
-def _results(graph: fx.Graph, returned: Any) -> list[Any]:
-    """Returned values other than state updates, which are seen in the inputs."""
-    if follows_output_convention(graph):
-        results, _, carried = returned
-        return [*results, *carried]
-    nodes = _compat.tree_leaves(get_output(graph).args[0])
-    values = _compat.tree_leaves(returned)
-    return [v for node, v in zip(nodes, values, strict=True) if not _is_update(node)]
-
-
-def _is_update(node: Any) -> bool:
-    return isinstance(node, fx.Node) and is_operator(node.target, "aten::copy_")
 
 
 def _next(value: Any, node: fx.Node) -> Any:

@@ -47,6 +47,11 @@ class CapturedStep:
         besides: modules, optimizers and tensors that it works on besides its arguments.
         state: optimizer state among the inputs, to be put into the optimizers when the graph has
             run for the first time; None where there is none.
+
+    >>> import graphopt, torch
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> [(entry.kind, entry.fqn) for entry in captured.inputs]
+    [('user_input', 'x')]
     """
 
     graph_module: fx.GraphModule
@@ -313,6 +318,12 @@ def capture(
 
     Raises:
         CaptureError: naming the user's line and what to write instead.
+
+    >>> import graphopt, torch
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> gm = captured.graph_module
+    >>> [node.name for node in gm.graph.nodes]
+    ['x', 'relu', 'output']
     """
     return capture_call(Call(fn, args, kwargs), communication_for(resolve(parallel)))
 

@@ -29,7 +29,7 @@ from graphopt.graph_utils import (
     is_operator,
     is_wait,
     readers_through_views,
-    same_kind,
+    remove_identities,
     set_outputs,
     without_autocast,
 )
@@ -91,7 +91,7 @@ def functionalize(raw: RawTrace) -> Functional:
         graph_module = _compat.make_fx(run)(*inputs)
     graph = graph_module.graph
     split_waits(graph)
-    _remove_identities(graph)
+    remove_identities(graph)
     refuse_hidden_updates(graph)
     _write_back(graph, raw, updated)
     eliminate_dead_code(graph)
@@ -206,19 +206,6 @@ class _Interpreter(fx.Interpreter):
                 continue
             for old, new in zip(args[position], results[position], strict=True):
                 old.copy_(new)
-
-
-def _remove_identities(graph: fx.Graph) -> None:
-    """Forward what only renames a value: `detach`, `alias`, and `copy` of the same kind of tensor.
-
-    Values never change in a functional graph, so that sharing them cannot be seen.
-    """
-    for node in graph.nodes:
-        if is_operator(node.target, "aten::detach", "aten::alias"):
-            node.replace_all_uses_with(node.args[0])
-        elif is_operator(node.target, "aten::copy") and same_kind(*node.args[:2]):
-            node.replace_all_uses_with(node.args[1])
-    eliminate_dead_code(graph)
 
 
 def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:

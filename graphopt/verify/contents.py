@@ -62,6 +62,10 @@ class Contents:
             if same:
                 self._same.add(node)
 
+    def has(self, node: fx.Node) -> bool:
+        """Whether a node was taken in."""
+        return node in self._held
+
     def owner(self, node: fx.Node) -> fx.Node:
         """The node whose storage a node shares; itself if it has its own."""
         return self._owner[node]

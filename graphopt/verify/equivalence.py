@@ -31,6 +31,7 @@ from graphopt.verify.copies import is_copy_of
 from graphopt.verify.difference import Difference
 from graphopt.verify.evaluation import Evaluation, NotDecidedError, evaluate_graph, input_value
 from graphopt.verify.problems import Problem
+from graphopt.verify.regions import Regions
 from graphopt.verify.terms import Pending, Terms
 
 _SHOWN = 10
@@ -105,23 +106,35 @@ class Proof:
         self._derived: DerivedEvaluations = {}
 
     def compare(
-        self, before: fx.GraphModule | fx.Graph, after: fx.GraphModule | fx.Graph
+        self,
+        before: fx.GraphModule | fx.Graph,
+        after: fx.GraphModule | fx.Graph,
+        regions: Regions | None = None,
     ) -> EquivalenceReport:
-        """As `check_equivalence`. After a call without problems, `before` is what was `after`."""
+        """As `check_equivalence`. After a call without problems, `before` is what was `after`.
+
+        Args:
+            regions: parts of both graphs that are not compared.
+        """
         terms, known = self.terms, self._known
         self.forget()
+        unknown, unknown_now = ({}, {}) if regions is None else regions.unknowns()
         try:
-            old = evaluate_graph(before, terms) if known is None else known
+            if known is None or unknown:
+                old = evaluate_graph(before, terms, unknowns=unknown)
+            else:
+                old = known
         except NotDecidedError as error:
             return EquivalenceReport([error.problem], decidable=False)
         try:
-            new = evaluate_graph(after, terms)
+            new = evaluate_graph(after, terms, unknowns=unknown_now)
             problems = [*_of_constants(before, after), *differences(terms, old, new)]
             if not problems and isinstance(after, IterGraphModule) and after.graph.late:
+                new = evaluate_graph(after, terms) if unknown_now else new
                 problems = self._late(after.graph, after.derive(), new)
         except NotDecidedError as error:
             return EquivalenceReport([error.problem])
-        if not problems:
+        if not problems and not unknown_now:
             self._known = new
         return EquivalenceReport(problems, reorders_sums=bool(new.sent))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_output, get_outputs, is_random, is_wait, may_alias, written
+from graphopt.graph_utils import get_output, get_outputs, is_wait, may_alias, written
 from graphopt.ir.families import FUSED_OPTIMIZERS
-from graphopt.ir.operators import fused_optimizer
+from graphopt.ir.operators import draws, fused_optimizer
 from graphopt.optim.lists import list_schema
 from graphopt.verify.axioms import RULES, reduced
 from graphopt.verify.calls import entries, fresh, leaves, parameters, target_name, terms_in
@@ -23,6 +23,7 @@ from graphopt.verify.contents import CannotWriteError, Contents, with_layout
 from graphopt.verify.functional import functional_form, standard_form
 from graphopt.verify.inlining import call_of
 from graphopt.verify.problems import Problem
+from graphopt.verify.regions import Unknown
 from graphopt.verify.terms import (
     Origins,
     Pending,
@@ -87,6 +88,7 @@ def evaluate_graph(
     inputs: dict[str, Any] | None = None,
     *,
     ranks_send_alike: bool = False,
+    unknowns: Mapping[fx.Node, Unknown] | None = None,
 ) -> Evaluation:
     """What a graph gives for arbitrary inputs, or for some that are terms already.
 
@@ -95,12 +97,13 @@ def evaluate_graph(
         inputs: values of placeholders by target; a placeholder without one is arbitrary.
         ranks_send_alike: a constant that is sent is the same on all ranks: so where the launches
             are known to be the same, in the same order, on all of them.
+        unknowns: nodes that are taken for unknown functions of others.
 
     Raises:
         NotDecidedError: naming the node that terms cannot speak of.
     """
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
-    return _Evaluator(graph, terms, inputs or {}, alike=ranks_send_alike).run()
+    return _Evaluator(graph, terms, inputs or {}, alike=ranks_send_alike, unknowns=unknowns).run()
 
 
 def input_value(terms: Terms, node: fx.Node) -> Any:
@@ -120,6 +123,7 @@ class _Evaluator:
         found: Evaluation | None = None,
         *,
         alike: bool = False,
+        unknowns: Mapping[fx.Node, Unknown] | None = None,
     ) -> None:
         self._graph, self._terms, self._inputs = graph, terms, inputs
         self._contents = Contents(terms, self._view)
@@ -127,6 +131,7 @@ class _Evaluator:
         self._sent_constants = set() if alike else sent_constants(graph)
         self._in_flight: dict[fx.Node, fx.Node] = {}
         self._found = found or Evaluation()
+        self._unknowns = unknowns or {}
 
     def run(self) -> Evaluation:
         """The evaluation of the whole graph."""
@@ -141,11 +146,21 @@ class _Evaluator:
             held = node.meta.get("val")
             if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
                 raise NotDecidedError("its shape is not known", node)
+            if node in self._unknowns:
+                self._contents.add(node, self._unknown(node), None)
+                continue
             value = self._value(node)
             base = self._base(node)
             self._contents.add(node, value, base, same=base is not None and _is_itself(node))
             for term in terms_in(value):
                 self._found.origins.setdefault(term, node)
+
+    def _unknown(self, node: fx.Node) -> Any:
+        unknown = self._unknowns[node]
+        if not all(self._contents.has(source) for source in unknown.inputs):
+            raise NotDecidedError("it stands before what it was computed from", node)
+        arguments = tuple(self._read(source) for source in unknown.inputs)
+        return fresh(self._terms, (*unknown.key, canonical(arguments)), unknown.like.meta["val"])
 
     def _base(self, node: fx.Node) -> fx.Node | None:
         """The node whose storage a node shares."""
@@ -284,7 +299,7 @@ class _Evaluator:
         """What a call gives: by its rule, or an unknown function of all arguments."""
         extra: tuple[Any, ...] = ()
         fake, target = node.meta.get("val"), standard_form(target)
-        if is_random(node):
+        if draws(node):
             extra = ("draw", self._found.draws)
             self._found.draws += 1
         elif isinstance(target, _compat.OpOverload) and isinstance(

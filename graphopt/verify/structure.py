@@ -11,6 +11,7 @@ from torch import fx
 from graphopt.graph_utils import get_outputs
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder, Write
+from graphopt.ir.operators import draws
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.problems import Problem
 from graphopt.verify.traits import traits_of
@@ -62,7 +63,7 @@ def late_nodes(graph: fx.Graph) -> Iterator[Problem]:
 
 def randomness(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
     """The same random numbers are drawn, in the same order."""
-    old, new = ([n for n in g.nodes if traits_of(n).random] for g in (before, after))
+    old, new = ([n for n in g.nodes if draws(n)] for g in (before, after))
     kept = {same[node] for node in new if node in same}
     for was, now in zip_longest(old, new):
         if was is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -139,7 +140,12 @@ def layout_of(value: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], to
         stride = tuple(size if isinstance(size, int) else str(size) for size in value.stride())
     else:
         shape, stride = tuple(value.shape), tuple(value.stride())
-    return shape, stride, value.dtype, str(value.device)
+    return shape, stride, value.dtype, _name_of(value.device)
+
+
+@cache
+def _name_of(device: torch.device) -> str:
+    return str(device)
 
 
 def tensor_value(segments: Iterable[Segment], like: torch.Tensor) -> TensorValue:

@@ -32,6 +32,10 @@ def read_attribute(record: Record, value: Any, name: str, path: str, line: Sourc
         _of_super(record, value, name, line)
     elif isinstance(value, type):
         _of_type(record, value, name, path, line)
+    elif isinstance(value, types.MethodType) and not hasattr(types.MethodType, name):
+        if record.is_outside(value):
+            record.read(Place("attribute", value, "__func__"), f"{path}.__func__", line)
+        read_attribute(record, value.__func__, name, path, line)
     elif isinstance(value, Optimizer) and name in _WATCHED_OF_OPTIMIZERS:
         return
     else:
@@ -105,7 +109,7 @@ def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLin
     attributes = attributes_of(value)
     if attributes is None or not record.is_outside(value):
         return
-    if not isinstance(value, (types.ModuleType, types.FunctionType)):
+    if not isinstance(value, types.ModuleType):
         record.owned(attributes, value)
     record.read(Place("item", attributes, name), path, line)
     if name not in attributes and found is None:
@@ -115,13 +119,18 @@ def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLin
 def _of_descriptor(
     record: Record, value: Any, found: Any, name: str, path: str, line: SourceLine
 ) -> None:
-    """Slots, and properties that are not written in Python; others are observed themselves."""
+    """Slots, fields and properties that are not written in Python; others are observed."""
     if not record.is_outside(value):
         return
-    getter = getattr(found, "fget", None)
-    of_torch = type(found).__module__.startswith("torch.")
-    if _is_member(found) or of_torch or (getter and not isinstance(getter, types.FunctionType)):
+    if type(found).__module__.startswith("torch.") or not _is_python(found):
         record.read(Place("attribute", value, name), path, line)
+
+
+def _is_python(descriptor: Any) -> bool:
+    """Whether what a descriptor does are instructions that can be observed."""
+    if isinstance(descriptor, property):
+        return isinstance(descriptor.fget, types.FunctionType)
+    return isinstance(getattr(type(descriptor), "__get__", None), types.FunctionType)
 
 
 def _registered(record: Record, value: Any, name: str, path: str) -> None:

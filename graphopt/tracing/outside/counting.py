@@ -1,4 +1,5 @@
-"""Loads of a value that only goes into a store to where it came from: `self.n += 1`."""
+"""Loads of a value that only goes into a store to where it came from: `self.n += 1`, and
+`self.last = self.last[-5:]`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def counting_pairs(instructions: Sequence[dis.Instruction]) -> tuple[set[int], s
 
 def _store(following: Sequence[dis.Instruction], wanted: str) -> dis.Instruction | None:
     height = 1  # of the stack, with the loaded value at its bottom
-    computed = False
+    computed = slicing = False
     for instruction in following:
         name = instruction.opname
         if instruction.is_jump_target:
@@ -51,9 +52,9 @@ def _store(following: Sequence[dis.Instruction], wanted: str) -> dis.Instruction
             if not computed:
                 return None
         elif name.startswith(_COMPUTING):
-            if height == 2 and name == "BINARY_SUBSCR":
+            if height == 2 and name == "BINARY_SUBSCR" and not slicing:
                 return None
-            height = max(height - 1, 1)
+            height = max(height + _effect(instruction), 1)
             computed = computed or height == 1
         elif not name.startswith(_ON_TOP):
             return None
@@ -62,6 +63,7 @@ def _store(following: Sequence[dis.Instruction], wanted: str) -> dis.Instruction
             if height - (_pushed(name) - effect) < 1:
                 return None
             height += effect
+        slicing = name == "BUILD_SLICE" or (slicing and name == "CACHE")
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 
 from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.outside.held import Entry, Held
+from graphopt.tracing.outside.modules import only_within
 from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.sweeps import prepared
@@ -29,16 +30,31 @@ class OutsideGuard:
         self._entries: list[Entry] = []
         self._followed: set[Held] = set()
         self._sweeps: list[Callable[[], bool]] | None = None
-        modules = record.modules.values()
+        self._entries = _Entries(record, _Lost(self)).found
+        self._followed = {entry.held for entry in self._entries if entry.held is not None}
+        modules = self._unfollowed(record)
         self._owners = [
             weakref.ref(module, _Drop(self, f"{name} is gone")) for name, module in modules
         ]
-        self._entries = _Entries(record, _Lost(self)).found
-        self._followed = {entry.held for entry in self._entries if entry.held is not None}
         self._modules = ModuleGuards(
             (name, each, _assigned(record, each)) for name, each in modules
         )
         self._sweeps = prepared(self._entries)
+
+    def _unfollowed(self, record: Record) -> list[tuple[str, torch.nn.Module]]:
+        """The modules in whose place no others may be."""
+        modules = [module for _, module in record.modules.values()]
+        within: set[int] = set()
+        self._described: list[tuple[str, Held]] = []
+        for held in self._followed:
+            if held.description is None:
+                continue
+            found = only_within(held.get(), modules)
+            held.followed = found is not None
+            if found is not None and id(held.get()) in record.modules:
+                within.update(found)
+                self._described.append((record.modules[id(held.get())][0], held))
+        return [each for key, each in record.modules.items() if key not in within]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -54,6 +70,7 @@ class OutsideGuard:
             yield self._gone
             return
         yield from self._modules.mismatches()
+        yield from (f"{name} changed" for name, held in self._described if held.is_changed())
         if self._sweeps is not None and all(sweep() for sweep in self._sweeps):
             return
         following = _Following()
@@ -80,7 +97,7 @@ class OutsideGuard:
     def drop(self, reason: str) -> None:
         """Let go of everything."""
         self._gone = reason
-        self._entries, self._sweeps, self._owners = [], None, []
+        self._entries, self._sweeps, self._owners, self._described = [], None, [], []
         self._followed.clear()
         self._modules = ModuleGuards(())
 

@@ -13,7 +13,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
+from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.outside.files import is_observed
+from graphopt.tracing.outside.modules import description_of
 from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
 
 _CONTAINERS = frozenset({dict, list, set})
@@ -27,9 +31,20 @@ class Held:
         owner: the object that it is a part of, and with which it is found: the attributes of an
             object, a cell of a function's closure.
         followed: another object may take its place.
+        description: of a module that is followed; see `modules.description_of`.
     """
 
-    __slots__ = ("_globals", "_gone", "_object", "_part", "_type", "followed", "owner", "weak")
+    __slots__ = (
+        "_globals",
+        "_gone",
+        "_object",
+        "_part",
+        "_type",
+        "description",
+        "followed",
+        "owner",
+        "weak",
+    )
 
     def __init__(
         self, value: Any, gone: Callable[[Held], None], owner: Held | None, pinned: bool
@@ -37,7 +52,10 @@ class Held:
         self._gone, self._type, self.owner = gone, type(value), owner
         self._part = None if owner is None else _part(owner.get(), value)
         self._globals = value.__globals__ if isinstance(value, types.FunctionType) else None
-        self.followed = not pinned and can_follow(value)
+        self.description = None
+        if isinstance(value, nn.Module) and not pinned:
+            self.description = description_of(value)
+        self.followed = not pinned and (self.description is not None or can_follow(value))
         self.weak = False
         self._object: Any = None
         if owner is None:
@@ -46,7 +64,8 @@ class Held:
     def take(self, value: Any) -> None:
         """Stand for another object from now on."""
         self.weak, self._object = False, value
-        if is_value(value) or isinstance(value, (type, types.ModuleType, frozenset)):
+        fixed = is_value(value) or is_plain(value)
+        if fixed or isinstance(value, (type, types.ModuleType, frozenset)):
             return
         try:
             self._object, self.weak = weakref.ref(value, self._lost), True
@@ -73,11 +92,22 @@ class Held:
         """Whether another object can take its place, if the places read in it are alike."""
         if not self.followed or type(value) is not self._type:
             return False
+        if _is_marked_value(value):
+            return bool(value == self._object)
+        if self.description is not None:
+            return same(description_of(value), self.description)
         return self._globals is None or value.__globals__ is self._globals
+
+    def is_changed(self) -> bool:
+        """Whether a module that is followed is no longer as it was."""
+        value = self.get()
+        return value is not MISSING and not self.may_become(value)
 
     def release(self) -> None:
         """Keep nothing alive; the object is found by its place again."""
-        if self.followed and self.owner is None and not self.weak:
+        if self.weak or self.owner is not None or _is_marked_value(self._object):
+            return
+        if self.followed:
             self._object = MISSING
 
     @property
@@ -95,9 +125,16 @@ def can_follow(value: Any) -> bool:
         return True
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, tuple)):
         return True
+    if _is_marked_value(value):
+        return True
     if type(value).__module__ == "numpy" or type(value) is types.SimpleNamespace:
         return True
     return not isinstance(value, type) and _is_plain_class(type(value))
+
+
+def _is_marked_value(value: Any) -> bool:
+    """Whether a value is a number or text that has attributes besides."""
+    return is_plain(value) and not isinstance(value, tuple)
 
 
 def _is_plain_class(kind: type) -> bool:
@@ -109,9 +146,13 @@ def _is_plain_class(kind: type) -> bool:
     return all(
         each is object
         or (each.__flags__ & _HEAP_TYPE and ("__dict__" in vars(each) or "__slots__" in vars(each)))
-        or (each.__flags__ & _HEAP_TYPE and each.__basicsize__ == object.__basicsize__)
+        or (each.__flags__ & _HEAP_TYPE and each.__basicsize__ == _size_of_base(each))
         for each in kind.__mro__
     )
+
+
+def _size_of_base(kind: type) -> int:
+    return 0 if kind.__base__ is None else kind.__base__.__basicsize__
 
 
 def _is_followed(kind: type) -> bool:

@@ -66,6 +66,10 @@ def steps_of(code: CodeType) -> dict[int, Step]:
     }
 
 
+_SLICED = frozenset({list, tuple})
+"""Containers part of which is one of their kind."""
+
+
 class Instructions:
     """Follows the instructions of observed functions into a record."""
 
@@ -93,6 +97,14 @@ class Instructions:
             record.read(*each)
         if pending:
             self._feeding[id(frame)] = pending[-1]
+
+    def counts(self, frame: FrameType) -> None:
+        """A function begins that adds its second argument to its first."""
+        line = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        counter, *added = (frame.f_locals[n] for n in frame.f_code.co_varnames[:2])
+        self._record.mutated(counter)
+        for value in added:
+            self._read_contents(frame, value, line)
 
     def _stored(self, frame: FrameType, step: Step, place: Place | None, owner: Any) -> None:
         """A store: of a value made from what was at the same place, or of another."""
@@ -158,7 +170,9 @@ class Instructions:
     def _item(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
         container, key = viewed(operands.top(2)), operands.top(1)
         record = self._record
-        if not record.is_outside(container):
+        if not record.is_outside(container) or (
+            isinstance(key, slice) and self._is_trimmed(frame, container)
+        ):
             return
         path = record.path(container, _called(frame, container))
         if isinstance(container, dict) or (
@@ -169,6 +183,15 @@ class Instructions:
             record.contents(container, path, line)
         else:
             read_method(record, type(container), "__getitem__", line)
+
+    def _slice(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+        if not self._is_trimmed(frame, operands.top(3)):
+            self._read_contents(frame, operands.top(3), line)
+
+    def _is_trimmed(self, frame: FrameType, value: Any) -> bool:
+        """Whether a part of a value takes its place, and goes nowhere else."""
+        fed = self._feeding.get(id(frame))
+        return fed is not None and type(value) in _SLICED and fed[0].now() is value
 
     def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
         try:
@@ -223,9 +246,6 @@ class Instructions:
         self._two(frame, step, operands, line)
         if not (is_container(operands.top(1)) or is_container(operands.top(2))):
             self._same_object(frame, step, operands, line)
-
-    def _three(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
-        self._read_contents(frame, operands.top(3), line)
 
     def _contains(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
         self._record.pin(operands.top(2))
@@ -328,7 +348,7 @@ _HANDLERS = {
     "BINARY_SUBSCR": "_item",
     "STORE_SUBSCR": "_set_item",
     "DELETE_SUBSCR": "_delete_item",
-    "BINARY_SLICE": "_three",
+    "BINARY_SLICE": "_slice",
     "BINARY_OP": "_two",
     "COMPARE_OP": "_compared",
     "IS_OP": "_same_object",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import CodeType, FrameType, FunctionType
@@ -27,6 +28,8 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import SourceLine, is_library_file
 
 _MODULE_CALL = _compat.module_call_code()
+_COUNTING = frozenset({Counter.update.__code__, Counter.subtract.__code__})
+"""Functions that read a number only to write what they make of it to where it was."""
 
 
 class Observer:
@@ -46,6 +49,9 @@ class Observer:
             return None
         if not is_observed(code.co_filename):
             self._entered_torch(frame, code)
+            return None
+        if code in _COUNTING:
+            self._instructions.counts(frame)
             return None
         if _is_generic(code.co_filename) and not _called_by_user(frame):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,6 +115,8 @@ def same(a: Any, b: Any) -> bool:
 
 def is_value(value: object) -> bool:
     """Whether a value is compared by value. All others are by identity."""
+    if type(value).__dictoffset__ and not isinstance(value, enum.Enum):
+        return False  # it may have attributes besides
     if isinstance(value, tuple):
         return all(map(is_value, value))
     if type(value).__module__ == "numpy":

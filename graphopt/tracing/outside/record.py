@@ -7,7 +7,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Record:
         # `gc.freeze` hides classes and modules from `gc.get_objects`.
         self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
         self._paths: dict[int, tuple[Any, str]] = {}
-        self._owners: dict[int, weakref.ref[Any]] = {}
+        self._owners: dict[int, Callable[[], Any]] = {}
         self._written: set[tuple[Any, ...]] = set()
         self._derived: set[tuple[Any, ...]] = set()
         self._mutated: dict[int, Any] = {}
@@ -62,6 +62,7 @@ class Record:
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
+        self._settle_trimmed()
         self.changed = self._changed()
 
     def close(self) -> None:
@@ -104,8 +105,8 @@ class Record:
         if id(holder) not in self._owners:
             try:
                 self._owners[id(holder)] = weakref.ref(owner)
-            except TypeError:
-                return
+            except TypeError:  # of some kinds there are no weak references
+                self._owners[id(holder)] = lambda: owner
 
     def owner(self, holder: Any) -> Any:
         """What `holder` is a part of; None if of nothing."""
@@ -225,6 +226,16 @@ class Record:
     def has_written(self, table: dict[str, Any], key: str) -> bool:
         """Whether the step wrote to an item of a dictionary."""
         return Place("item", table, key).identity in self._written
+
+    def _settle_trimmed(self) -> None:
+        """Containers that were added to, and in whose place is a part of them now: another may be
+        there the next time, if nothing else was done with them."""
+        used = {id(read.place.holder) for read in self.reads.values()} | set(self._pinned)
+        for identity, read in self.reads.items():
+            now, key = read.place.now(), id(read.value)
+            trimmed = identity in self._derived and key in self._mutated and key not in used
+            if trimmed and type(now) is type(read.value):
+                self.reads[identity] = read._replace(value=now)
 
     def _changed(self) -> tuple[Read, Any] | None:
         """A place that the step has read, and then changed, and what is there now."""

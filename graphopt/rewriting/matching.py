@@ -1,0 +1,264 @@
+"""Where a pattern stands in a graph.
+
+A search on nodes: it begins at the operator of the pattern that is rarest in the graph, goes to
+arguments and to readers, and takes a step back where two do not agree. It is run twice:
+
+1. *roughly*, with the pattern traced for example tensors: sizes and other numbers are not compared,
+   and copies (`clone`), which depend on strides, are looked through. That tells which nodes the
+   parameters stand for;
+2. *exactly*, with the pattern traced for the shapes, strides and dtypes of these nodes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import is_operator
+from graphopt.rewriting.patterns import Pattern
+from graphopt.verify.calls import parameters
+
+Binding = dict[Any, Any]
+"""Node of the pattern, or name of a number, -> what stands for it in the graph."""
+
+_VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
+_DIMENSIONS = frozenset({"dim", "dim0", "dim1", "dims"})
+_COMMUTATIVE = ("aten::add.Tensor", "aten::mul.Tensor")
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place where a pattern stands.
+
+    Attributes:
+        inputs: by parameter of the pattern, the node or the number that stands for it.
+        incoming: the gradients of the results; empty without a backward side.
+        results, gradients: the nodes that give these.
+        nodes: all nodes of the pattern, in graph order.
+    """
+
+    inputs: Mapping[str, Any]
+    incoming: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """Results, then gradients."""
+        return (*self.results, *self.gradients)
+
+
+class Targets:
+    """The calls of a graph by what they call."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._nodes: dict[Any, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._nodes[_kind(node)].append(node)
+
+    def like(self, node: fx.Node) -> list[fx.Node]:
+        """Calls of what `node` calls."""
+        return self._nodes.get(_kind(node), [])
+
+
+class Search:
+    """Finds one pattern.
+
+    Args:
+        numbers: by the value that stands for a number in the pattern, its name.
+        exact: compare everything; otherwise neither numbers nor copies.
+    """
+
+    def __init__(
+        self, pattern: Pattern, numbers: Mapping[float, str] | None = None, *, exact: bool
+    ) -> None:
+        self._pattern, self._numbers, self._exact = pattern, numbers or {}, exact
+        self._targets: Targets | None = None
+        calls = pattern.calls
+        self._calls = calls if exact else [node for node in calls if not _is_copy(node)]
+
+    def everywhere(self, targets: Targets) -> Iterator[Binding]:
+        """All places, in graph order of the rarest operator."""
+        if not self._calls or not all(targets.like(node) for node in self._calls):
+            return
+        self._targets = targets
+        rarest = min(self._calls, key=lambda node: len(targets.like(node)))
+        order = self._order([rarest])
+        for candidate in targets.like(rarest):
+            yield from self._extend(order, 0, {rarest: candidate})
+
+    def at(self, bound: Binding) -> Binding | None:
+        """The place where some nodes of the pattern stand for nodes that are given."""
+        order = self._order([node for node in bound if isinstance(node, fx.Node)])
+        return next(self._extend(order, 0, dict(bound)), None)
+
+    def _order(self, placed: Sequence[fx.Node]) -> list[fx.Node]:
+        """The calls, each next to one before it, arguments first."""
+        found = [node for node in placed if node.op == "call_function"]
+        near = set(placed)
+        for node in placed:
+            near.update(map(self._seen, node.all_input_nodes))
+        while True:
+            rest = [node for node in self._calls if node not in found]
+            if not rest:
+                return found
+            arguments = [node for node in rest if node in near]
+            readers = [n for n in rest if near & set(map(self._seen, n.all_input_nodes))]
+            node = (arguments or readers or rest)[0]
+            found.append(node)
+            near |= {node, *map(self._seen, node.all_input_nodes)}
+
+    def _extend(self, order: Sequence[fx.Node], index: int, bound: Binding) -> Iterator[Binding]:
+        if index == len(order):
+            yield bound
+            return
+        node = order[index]
+        for candidate in self._candidates(node, bound):
+            for found in self._unified(node, candidate, bound):
+                yield from self._extend(order, index + 1, found)
+
+    def _candidates(self, node: fx.Node, bound: Binding) -> list[fx.Node]:
+        if node in bound:
+            return [bound[node]]
+        taken = {value for value in bound.values() if isinstance(value, fx.Node)}
+        for source in map(self._seen, node.all_input_nodes):
+            if isinstance(bound.get(source), fx.Node):
+                readers = self._readers(bound[source])
+                return [r for r in readers if _kind(r) == _kind(node) and r not in taken]
+        return [other for other in self._apart(node, bound) if other not in taken]
+
+    def _apart(self, node: fx.Node, bound: Binding) -> list[fx.Node]:
+        """Candidates for a part of the pattern that reads nothing of the rest, as the backward of a
+        linear function does: they come from the same line."""
+        first = next(found for one, found in bound.items() if isinstance(one, fx.Node))
+        line = first.meta.get("source")
+        others = [] if self._targets is None else self._targets.like(node)
+        return [other for other in others if other.meta.get("source") == line]
+
+    def _readers(self, node: fx.Node) -> list[fx.Node]:
+        found: dict[fx.Node, None] = {}
+        for user in self._seen(node).users:
+            found[user] = None
+            if not self._exact and _is_copy(user):
+                found.update(dict.fromkeys(self._readers_of_copy(user)))
+        return list(found)
+
+    def _readers_of_copy(self, copy: fx.Node) -> Iterator[fx.Node]:
+        for user in copy.users:
+            yield from self._readers_of_copy(user) if _is_copy(user) else [user]
+
+    def _seen(self, node: fx.Node) -> fx.Node:
+        """A node, or what it copies where copies are looked through."""
+        while not self._exact and _is_copy(node):
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    # ---------------------------------------------------------------------------- agreement
+
+    def _unified(self, node: fx.Node, candidate: fx.Node, bound: Binding) -> Iterator[Binding]:
+        if _kind(node) != _kind(candidate):
+            return
+        wanted, given = arguments_of(node), arguments_of(candidate)
+        if wanted.keys() != given.keys():
+            return
+        for order in _orders(candidate, given):
+            found = {**bound, node: candidate}
+            if all(self._agree(name, wanted[name], order[name], found) for name in wanted):
+                yield found
+
+    def _agree(self, name: str, wanted: Any, given: Any, bound: Binding) -> bool:
+        if isinstance(wanted, fx.Node):
+            return isinstance(given, fx.Node) and self._bind(self._seen(wanted), given, bound)
+        if isinstance(wanted, (list, tuple)):
+            if not isinstance(given, (list, tuple)) or len(wanted) != len(given):
+                return False
+            return all(self._agree(name, *pair, bound) for pair in zip(wanted, given, strict=True))
+        if isinstance(wanted, float) and wanted in self._numbers:
+            return self._bind_number(self._numbers[wanted], given, bound)
+        if isinstance(given, fx.Node):
+            return False
+        return self._agree_constant(name, wanted, given)
+
+    def _agree_constant(self, name: str, wanted: Any, given: Any) -> bool:
+        if self._exact or name == "1" or isinstance(wanted, (bool, str)):
+            return bool(wanted == given)
+        if isinstance(wanted, (int, float)):
+            return isinstance(given, (int, float)) and not isinstance(given, bool)
+        return type(wanted) is type(given)
+
+    def _bind(self, node: fx.Node, given: fx.Node, bound: Binding) -> bool:
+        if node.op == "call_function":
+            given = self._seen(given)
+        there = bound.setdefault(node, given)
+        return there is given or self._seen(there) is self._seen(given)
+
+    def _bind_number(self, name: str, given: Any, bound: Binding) -> bool:
+        if isinstance(given, (fx.Node, bool)) or not isinstance(given, (int, float)):
+            return False
+        return bool(bound.setdefault(name, given) == given)
+
+
+def match_of(pattern: Pattern, bound: Binding, numbers: Mapping[str, Any]) -> Match:
+    """A binding of the exact pattern as a `Match`."""
+    inputs = {name: bound[node] for name, node in pattern.inputs.items()}
+    return Match(
+        inputs={**inputs, **numbers},
+        incoming=tuple(bound[node] for node in pattern.incoming),
+        results=tuple(bound[node] for node in pattern.results),
+        gradients=tuple(bound[node] for node in pattern.gradients),
+        nodes=tuple(sorted(bound[node] for node in pattern.calls)),
+    )
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Arguments by name, defaults filled in, dimensions counted from the first."""
+    if not isinstance(node.target, _compat.OpOverload):
+        return {**{str(i): value for i, value in enumerate(node.args)}, **node.kwargs}
+    found: dict[str, Any] = {}
+    for index, (name, default) in enumerate(parameters(node.target)):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
+        found[name] = _from_first(node, value) if name in _DIMENSIONS else value
+    if is_operator(node.target, "aten::transpose"):
+        found["dim0"], found["dim1"] = sorted((found["dim0"], found["dim1"]))
+    return found
+
+
+def _from_first(node: fx.Node, value: Any) -> Any:
+    source = node.args[0]
+    held = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(held, torch.Tensor):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [v % max(held.dim(), 1) if isinstance(v, int) else v for v in value]
+    return value % max(held.dim(), 1) if isinstance(value, int) else value
+
+
+def _orders(node: fx.Node, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments, and where the operator does not mind, in the other order."""
+    yield given
+    if _schema(node) not in _COMMUTATIVE or given.get("alpha", 1) != 1:
+        return
+    if isinstance(given["other"], fx.Node):
+        yield {**given, "self": given["other"], "other": given["self"]}
+
+
+def _schema(node: fx.Node) -> str:
+    if not isinstance(node.target, _compat.OpOverload):
+        return ""
+    return f"{node.target._schema.name}.{node.target._overloadname}"
+
+
+def _kind(node: fx.Node) -> Any:
+    return "view" if is_operator(node.target, *_VIEWS) else node.target
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return is_operator(node.target, "aten::clone")

@@ -1,0 +1,202 @@
+"""Patterns and replacements as graphs: a Python function, traced to ATen.
+
+    def pattern(x, w, scale: float):       x, w: placeholders; scale stands for any number
+        return (x @ w) * scale             results: [mul]; gradients of x, w: [mm_1, mm_2]
+
+With gradients, the function is traced together with its backward, as autograd writes it in a
+captured step: `incoming` are then the gradients of the results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import GraphOptError
+from graphopt.graph_utils import (
+    eliminate_dead_code,
+    get_output,
+    remove_identities,
+    without_autocast,
+)
+
+
+class RewriteError(GraphOptError, ValueError):
+    """A pattern or a replacement cannot be used. Nothing was changed."""
+
+    def __init__(self, reason: str, hint: str | None = None) -> None:
+        super().__init__(reason if hint is None else f"{reason}\n  hint:  {hint}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A function as a graph.
+
+    Attributes:
+        graph: placeholders for the tensors and for incoming gradients, then calls.
+        inputs: the placeholder of each parameter that is a tensor.
+        numbers: the value of each other parameter.
+        incoming: placeholders of the gradients of the results; empty without a backward side.
+        results: what the function returns.
+        gradients: the gradient of each parameter that has one, in the order they were named.
+    """
+
+    graph: fx.Graph
+    inputs: Mapping[str, fx.Node]
+    numbers: Mapping[str, float]
+    incoming: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node, ...]
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """All calls, in order."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """Results, then gradients."""
+        return (*self.results, *self.gradients)
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, bool]:
+    """The parameters of a pattern or replacement; True: annotated `float`, a number.
+
+    Raises:
+        RewriteError: it is no function, or takes anything but positional parameters.
+    """
+    if not callable(function):
+        raise RewriteError(f"a pattern is a function, not {function!r}")
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise RewriteError(f"parameter {name!r} of {_name(function)} is not a positional one")
+        found[name] = parameter.annotation in (float, "float")
+    return found
+
+
+def trace(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    gradients: Sequence[str] = (),
+    incoming: Sequence[torch.Tensor] | None = None,
+) -> Pattern:
+    """A function as a graph, for arguments that are fake tensors of one mode, and numbers.
+
+    Args:
+        gradients: parameters through which gradients flow: the backward side is traced as well.
+        incoming: gradients of the results; None: like the results.
+
+    Raises:
+        RewriteError: it returns something else than tensors, or has constants of its own.
+        Exception: whatever the function raises for these arguments.
+    """
+    tensors = {name: v for name, v in arguments.items() if isinstance(v, torch.Tensor)}
+    numbers = {name: v for name, v in arguments.items() if name not in tensors}
+    mode = _compat.fake_mode_of(list(tensors.values()))
+    if mode is None:
+        raise RewriteError(f"{_name(function)} takes no tensor")
+    with mode, torch.no_grad(), without_autocast():
+        shown = _tensors(function, function(**arguments))
+        seeds = list(incoming or map(torch.empty_like, shown)) if gradients else []
+    call = _Call(function, list(tensors), numbers, gradients)
+    with without_autocast():
+        graph = _functional(_compat.make_fx(call)(*tensors.values(), *seeds), mode).graph
+    return _pattern(function, graph, tensors, numbers, len(shown), len(gradients))
+
+
+class _Call:
+    """What is traced: the function, then its backward."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        numbers: Mapping[str, float],
+        gradients: Sequence[str],
+    ) -> None:
+        self._function, self._names = function, names
+        self._numbers, self._gradients = numbers, gradients
+
+    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
+        tensors = dict(zip(self._names, flat, strict=False))
+        if not self._gradients:
+            with torch.no_grad():
+                return self._results(tensors)
+        for name in self._gradients:
+            tensors[name] = tensors[name].detach().requires_grad_()
+        with torch.enable_grad():
+            results = self._results(tensors)
+            through = [tensors[name] for name in self._gradients]
+            found = torch.autograd.grad(results, through, flat[len(self._names) :])
+        return [*results, *found]
+
+    def _results(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return _tensors(self._function, self._function(**tensors, **self._numbers))
+
+
+def _tensors(function: Callable[..., Any], returned: Any) -> list[torch.Tensor]:
+    results = _compat.tree_leaves(returned)
+    if not results or not all(isinstance(value, torch.Tensor) for value in results):
+        raise RewriteError(f"{_name(function)} returns {returned!r}; it has to return tensors")
+    return results
+
+
+def _functional(traced: fx.GraphModule, mode: Any) -> fx.GraphModule:
+    """The graph without updates in place, as a captured step has them."""
+    if not any(_writes(node) for node in traced.graph.nodes):
+        return traced
+    inputs = [n.meta["val"].detach() for n in traced.graph.nodes if n.op == "placeholder"]
+
+    def run(*flat: torch.Tensor) -> list[torch.Tensor]:
+        with torch.no_grad(), _compat.functional_mode():
+            wrapped = [_compat.to_functional(tensor) for tensor in flat]
+            return [_compat.from_functional(r) for r in fx.Interpreter(traced).run(*wrapped)]
+
+    return _compat.make_fx(run)(*inputs)
+
+
+def _has_constant(node: fx.Node) -> bool:
+    leaves = _compat.tree_leaves((node.args, node.kwargs))
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, _compat.OpOverload) and node.target._schema.is_mutable
+
+
+def _pattern(
+    function: Callable[..., Any],
+    graph: fx.Graph,
+    tensors: Mapping[str, torch.Tensor],
+    numbers: Mapping[str, float],
+    results: int,
+    gradients: int,
+) -> Pattern:
+    remove_identities(graph)
+    eliminate_dead_code(graph)
+    if any(node.op == "get_attr" or _has_constant(node) for node in graph.nodes):
+        raise RewriteError(
+            f"{_name(function)} makes a constant of its own, such as torch.tensor(…)",
+            hint="make it a parameter, or use an operator that takes a number",
+        )
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    outputs = list(get_output(graph).args[0])  # type: ignore[arg-type]
+    return Pattern(
+        graph,
+        dict(zip(tensors, placeholders, strict=False)),
+        numbers,
+        tuple(placeholders[len(tensors) :]),
+        tuple(outputs[:results]),
+        tuple(outputs[results:]),
+    )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)

@@ -1,0 +1,132 @@
+"""Gradients of weights that are computed when somebody wants them.
+
+The backward makes last what the next forward reads first, so that what it makes last is sent while
+nobody computes. A gradient that is sent only after the backward (`graphopt.schedule.launch_order`)
+can be computed after it as well, and fills that time:
+
+    g3 | send g3 | g2 | g1 | send g1 | (wait) | send g2       g2 is held back
+    g3 | send g3 | g1 | send g1 | g2 | send g2                g1 travels while g2 is computed
+
+What moves are the products of matrices that only this launch needs, with what follows from them;
+sums of bias gradients stay, since they are cheap and share their input with the backward. What a
+product reads lives longer, so nothing moves where the step would then hold more at its fullest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.comm import late_nodes
+from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
+from graphopt.ir.effects import Effects
+from graphopt.schedule.order import Schedule, apply_schedule
+from graphopt.schedule.program import Program, peak_bytes, steady_order
+
+
+def defer_products(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
+    """Compute what only `launches` need just before they send it, as far as memory allows.
+
+    Args:
+        launches: collectives, the most urgent first; if memory is short, the first ones count.
+
+    Returns:
+        How many nodes moved.
+    """
+    order = Schedule(tuple(graph.nodes))
+    most = _peak(graph)
+    chosen = list(launches)
+    while chosen:
+        moved = _defer(graph, chosen)
+        if not moved or _peak(graph) <= most:
+            return moved
+        apply_schedule(graph, order)
+        chosen = chosen[: len(chosen) // 2]
+    return 0
+
+
+def hasten(graph: fx.Graph, launches: Collection[fx.Node]) -> int:
+    """Compute what only `launches` need, and launch them, as soon as its inputs are there: of two
+    products with one gradient, that of the weight before that of the activation.
+
+    Nothing moves before the launch that is in front. So collectives keep their order, which the
+    ranks share, also where inputs are there earlier on one; and no launch has to wait for another.
+
+    Returns:
+        How many nodes moved.
+    """
+    moved = 0
+    previous: fx.Node | None = None
+    for launch in list(filter(is_collective, graph.nodes)):
+        if launch in launches:
+            moved += sum(_raised(node, previous) for node in (*_only_for(launch), launch))
+        previous = launch
+    return moved
+
+
+def _raised(node: fx.Node, previous: fx.Node | None) -> bool:
+    """Move a node up to its inputs and behind `previous`. Returns whether it had to move."""
+    needed = [source for source in node.all_input_nodes if source.op != "placeholder"]
+    anchor = max([*needed, previous] if previous is not None else needed, default=None)
+    if anchor is None or node < anchor or anchor.next is node:
+        return False
+    anchor.append(node)
+    return True
+
+
+def _peak(graph: fx.Graph) -> int:
+    late = frozenset(late_nodes(graph))
+    return peak_bytes(Program(list(steady_order(graph)), late, {}, []))
+
+
+def _defer(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
+    effects = Effects(graph)
+    updated = {effects.key(state) for node in graph.nodes for state in written(node)}
+
+    def reads_state(node: fx.Node) -> bool:
+        return any(effects.key(source) in updated for source in node.all_input_nodes)
+
+    moved = 0
+    for launch in launches:
+        mine = [node for node in _only_for(launch) if not reads_state(node)]
+        following = launch
+        for node in reversed(_from_products(mine, launch)):
+            if following.prev is not node:
+                following.prepend(node)
+                moved += 1
+            following = node
+    return moved
+
+
+def _only_for(launch: fx.Node) -> list[fx.Node]:
+    """Nodes whose values nobody needs but `launch`, in graph order."""
+    inside = {launch}
+    pending = list(launch.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node not in inside and _may_move(node) and inside.issuperset(node.users):
+            inside.add(node)
+            pending += node.all_input_nodes
+    return sorted(inside - {launch})
+
+
+def _may_move(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_needed(node) or written(node):
+        return False
+    return not (is_collective(node) or is_wait(node) or is_random(node))
+
+
+def _from_products(nodes: Sequence[fx.Node], launch: fx.Node) -> list[fx.Node]:
+    """The products of matrices among `nodes`, and what needs them; nothing, if something else
+    between them and `launch` has to stay."""
+    members = set(nodes)
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        if _compat.flop_formula(node.target) is not None or not found.keys().isdisjoint(
+            node.all_input_nodes
+        ):
+            found[node] = None
+    outside = {user for node in found for user in node.users} - members - {launch}
+    return [] if outside else list(found)

@@ -1,0 +1,239 @@
+"""Parts of a graph that were exchanged for others which give other bits, on purpose.
+
+    a, b ─ pattern ─ c          a, b ─ replacement ─ c'
+
+The graph around them is proven: as if `c` and `c'` were one unknown function of `a` and `b`. The
+parts themselves are run, before and after, on random inputs, and compared with a tolerance.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import tensors_in, without_autocast
+from graphopt.ir.rewritten import RewrittenPlace
+from graphopt.verify.problems import Problem
+
+logger = logging.getLogger("graphopt")
+
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+_TOLERANCE = 3e-2
+"""Of smaller floating types."""
+
+_LARGEST = 2**25
+"""Elements of the largest value of a part that is run."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One part, in one of both graphs.
+
+    Attributes:
+        inputs: what it reads from outside.
+        outputs: what it gives.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What a node gives in a proof: an unknown function.
+
+    Attributes:
+        key: tells the function from all others.
+        inputs: its arguments.
+        like: a node with the layout of what it gives.
+    """
+
+    key: tuple[Any, ...]
+    inputs: tuple[fx.Node, ...]
+    like: fx.Node
+
+
+class Regions:
+    """The rewritten parts of two graphs.
+
+    Args:
+        places: as noted while the graph was rewritten.
+        copies: node of the graph after -> node of the graph before, of all that were there.
+    """
+
+    def __init__(self, places: Sequence[RewrittenPlace], copies: Mapping[fx.Node, fx.Node]) -> None:
+        self.places = places
+        self._old = dict(copies)
+        self._problem: Problem | None = None
+        self._pairs: list[tuple[RewrittenPlace, Region, Region]] = []
+        for place in places:
+            self._add(place)
+
+    def _add(self, place: RewrittenPlace) -> None:
+        for was, now in zip(place.before, place.after, strict=True):
+            if was not in self._old:
+                self._problem = self._problem or Problem(
+                    f"%{now.name}: {place.pattern} was rewritten in what the same pass had made",
+                    (now,),
+                    hint="make two passes of the two rewrites",
+                )
+                return
+            self._old[now] = self._old[was]
+        inputs = tuple(self._old[node] for node in place.inputs if node in self._old)
+        before = Region(inputs, tuple(self._old[node] for node in place.before))
+        self._pairs.append((place, before, Region(place.inputs, place.after)))
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with the parts themselves."""
+        if self._problem is not None:
+            yield self._problem
+            return
+        compared: set[str] = set()
+        for place, before, after in self._pairs:
+            if len(before.inputs) != len(after.inputs):
+                yield Problem(
+                    f"{place.pattern} reads what the pass itself has made", place.after[:1]
+                )
+                continue
+            parts = [_extracted(region) for region in (before, after)]
+            for part in parts:
+                if isinstance(part, fx.Node):
+                    yield Problem(
+                        f"what stands for {place.pattern} reads %{part.name}, which it did not",
+                        (place.after[0], part),
+                    )
+            graphs = [part for part in parts if isinstance(part, fx.Graph)]
+            text = "\n".join(map(_text, graphs))
+            if len(graphs) == 2 and text not in compared:
+                compared.add(text)
+                yield from _compared(place, *graphs)
+
+    def unknowns(self) -> tuple[dict[fx.Node, Unknown], dict[fx.Node, Unknown]]:
+        """What stands for the outputs of all parts, before and after."""
+        old: dict[fx.Node, Unknown] = {}
+        new: dict[fx.Node, Unknown] = {}
+        for number, (_, before, after) in enumerate(self._pairs):
+            inputs = dict(zip(before.inputs, after.inputs, strict=True))
+            for index, (was, now) in enumerate(zip(before.outputs, after.outputs, strict=True)):
+                needed = _needed(was, before.inputs)
+                key = ("rewritten", number, index)
+                old[was] = Unknown(key, tuple(needed), was)
+                new[now] = Unknown(key, tuple(inputs[node] for node in needed), was)
+        return old, new
+
+
+def _between(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
+    """All that outputs are computed from, up to the inputs, these included."""
+    ends, found = set(inputs), set[fx.Node]()
+    pending = list(outputs)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [] if node in ends else node.all_input_nodes
+    return found
+
+
+def _needed(output: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+    within = _between([output], inputs)
+    return [node for node in inputs if node in within]
+
+
+def _extracted(region: Region) -> fx.Graph | fx.Node:
+    """A part as a graph of its own; or a node that it reads, and that is none of its inputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(region.inputs):
+        copies[node] = graph.placeholder(f"input_{index}")
+        copies[node].meta["val"] = node.meta["val"]
+    for node in sorted(_between(region.outputs, region.inputs) - set(region.inputs)):
+        if node.op != "call_function":
+            return node
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in region.outputs])
+    return graph
+
+
+def _text(graph: fx.Graph) -> str:
+    """The same for graphs that compute the same from the same kinds of tensors."""
+    numbers = {node: index for index, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+        held = node.meta.get("val") if node.op == "placeholder" else None
+        kind = (
+            (tuple(held.shape), held.stride(), held.dtype)
+            if isinstance(held, torch.Tensor)
+            else None
+        )
+        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args} {kind}")
+    return "\n".join(lines)
+
+
+def _compared(place: RewrittenPlace, before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
+    values = [v for g in (before, after) for n in g.nodes for v in tensors_in(n.meta.get("val"))]
+    if not _can_run(values):
+        logger.info("%s is too large to be compared, or not of this machine", place.pattern)
+        return
+    with torch.random.fork_rng([]), torch.no_grad(), without_autocast():
+        torch.manual_seed(0)
+        inputs = [_random(n.meta["val"]) for n in before.nodes if n.op == "placeholder"]
+        runs = [_run(graph, inputs) for graph in (before, after)]
+    for name, output, was, now in zip(place.outputs, place.after, *runs, strict=True):
+        allowed = place.tolerance or _TOLERANCES.get(was.dtype, _TOLERANCE)
+        gap, size = _largest_gap(was, now)
+        if not gap <= allowed * size:
+            yield Problem(
+                f"{name} of what stands for {place.pattern} differs on random inputs by"
+                f" {gap:.3g}, where the largest element is {size:.3g}",
+                (output,),
+                hint=f"the tolerance is {allowed:g} of that; graphopt.rewrite(…, tolerance=…) sets"
+                " another",
+            )
+
+
+def _can_run(values: Sequence[torch.Tensor]) -> bool:
+    if any(_compat.has_symbolic_shape(v) or v.numel() > _LARGEST for v in values):
+        return False
+    return all(v.device.type == "cpu" or torch.cuda.is_available() for v in values)
+
+
+def _run(graph: fx.Graph, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    given = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
+    torch.manual_seed(1)
+    return list(fx.GraphModule(torch.nn.Module(), graph)(*given))
+
+
+def _random(held: Any) -> Any:
+    """A value of the kind and the layout of a fake one."""
+    if not isinstance(held, torch.Tensor):
+        return 0.5
+    if held.is_floating_point() or held.is_complex():
+        values = torch.randn(held.shape, dtype=torch.float64)
+    elif held.dtype == torch.bool:
+        values = torch.rand(held.shape) < 0.5
+    else:
+        values = torch.zeros(held.shape)
+    laid = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+    return laid if _overlaps(held) else laid.copy_(values)
+
+
+def _overlaps(held: torch.Tensor) -> bool:
+    return any(s == 0 and n > 1 for s, n in zip(held.stride(), held.shape, strict=True))
+
+
+def _largest_gap(was: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
+    """The largest difference, and the largest element; both without rows that were not numbers."""
+    if not was.numel():
+        return 0.0, 1.0
+    known = torch.isfinite(was)
+    wide = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (was, now)]
+    gap = (wide[0] - wide[1]).abs()[known].nan_to_num(torch.inf)
+    size = wide[0].abs()[known]
+    return (float(gap.max()), float(size.max())) if gap.numel() else (0.0, 1.0)

@@ -1,0 +1,6 @@
+"""A step to look at: one page of HTML, a short form for notebooks, and DOT."""
+
+from graphopt.viewing.dot import dot_text
+from graphopt.viewing.page import trace_page, view_page
+
+__all__ = ["dot_text", "trace_page", "view_page"]

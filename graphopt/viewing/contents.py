@@ -1,0 +1,150 @@
+"""What a page shows of a graph, as values that JSON can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from graphopt.graph_utils import is_collective
+from graphopt.iter_graph import IterGraph
+from graphopt.manager import PassRecord, records_of
+from graphopt.readable.rows import MARKS, readable_bytes, row_of, target_text, title_of
+from graphopt.readable.text import summary
+from graphopt.schedule.pictures import lanes_of, parameters_text, reader_text
+from graphopt.schedule.simulator import simulate
+from graphopt.schedule.steps import CollectiveSlot
+from graphopt.schedule.timeline import Timeline
+
+HEADS = (
+    "launch", "operator", "arguments", "group", "bytes", "parameters", "time", "queued", "exposed",
+    "waited for by",
+)  # fmt: skip
+_PARAMETERS = HEADS.index("parameters")
+_LONGEST = 400
+"""Characters of a call."""
+
+
+def contents_of(
+    gm: fx.GraphModule, title: str, diffs: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, Any]:
+    """All that a page shows of a graph.
+
+    Args:
+        title: over the page.
+        diffs: for passes by name, the lines of the difference that they made.
+    """
+    timeline = simulate(gm) if _can_be_simulated(gm.graph) else None
+    nodes = _Nodes(gm.graph)
+    return {
+        "title": title,
+        "summary": next(summary(gm.graph)),
+        "legend": ", ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items()),
+        "nodes": nodes.rows,
+        "phases": nodes.phases.values,
+        "modules": nodes.modules.values,
+        "places": nodes.places.values,
+        "collectives": [] if timeline is None else list(_collectives(timeline, nodes.index)),
+        "heads": HEADS,
+        "wide": _PARAMETERS,
+        "passes": list(_passes(records_of(gm), diffs or {})),
+        "lanes": [] if timeline is None else list(lanes_of(timeline, nodes.index)),
+        "seconds": 0.0 if timeline is None else timeline.end - timeline.begin,
+    }
+
+
+def _can_be_simulated(graph: fx.Graph) -> bool:
+    return all("val" in node.meta for node in graph.nodes if node.op != "output")
+
+
+class _Texts:
+    """Texts that occur often, by number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    @property
+    def values(self) -> list[str]:
+        return list(self._numbers)
+
+
+class _Nodes:
+    """A row for each node.
+
+    Attributes:
+        rows: name, call, shape, bytes, phase, module, line, marks, pass, note, inputs, operator.
+        index: the number of each node.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.phases, self.modules, self.places = _Texts(), _Texts(), _Texts()
+        self.index: dict[fx.Node, int] = {}
+        self.rows: list[list[Any]] = []
+        late = graph.late if isinstance(graph, IterGraph) else {}
+        for node in graph.nodes:
+            if node.op != "output":
+                self.index[node] = len(self.rows)
+                self.rows.append(self._row(node, late))
+
+    def _row(self, node: fx.Node, late: Mapping[fx.Node, fx.Node]) -> list[Any]:
+        row = row_of(node, late)
+        source = node.meta.get("source")
+        made = node.meta.get("provenance", ("",))[-1]
+        return [
+            node.name,
+            row.text[:_LONGEST],
+            row.shape,
+            row.size,
+            self.phases.number(title_of(node)),
+            self.modules.number(_module(node)),
+            self.places.number("" if source is None else str(source)),
+            row.marks,
+            "" if made == "capture" else made,
+            row.note,
+            [self.index[source] for source in node.all_input_nodes if source in self.index],
+            target_text(node),
+        ]
+
+
+def _module(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return str(node.meta.get("fqn", "")).rpartition(".")[0]
+    modules = node.meta.get("nn_module_stack")
+    return str(list(modules.values())[-1][0]) if modules else ""
+
+
+def _collectives(timeline: Timeline, index: Mapping[fx.Node, int]) -> Iterator[dict[str, Any]]:
+    for slot in timeline.collectives:
+        yield {"node": index[slot.message.launch], "cells": list(_cells(slot))}
+
+
+def _cells(slot: CollectiveSlot) -> Iterator[str]:
+    message, launch = slot.message, slot.message.launch
+    assert is_collective(launch)
+    yield f"%{launch.name}"
+    yield target_text(launch)
+    yield ", ".join(str(value) for value in launch.args[1:-1] if not isinstance(value, fx.Node))
+    yield message.group
+    yield readable_bytes(message.nbytes)
+    yield parameters_text(message.parameters)
+    for seconds in (slot.end - slot.start, slot.start - slot.launched, slot.exposed):
+        yield f"{1e3 * seconds:.3f} ms"
+    yield reader_text(slot)
+
+
+def _passes(
+    records: Sequence[PassRecord], diffs: Mapping[str, Sequence[str]]
+) -> Iterator[dict[str, Any]]:
+    times: dict[str, int] = {}
+    for record in records:
+        times[record.name] = number = times.get(record.name, 0) + 1
+        key = record.name if number == 1 else f"{record.name}_{number}"
+        yield {
+            "name": record.name,
+            "text": [str(record), ""],
+            "diff": list(diffs.get(key, ())),
+        }

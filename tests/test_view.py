@@ -1,0 +1,204 @@
+"""The page of `graphopt view`: whole, safe, small to draw, in a real browser; notebooks; DOT."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from typer.testing import CliRunner
+
+import graphopt
+from graphopt import cli
+from graphopt.graph_utils import call_function_with_meta, get_output
+from graphopt.manager import records_of
+from graphopt.saved import save_graph
+from graphopt.testing import fake_ranks
+from graphopt.viewing import dot_text, trace_page, view_page
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason=f"NO BROWSER: none of {', '.join(BROWSERS)} is installed"
+)
+
+PROBE = """<script>
+const wait = () => new Promise(done => setTimeout(done, 30));
+(async () => {
+  const out = {}, drawn = id => document.querySelectorAll(`#${id} .row`).length;
+  out.tabs = TABS.map(tab => tab[0]);
+  byId("close").click(); await wait(); out.folded = shown.length;
+  byId("open").click(); await wait(); out.unfolded = shown.length; out.nodes = nodes.length;
+  out.most = 0;
+  for (let k = 0; k <= 50; k++) {
+    list.host.scrollTop = k * list.room.offsetHeight / 50; list.render();
+    out.most = Math.max(out.most, drawn("rows"));
+  }
+  out.end = document.querySelector("#rows .room").lastChild?.textContent;
+  const box = byId("search"); box.value = "aten.add"; box.dispatchEvent(new Event("input"));
+  out.found = shown.length;
+  if (nodes.length) pick(nodes.length - 1, true);
+  await wait();
+  out.details = byId("details").textContent;
+  out.picked = document.querySelectorAll(".row.picked").length;
+  for (const [name] of TABS) { select(name); await wait(); }
+  out.sends = drawn("collective-rows"); out.changes = drawn("diff");
+  out.injected = window.injected === true;
+  document.documentElement.dataset.probe = JSON.stringify(out);
+})().catch(error => {
+  document.documentElement.dataset.probe = JSON.stringify({error: `${error}`});
+});
+</script></body>"""
+
+
+def looked_at(page: str, folder: Path) -> dict[str, Any]:
+    """What a browser makes of a page."""
+    path = folder / "page.html"
+    path.write_text(page.replace("</body>", PROBE), encoding="utf-8")
+    assert BROWSER is not None
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,800"]
+    options += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000"]
+    command = [BROWSER, *options, "--dump-dom", path.as_uri()]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    probe = re.search(r'data-probe="([^"]*)"', found)
+    assert probe is not None, found[:500]
+    result: dict[str, Any] = json.loads(html.unescape(probe.group(1)))
+    assert "error" not in result, result
+    return result
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.fixture(scope="module")
+def module() -> graphopt.IterGraphModule:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Sequential(nn.Tanh(), nn.Linear(5, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fake_ranks(2):
+        captured = graphopt.capture(train_step, model, optimizer, torch.randn(3, 6))
+        gm = graphopt.IterGraphModule(captured.graph_module)
+        graphopt.PassManager("remove_copy_from_optimizer").run(gm)
+    return gm
+
+
+@pytest.fixture(scope="module")
+def large() -> fx.GraphModule:
+    """36,000 nodes."""
+    gm = graphopt.capture(lambda m, x: m(x) + 1, nn.Identity(), torch.ones(3)).graph_module
+    node = next(n for n in gm.graph.nodes if n.op == "call_function")
+    with gm.graph.inserting_before(get_output(gm.graph)):
+        last = call_function_with_meta(gm.graph, torch.ops.aten.add.Tensor, (node, 1), like=node)
+        for number in range(36_000 - 3):
+            last = gm.graph.call_function(torch.ops.aten.add.Tensor, (last, 1))
+            path = f"layers.{number // 300}"
+            last.meta = {**node.meta, "nn_module_stack": {path: (path, nn.Linear)}}
+    get_output(gm.graph).args = (([last], [], []),)
+    return gm
+
+
+@needs_browser
+def test_page_in_a_browser(module: graphopt.IterGraphModule, tmp_path: Path) -> None:
+    title = '</script><script>window.injected = true</script><img src=x onerror="injected=true">'
+    diffs = {"remove_copy_from_optimizer": ["-%a </script>", "+%b <b>"]}
+    seen = looked_at(view_page(module, title, diffs), tmp_path)
+    assert seen["tabs"] == ["graph", "collectives", "passes", "timeline"]
+    assert seen["nodes"] == len(module.graph.nodes) - 1
+    assert seen["folded"] < seen["nodes"] < seen["unfolded"]
+    assert seen["sends"] == 4
+    assert seen["changes"] == 4  # the record, an empty line, and two of the difference
+    assert seen["picked"] == 1 and "operator" in seen["details"]
+    assert not seen["injected"]
+
+
+@needs_browser
+def test_only_what_is_visible_is_drawn(large: fx.GraphModule, tmp_path: Path) -> None:
+    seen = looked_at(view_page(large), tmp_path)
+    assert seen["nodes"] == seen["found"] + 1 == 36_000
+    assert seen["most"] < 80
+    assert f"%{list(large.graph.nodes)[-2].name} " in seen["end"]
+
+
+@needs_browser
+def test_trace_in_a_browser(module: graphopt.IterGraphModule, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    graphopt.simulate(module).save_chrome_trace(path)
+    result = CliRunner().invoke(cli.app, ["view", str(path)])
+    assert result.exit_code == 0, result.output
+    page = path.with_suffix(".html").read_text()
+    assert "all_reduce" in page
+    assert looked_at(page, tmp_path)["tabs"] == ["timeline"]
+
+
+def test_page_needs_nothing_else(module: graphopt.IterGraphModule) -> None:
+    page = view_page(module, "<&>")
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page)
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert data is not None and "<" not in data.group(1)
+    contents = json.loads(data.group(1))
+    assert contents["title"] == "<&>"
+    assert "backward" in contents["phases"] and "1.1" in contents["modules"]
+    assert [entry["name"] for entry in contents["passes"]] == graphopt.applied_passes(module)
+
+
+def test_command(
+    module: graphopt.IterGraphModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_graph(module, "step.pt")
+    runner = CliRunner()
+    words = "optimize step.pt --pipeline comm_fusion_with_concat --dump dumps --out fused.pt"
+    done = runner.invoke(cli.app, words.split())
+    assert done.exit_code == 0, done.output
+    assert runner.invoke(cli.app, ["view", "fused.pt", "--dumps", "dumps"]).exit_code == 0
+    assert "--- before comm_fusion_with_concat" in Path("fused.html").read_text()
+    assert runner.invoke(cli.app, ["view", "step.pt", "-o", "a/b.html"]).exit_code == 0
+    assert runner.invoke(cli.app, ["view", "step.pt", "--dot"]).exit_code == 0
+    assert Path("a/b.html").is_file() and Path("step.dot").read_text().startswith("digraph")
+    for words, message in (
+        (["nothing.pt"], "nothing.pt cannot be read"),
+        (["step.pt", "--dumps", "a"], "holds no after_PASS.diff"),
+        (["step.pt", "--dot", "--dumps", "dumps"], "--dot"),
+    ):
+        result = runner.invoke(cli.app, ["view", *words])
+        assert result.exit_code == 2 and message in result.output, result.output
+
+
+@pytest.mark.parametrize("text", ["", "3", "{}", '{"traceEvents": [{"ph": "X"}]}', "[[]]"])
+def test_what_is_no_trace(text: str) -> None:
+    with pytest.raises(graphopt.FileError, match="is not a trace"):
+        trace_page(text, "trace.json")
+
+
+def test_dot(module: graphopt.IterGraphModule) -> None:
+    text = dot_text(module, 'a "name"\\')
+    assert text.startswith('digraph "a \\"name\\"\\\\" {') and text.rstrip().endswith("}")
+    edges = sum(len(node.all_input_nodes) for node in module.graph.nodes)
+    assert text.count(" -> n") == edges
+    assert text.count(" [label=") == len(module.graph.nodes)
+
+
+def test_notebooks(module: graphopt.IterGraphModule) -> None:
+    shown: Iterator[str] = (value._repr_html_() for value in (module, *records_of(module)[:1]))
+    graph, record = shown
+    assert "<iframe srcdoc=" in graph and "remove_copy_from_optimizer" in record
+    step = graphopt.compile(lambda m, x: m(x) + 1, pipeline="schedule_comm_wait")
+    assert "not been called" in step._repr_html_()
+    model = nn.Identity()  # a graph lives as long as its model
+    step(model, torch.ones(2))
+    assert "<iframe" in step._repr_html_() and "<table>" in step.report._repr_html_()
+    escaped = graphopt.PassRecord("<script>", {"x": "<b>"})._repr_html_()
+    assert "<script>" not in escaped and "<b>" not in escaped
