@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
-from gloo import Pool, pool
+from gloo import pool
 
 
 def step(model: Any, optimizer: Any, x: Tensor, rows: int = 1) -> Tensor:

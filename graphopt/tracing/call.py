@@ -115,6 +115,11 @@ def check_supported(call: Call) -> None:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        raise CaptureError(
+            f"argument {name} is a tensor of layout {tensor.layout}",
+            hint="pass it dense, or sparse in coordinates: tensor.to_sparse_coo()",
+        )
     if tensor.grad_fn is not None:
         raise CaptureError(
             f"{name} was computed with gradients outside the step",

@@ -25,7 +25,7 @@ from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
-from graphopt.tracing import fused, host_numbers, numbers
+from graphopt.tracing import fused, host_numbers, numbers, sparse
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.source import SourceLine, current_user_line
 from graphopt.tracing.substitute import Traced
@@ -55,7 +55,6 @@ _METADATA = frozenset(
         "storage_offset",
     }
 )
-_OF_SPARSE = frozenset({"sparse_mask", "_values", "_indices"})
 _READABLE = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf")
@@ -197,8 +196,7 @@ class Redirect(TorchFunctionMode):
             untraced(self._rebinding.check, args[:1])
             if self._tagger.phase == "optimizer":
                 self._forget_counts(args[:1])
-        if self._tagger.phase == "optimizer" and getattr(func, "__name__", "") in _OF_SPARSE:
-            _refuse_sparse()
+        untraced(sparse.refuse_entries, func, args)
         result = self._call(func, args, kwargs)
         untraced(self._made.add, result)
         return result
@@ -273,15 +271,6 @@ class Redirect(TorchFunctionMode):
                 " or register it as a buffer of the model",
             )
         return known
-
-
-def _refuse_sparse() -> None:
-    """An optimizer that takes sparse gradients apart gives other bits as a graph."""
-    raise CaptureError(
-        "its optimizer works on the values of sparse gradients, as SparseAdam does",
-        location=str(current_user_line()),
-        hint="make dense gradients: Embedding(sparse=False), with Adam or SGD",
-    )
 
 
 def _writes(func: Any) -> bool:

@@ -43,6 +43,7 @@ from graphopt.tracing.signature import (
     plain_objects,
 )
 from graphopt.tracing.source import user_line_of
+from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
 from graphopt.tracing.tagging import Tagger, tagged
 
@@ -159,6 +160,7 @@ def _run_once(
         stack.enter_context(_compat.errors_raised_once())
         generators = GeneratorStates.read()
         graph_module = _compat.make_fx(run)(*fakes)
+        refuse_counts(graph_module.graph)
         drawn = generators.advanced()
         _refuse_kept_numbers(run.made, call, _numbers_of(call))
     if run.finder.found:
