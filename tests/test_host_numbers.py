@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,9 @@ USES: dict[str, tuple[Callable[[int, Tensor], Any], int]] = {
     "bits": (lambda n, x: x * (n & 1), 6),
     "sorted": (lambda n, x: x * sorted([n, 3])[0], 2),
     "returned": (lambda n, x: [x.sum() * n, n + 1], 1),
+    "type": (lambda n, x: x * (2 if type(n) is int else 3), 6),
+    "bit length": (lambda n, x: x * n.bit_length(), 6),
+    "fraction or integer": (lambda n, x: x * (3 if isinstance(2 ** (2 - n), int) else 5), 2),
     "division": (lambda n, x: x / (n + 1) + (n + 1) / (x + 10), 1),
 }
 
@@ -153,3 +157,17 @@ def test_a_refused_step_leaves_counts_as_they_were() -> None:
         step(model, optimizer, torch.randn(5, 6))
     assert not optimizer.state
     assert optimizer.param_groups[0]["calls"] == 0
+
+
+@functools.cache
+def halved(n: int) -> float:
+    return n * 0.5
+
+
+def test_numbers_of_a_trace_do_not_stay_in_caches() -> None:
+    expected, weight, _ = trained(lambda n, x: x * halved(n), False, [2, 3, 2])
+    halved.cache_clear()
+    got, same, _ = trained(lambda n, x: x * halved(n), True, [2, 3, 2])
+    assert all(torch.equal(a, b) for (a, *_), (b, *_) in zip(got, expected, strict=True))
+    assert torch.equal(same, weight)
+    assert [type(halved(n)) for n in (2, 3)] == [float, float]

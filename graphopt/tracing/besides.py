@@ -23,7 +23,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphopt import _compat
+from graphopt.errors import CaptureError
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.source import current_user_line
 
 
 @dataclass
@@ -104,6 +106,29 @@ class Finder:
             return False
         self.found.tensors.append((path, tensor))
         return True
+
+    def unknown(self, tensor: torch.Tensor) -> CaptureError:
+        """Why a tensor that nothing stands for cannot be used."""
+        what = f"(shape {list(tensor.shape)}, {tensor.dtype})"
+        if tensor.grad_fn is not None:
+            reason = f"it uses a tensor {what} that was computed with gradients outside the step"
+            hint = "compute it inside the step, or keep tensor.detach()"
+        elif self._record.is_outside(tensor):
+            reason = (
+                f"it uses a tensor from outside its arguments {what}, which would be baked in as a"
+                " constant"
+            )
+            hint = (
+                "pass it, or the module that owns it, as an argument of the step, or register it as"
+                " a buffer of the model"
+            )
+        else:
+            reason = (
+                f"it makes a tensor {what} in a way that is not seen, such as torch.Tensor([…]),"
+                " torch.from_numpy or torch.load, which would be baked in as a constant"
+            )
+            hint = "torch.tensor(values) of numbers is seen; make others outside, and pass them"
+        return CaptureError(reason, location=str(current_user_line()), hint=hint)
 
     def optimizer(self, optimizer: Optimizer) -> bool:
         """The step steps an optimizer. Returns whether it is one that the step has reached."""

@@ -98,6 +98,8 @@ def _same_recipes(first: RawTrace, following: RawTrace) -> bool:
         return False
     if first.signature.stepped != following.signature.stepped:
         return False
+    if _settings(first) != _settings(following):
+        return False
     if _owners(first) != _owners(following) or not _same_attributes(first, following):
         return False
     return len(ours) == len(theirs) and all(map(_same_recipe, ours, theirs))
@@ -112,6 +114,16 @@ def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
         if recipe is None or not _same_recipe(recipe, attribute.recipe):
             return False
     return all(isinstance(recipe, Constant) for recipe in before.values())
+
+
+def _settings(raw: RawTrace) -> list[Any]:
+    """What else a call changes: numbers of parameter groups, and the storage of parameters."""
+    settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
+    return [settings, raw.signature.rebound]
+
+
+def _known(recipe: Recipe) -> Any:
+    return recipe if isinstance(recipe, Constant) else type(recipe)
 
 
 def _owners(raw: RawTrace) -> list[tuple[int | None, int | None]]:

@@ -18,7 +18,7 @@ from graphopt.graph_utils import environment
 from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
 from graphopt.tracing.host_numbers import EXACT, first_leaf
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_exact
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.signature import AttributeResult
@@ -258,7 +258,7 @@ def _state_entries(call: Call) -> list[Any]:
 
 def _known(value: Any) -> Any:
     """What a graph is specialized on about an entry of optimizer state that is no tensor."""
-    return type(value) if type(value) in (int, float) else value
+    return type(value) if is_exact(value) else value
 
 
 def _read_states(call: Call, inputs: Inputs) -> list[Any]:

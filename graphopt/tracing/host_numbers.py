@@ -22,7 +22,14 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.tracing.numbers import TracedFloat, as_read, noted, record
+from graphopt.tracing.numbers import (
+    Notes,
+    TracedFloat,
+    as_read,
+    current_notes,
+    noted,
+    record,
+)
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import is_torch_file
 
@@ -74,7 +81,7 @@ class Condition:
     def holds(self, values: Sequence[Any]) -> bool:
         try:
             now = self.compare(evaluate(self.left, values), evaluate(self.right, values))
-        except (ArithmeticError, ValueError):
+        except (ArithmeticError, ValueError, TypeError):  # such as an order of complex numbers
             return False
         return bool(now) is self.answer
 
@@ -98,15 +105,22 @@ class HostNumber(TracedFloat):
         value: the number at capture.
         expression: how it is computed from the numbers that the graph takes.
         conditions: where answers are noted.
+        notes: of the trace that it belongs to.
     """
 
     def __init__(
-        self, symbolic: torch.SymFloat, value: Any, expression: Any, conditions: Conditions
+        self,
+        symbolic: torch.SymFloat,
+        value: Any,
+        expression: Any,
+        conditions: Conditions,
+        notes: Notes,
     ) -> None:
         torch.SymFloat.__init__(self, symbolic.node)
         self.value = value
         self.expression = expression
         self.conditions = conditions
+        self.notes = notes
 
     # `isinstance(number, int)` in a step gets the answer that it gets for the number.
     __class__ = property(lambda self: _class_of(self))
@@ -117,8 +131,18 @@ class HostNumber(TracedFloat):
             self.conditions.add(Condition(_same_number, self.expression, self.value, True))
         return self.value
 
+    def __getattr__(self, name: str) -> Any:
+        """What numbers have and symbolic ones do not, such as `bit_length`."""
+        if name.startswith("_") or "value" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.exactly(), name)
+
     def __bool__(self) -> bool:
-        return bool(_compared(operator.ne, self, 0))
+        return (
+            bool(self.value)
+            if self.notes is not current_notes()
+            else bool(_compared(operator.ne, self, 0))
+        )
 
     def __hash__(self) -> int:
         if is_torch_file(sys._getframe(1).f_code.co_filename):
@@ -150,8 +174,9 @@ class ScheduledFloat(HostNumber):
         value: Any,
         index: int,
         conditions: Conditions,
+        notes: Notes,
     ) -> None:
-        HostNumber.__init__(self, symbolic, value, Leaf(index), conditions)
+        HostNumber.__init__(self, symbolic, value, Leaf(index), conditions, notes)
         self.tensor = tensor
 
 
@@ -172,13 +197,26 @@ def known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | Non
     if type(value) not in (int, float):
         return None
     expressions = tuple(arg.expression if is_host_number(arg) else arg for arg in args)
+    term, conditions = Term(function, expressions), numbers[0].conditions
+    if function in _POWERS and (type(value) is int or type(args[1]) is not int):
+        # Signs decide whether a power is an integer, a fraction or complex.
+        conditions.add(Condition(_is_of, term, type(value), True))
     symbolic = _compat.record_number(function, tuple(args))
-    number = HostNumber(symbolic, value, Term(function, expressions), numbers[0].conditions)
+    number = HostNumber(symbolic, value, term, conditions, numbers[0].notes)
     noted(number)
     return number
 
 
+_POWERS = (operator.pow, builtins.pow)
+
+
+def _is_of(value: Any, kind: type) -> bool:
+    return type(value) is kind
+
+
 def _compared(compare: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    if left.notes is not current_notes():  # of a trace that is over, in a cache of the program's
+        return NotImplemented
     other = right.value if is_host_number(right) else right
     if type(other) not in (int, float, bool):
         return NotImplemented

@@ -345,7 +345,7 @@ def _state_numbers(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[State
                 continue
             owner = by_id[id(parameter)]
             for key, value in entries.items():
-                if _is_exact(value):
+                if is_exact(value):
                     yield StateNumber(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
 
 
@@ -354,11 +354,12 @@ def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
     if call.besides.plain:
         return
     for position in call.constants:
-        if _is_exact(call.leaves[position]):
+        if is_exact(call.leaves[position]):
             yield ArgumentNumber(position, call.names[position])
 
 
-def _is_exact(value: object) -> bool:
+def is_exact(value: object) -> bool:
+    """A Python number that float64 holds, and so may be an input."""
     return type(value) is float or (type(value) is int and abs(value) < EXACT)
 
 

@@ -77,6 +77,11 @@ class Notes(Protocol):
 _made: ContextVar[Notes | None] = ContextVar("made", default=None)
 
 
+def current_notes() -> Notes | None:
+    """Who is told now; None outside a trace."""
+    return _made.get()
+
+
 @contextmanager
 def noting(made: Notes) -> Iterator[None]:
     """While active, `made` is told what the step does with numbers."""

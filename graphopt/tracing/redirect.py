@@ -26,6 +26,7 @@ from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing import fused, host_numbers, numbers, sparse
+from graphopt.tracing.besides import Finder
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.source import SourceLine, current_user_line
 from graphopt.tracing.substitute import Traced
@@ -159,7 +160,7 @@ class Redirect(TorchFunctionMode):
         made: takes note of every result.
         optimizers: those of the step.
         rebinding: does what `.data = …` does.
-        find: gives a tensor that stands for a real one that is no input yet, if it may become one.
+        finder: gives stand-ins of real tensors that are no inputs yet, where they may become some.
     """
 
     def __init__(
@@ -169,12 +170,12 @@ class Redirect(TorchFunctionMode):
         before_gradient_read: Callable[[], None],
         made: Made,
         optimizers: Sequence[Optimizer],
-        find: Callable[[torch.Tensor], torch.Tensor | None],
+        finder: Finder,
         rebinding: Rebinding,
     ) -> None:
         super().__init__()
         self._rebinding = rebinding
-        self._find = find
+        self._finder = finder
         self._optimizers = optimizers
         self._traced = traced
         self._tagger = tagger
@@ -261,15 +262,9 @@ class Redirect(TorchFunctionMode):
         if known is None and _compat.is_transformed(tensor):
             return tensor
         if known is None:
-            known = self._find(tensor)
+            known = self._finder.stand_in(tensor)
         if known is None:
-            raise CaptureError(
-                f"it uses a tensor from outside its arguments (shape {list(tensor.shape)},"
-                f" {tensor.dtype}), which would be baked in as a constant",
-                location=str(current_user_line()),
-                hint="pass it, or the module that owns it, as an argument of the step,"
-                " or register it as a buffer of the model",
-            )
+            raise self._finder.unknown(tensor)
         return known
 
 

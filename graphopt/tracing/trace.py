@@ -316,7 +316,7 @@ class _StepRun:
                 stack.enter_context(self._buffers_broadcast())
             rebinding = Rebinding(self.inputs, traced)
             redirect = Redirect(
-                traced, self.tagger, reduce, self.made, known, self.finder.stand_in, rebinding
+                traced, self.tagger, reduce, self.made, known, self.finder, rebinding
             )
             stack.enter_context(redirect)
             with observed_step(self.call, self.outside):
@@ -368,11 +368,11 @@ class _StepRun:
     def _number(self, index: int, tensor: torch.Tensor, value: Any) -> HostNumber:
         """What stands for a number, given the input that it comes in as."""
         conditions = self.inputs.conditions
-        leaf = ScheduledFloat(tensor.item(), tensor, value, index, conditions)  # type: ignore[arg-type]
+        leaf = ScheduledFloat(tensor.item(), tensor, value, index, conditions, self.made)  # type: ignore[arg-type]
         if not isinstance(value, int):
             return leaf
         integer = _compat.record_number(int, (leaf,))
-        return HostNumber(integer, value, leaf.expression, conditions)
+        return HostNumber(integer, value, leaf.expression, conditions, self.made)
 
     def _averager(self, traced: Traced) -> reduction.GradientAverager | None:
         if self.communication is None:

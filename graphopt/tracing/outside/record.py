@@ -57,6 +57,7 @@ class Record:
         self.functions_of_torch: set[types.CodeType] = set()
         self.changed: tuple[Read, Any] | None = None
         self.counted: Read | None = None
+        self.asked_type: SourceLine | None = None
         self.advanced: tuple[str, SourceLine] | None = None
         self.pending: list[tuple[Place, str, SourceLine]] | None = None
 
