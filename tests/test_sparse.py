@@ -1,4 +1,4 @@
-"""Sparse gradients in a step: the whole of them, and refused where a step looks at their entries."""
+"""Sparse gradients in a step: taken whole, and refused where a step looks at their entries."""
 
 from __future__ import annotations
 
