@@ -239,5 +239,18 @@ def test_a_tensor_with_history_is_refused_with_its_name() -> None:
     def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         return update(F.cross_entropy(model(x) * scale, y), optimizer)
 
-    with pytest.raises(graphopt.CaptureError, match="outside its arguments"):
+    with pytest.raises(graphopt.CaptureError, match="computed with gradients outside the step"):
         step(model, optimizer, *data())
+
+
+def test_a_tensor_that_is_made_unseen_is_refused_as_such() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphopt.compile
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        return update(F.cross_entropy(model(x) * torch.Tensor([2.0]), y), optimizer)
+
+    with pytest.raises(graphopt.CaptureError, match=r"makes a tensor .* not seen") as caught:
+        step(model, optimizer, *data())
+    assert "torch.tensor(values)" in str(caught.value)

@@ -108,6 +108,8 @@ def check_supported(call: Call) -> None:
     """Refuse arguments that no capture can be exact for, before anything is touched."""
     for name, module in call.named_submodules():
         _check_module(name or "the model", module)
+    for position in call.optimizers:
+        _check_optimizer(call.names[position], call.leaves[position])
     for position in call.tensors:
         _check_tensor(call.names[position], call.leaves[position])
     for name, tensor in call.besides.tensors:
@@ -130,6 +132,19 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             f"argument {name} has a gradient already, to which the step would add",
             hint="set its .grad to None before each call",
         )
+
+
+def _check_optimizer(name: str, optimizer: Optimizer) -> None:
+    for key, entries in optimizer.state.items():
+        if not isinstance(key, torch.Tensor) or not isinstance(entries, dict):
+            raise CaptureError(
+                f"{name} keeps state of its own ({_key(key)}) besides that of its parameters",
+                hint="let it keep that in its parameter groups, or in the state of each parameter",
+            )
+
+
+def _key(key: object) -> str:
+    return repr(key) if isinstance(key, (str, int)) else type(key).__name__
 
 
 def _check_module(name: str, module: nn.Module) -> None:

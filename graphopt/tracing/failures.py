@@ -40,6 +40,12 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "pass it, or the module that owns it, as an argument of the step",
     ),
     (
+        "got FakeTensor",
+        "it takes the value of a tensor for a plain number, such as a size",
+        "take sizes from shapes or Python numbers; pad sequences of several lengths, and mask the"
+        " loss, instead of packing them",
+    ),
+    (
         ".numpy() is not supported",
         "it converts a tensor to numpy",
         "convert it in a function that every step calls: graphopt.callback(function, tensor), or"

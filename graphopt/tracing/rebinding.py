@@ -40,6 +40,7 @@ class Rebinding:
         self._storages = {_compat.storage_key(tensor) for tensor in traced.by_id.values()}
         self._shared: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._written: set[int] = set()
+        self._written_unseen = False  # by a function that torch.func has transformed
         self.rebound: set[int] = set()
 
     def set(self, target: torch.Tensor, new: Any) -> None:
@@ -55,7 +56,8 @@ class Rebinding:
             raise _refusal("it gives a tensor other storage (`.data = …`)")
         if _compat.storage_key(new) in self._storages or new._base is not None:
             raise _refusal("it lets two tensors share storage (`.data = …`)")
-        if _compat.storage_key(target) in self._written and position not in self.rebound:
+        written = self._written_unseen or _compat.storage_key(target) in self._written
+        if written and position not in self.rebound:
             raise _refusal("it updates a tensor, and then gives it other storage (`.data = …`)")
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
             target.copy_(new)
@@ -69,10 +71,14 @@ class Rebinding:
         Raises:
             CaptureError: to one that shares storage with another by `.data = …`, in eager code.
         """
-        now = set(map(_compat.storage_key, _tensors(written)))
+        tensors = list(_tensors(written))
+        seen = [tensor for tensor in tensors if not _compat.is_transformed(tensor)]
+        unseen = len(seen) < len(tensors)
+        now = set(map(_compat.storage_key, seen))
         self._written |= now
+        self._written_unseen |= unseen
         self._shared = [each for each in self._shared if each[0]() is not None]
-        if any(key in now for _, key in self._shared):
+        if any(unseen or key in now for _, key in self._shared):
             raise _refusal("it lets two tensors share storage (`.data = …`), and writes to one")
 
     def finish(self) -> None:

@@ -210,7 +210,7 @@ class Redirect(TorchFunctionMode):
         constants = [tensor for tensor in tensors if _compat.is_constant(self._tracer, tensor)]
         if not constants:
             return
-        tables = (entries for of in self._optimizers for entries in of.state.values())
+        tables = [e for of in self._optimizers for e in of.state.values() if isinstance(e, dict)]
         state = {id(value) for entries in tables for value in entries.values()}
         for tensor in constants:
             if id(tensor) in state:

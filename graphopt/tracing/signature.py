@@ -264,6 +264,12 @@ class ResultCollector:
         }
         for number, optimizer in enumerate(self.call.optimizer_objects()):
             for stand_in, entries in optimizer.state.items():
+                if id(stand_in) not in owners:
+                    raise CaptureError(
+                        "its optimizer makes state that belongs to no parameter",
+                        hint="let it keep that in its parameter groups, or in the state of each"
+                        " parameter",
+                    )
                 index, _ = owners[id(stand_in)]
                 before = self.traced.states[number].get(id(stand_in), {})
                 for key, value in entries.items():
