@@ -101,6 +101,27 @@ def test_all_begin_alike_where_the_first_call_averages_nothing(ranks: Pool) -> N
     assert mine == theirs
 
 
+def in_backward(rank: int) -> str:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphopt.compile
+    def step(x: Tensor) -> None:
+        handle = model.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+        model(x).sum().backward()
+        handle.remove()
+
+    try:
+        step(torch.ones(5, 4) + rank)
+    except graphopt.GraphOptError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_within_the_backward_is_refused(ranks: Pool) -> None:
+    assert all("within the backward" in said for said in ranks.run(in_backward))
+
+
 @pytest.mark.slow
 def test_closed_over_is_as_given(ranks: Pool) -> None:
     (same, mine), (other, theirs) = ranks.run(both)

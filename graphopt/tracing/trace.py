@@ -17,6 +17,7 @@ from torch import fx
 from torch.optim import Optimizer
 
 from graphopt import _compat
+from graphopt._compat.backward import is_in_backward
 from graphopt.errors import CaptureError
 from graphopt.tracing import impurity, numbers, reduction, rng, strides
 from graphopt.tracing.besides import Finder, MoreInputs
@@ -42,7 +43,7 @@ from graphopt.tracing.signature import (
     module_attributes,
     plain_objects,
 )
-from graphopt.tracing.source import user_line_of
+from graphopt.tracing.source import current_user_line, user_line_of
 from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
 from graphopt.tracing.tagging import Tagger, tagged
@@ -394,6 +395,8 @@ class _StepRun:
         step = optimizer.step
 
         def noticed(*args: Any, **kwargs: Any) -> Any:
+            if self.communication is not None and is_in_backward():
+                raise _in_backward(optimizer)
             stepped.append(index)
             with self.tagger.during("optimizer"), _branches_explained(optimizer):
                 return step(*args, **kwargs)
@@ -423,6 +426,15 @@ class _StepRun:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _in_backward(optimizer: Optimizer) -> CaptureError:
+    return CaptureError(
+        f"{type(optimizer).__name__}.step() runs within the backward, where gradients are not"
+        " averaged over the ranks yet",
+        location=str(current_user_line()),
+        hint="call it after loss.backward()",
+    )
 
 
 def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
