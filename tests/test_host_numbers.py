@@ -69,7 +69,12 @@ def trained(use: Callable[[int, Tensor], Any], compiled: bool, numbers: list[Any
     return [(loss.clone(), type(n), n) for loss, n in results], model.weight.clone(), made
 
 
-@pytest.mark.parametrize("name", USES)
+_ALWAYS = {"arithmetic", "math", "every second", "size", "type", "of integers", "returned"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in _ALWAYS else [pytest.mark.full]) for n in USES]
+)
 def test_an_integer_that_changes_in_each_call(name: str) -> None:
     use, graphs = USES[name]
     expected, weight, _ = trained(use, False, list(range(6)))
