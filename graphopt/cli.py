@@ -378,7 +378,10 @@ def view(
     ] = None,
     dumps: Annotated[
         Path | None,
-        typer.Option(help="Show what passes changed: the folder of `optimize --dump`."),
+        typer.Option(
+            help="Show what passes changed: the folder of `optimize --dump`, which alone has the"
+            " graphs before and after each pass. Without it, passes are listed with their records."
+        ),
     ] = None,
     dot: Annotated[bool, typer.Option("--dot", help="Write FILE.dot, for Graphviz.")] = False,
 ) -> None:

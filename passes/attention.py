@@ -13,8 +13,11 @@ The product of queries and keys, or the queries before it, may be multiplied or 
 number; a mask may be added to the scores, or fill them, where it is true, with a number of at most
 -1e4. Queries, keys and values have four dimensions, and heads of one size.
 
-Left alone are attention with dropout, of which fused kernels draw other random numbers or none, and
-masks that have a gradient. A row of which a mask leaves nothing gives what the fused kernel gives.
+Left alone are attention with dropout, of which fused kernels draw other random numbers or none;
+masks that have a gradient; attention of which only some of queries, keys and values have one; and a
+softmax in another dtype than its scores, as under autocast. Of Hugging Face models with
+``attn_implementation="eager"``, GPT-2 without dropout is fused in all layers. A row
+of which a mask leaves nothing gives what the fused kernel gives.
 """
 
 from __future__ import annotations

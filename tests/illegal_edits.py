@@ -39,6 +39,7 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.optim.lists import list_schema
+from narrow_edits import NARROW
 
 
 def after_gradient(target: Any, *args: Any) -> Edit:
@@ -727,4 +728,5 @@ ILLEGAL: dict[str, Edit] = {
     "another value written": written_elsewhere,
     "late work not late": unmarked,
     "late work of others": marked,
+    **NARROW,
 }

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from graphopt.executable import inplace_form
 from graphopt.graph_utils import is_dense
 from graphopt.ir.effects import Effects
-from graphopt.ir.operators import draws, is_wait, operator_of, overwritten
+from graphopt.ir.operators import draws, is_wait, operator_of, overwritten, row
 
 MOST_BYTES = 2**20
 
@@ -50,6 +50,7 @@ class Observer(TorchDispatchMode):
         before = {index: _Memory(t) for index, t in tensors.items()}
         generator = torch.get_rng_state()
         copies = _copies(func, args, kwargs)
+        refilled = _refilled(func, args) if row(func).copies else None
         result = func(*args, **kwargs)
         self.seen.add(func._schema.name)
         drew = not torch.equal(generator, torch.get_rng_state())
@@ -59,6 +60,9 @@ class Observer(TorchDispatchMode):
             *self._aliases(call, result, tensors),
             *(["draws random numbers"] if drew and not draws(call.node) else []),
         ]
+        if refilled is not None and not same_bits(func(*refilled, **kwargs), result):
+            problems.append("it reads what it is said to replace")
+        problems += _mixed(func, args, kwargs, result)
         if copies is not None:
             after = torch.get_rng_state()
             problems += _twin(func, copies, result, generator)
@@ -212,6 +216,36 @@ def _twin(func: Any, copies: Any, result: Any, generator: Tensor) -> Iterator[st
         inplace_form(func)(*args, **kwargs)
     if not all(map(same_bits, firsts, results)):
         yield "its in-place form gives other bits"
+
+
+def _refilled(func: Any, args: Any) -> Any:
+    """The arguments, with other numbers in the first one."""
+    first = args[0].clone()
+    return torch.ones_like(first).logical_xor(first).to(first.dtype), *args[1:]
+
+
+def _mixed(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[str]:
+    """Whether the last element of a result is not computed from the last ones of all operands."""
+    known = row(func)
+    if not known.pointwise or known.random or known.writes or not isinstance(result, Tensor):
+        return
+    if not result.numel() or result.is_complex() or result.layout is not torch.strided:
+        return
+
+    def last(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        return value.expand(result.shape)[(slice(-1, None),) * result.dim()].clone()
+
+    try:
+        with torch.no_grad():
+            found = func(*tree_map(last, (tuple(args))), **tree_map(last, dict(kwargs)))
+    except Exception:
+        return  # its operands are not broadcast
+    if found.shape != (1,) * result.dim():
+        return
+    if not torch.allclose(found.flatten()[0], result.detach().flatten()[-1], 1e-2, 1e-3, True):
+        yield "an element is computed from several of an operand"
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -58,7 +58,7 @@ def test_golden() -> None:
         %cat_default = aten.cat.default([%neg_default, %view_default, %neg_default_2])  f32[35]
         %mul_tensor_3 = aten.mul.Tensor(%cat_default, 0.5)  f32[35]
         ▶ %all_reduce_default_3 = _c10d_functional.all_reduce.default(%mul_tensor_3, 'sum', '0')  f32[35]
-        ⏸ %wait_tensor_default_3 = _c10d_functional.wait_tensor.default(%all_reduce_default_3)  f32[35]
+        ■ %wait_tensor_default_3 = _c10d_functional.wait_tensor.default(%all_reduce_default_3)  f32[35]
         %split_with_sizes_default = aten.split_with_sizes.default(%wait_tensor_default_3, [16, 16, 3])  (f32[16], f32[16], f32[3])
         %getitem = operator.getitem(%split_with_sizes_default, 0)  f32[16]
         %getitem_1 = operator.getitem(%split_with_sizes_default, 1)  f32[16]

@@ -182,7 +182,7 @@ def exchange_placeholders(step: fx.GraphModule) -> None:
         (update_what_was_not, "%x is updated, which it was not before"),
         (return_another, "result 0 of the step does not depend on %sum_default any more"),
         (return_a_constant, "result 0 of the step is a constant"),
-        (return_less, "returned 1 results"),
+        (return_less, "returned 1 result, now 0"),
         (draw_less, "are not drawn any more"),
         (draw_more, "draws random numbers"),
         (read_after_update, "has overwritten it"),

@@ -47,7 +47,7 @@ class Noting(Optimizer):
 
 
 @graphopt.graph_optimization_pass()
-def update_late(gm: IterGraphModule) -> None:
+def run_what_notes_modes_late(gm: IterGraphModule) -> None:
     """Run what notes its modes, and what depends on it, in the next iteration."""
     noting = find_nodes(gm.graph, lambda n: n.target is torch.ops.graphopt_tests.seen_modes.default)
     late = list(noting)
@@ -86,7 +86,7 @@ def test_late_work_is_done_in_the_modes_of_a_step(
     model = nn.Linear(3, 2)
     start = copy.deepcopy(model.state_dict())
     optimizer = Noting(model.parameters())
-    step = graphopt.compile(train_step, pipeline=[update_late])
+    step = graphopt.compile(train_step, pipeline=[run_what_notes_modes_late])
     step(model, optimizer, torch.ones(4, 3))
     assert step.graph_module.in_flight
     MODES.clear()

@@ -22,6 +22,7 @@ from graphopt.ir.operators import (
     row,
     written,
 )
+from graphopt.tracing.inplace import INPLACE
 from observed import Observer, run, same_bits, storage
 from operators import database
 
@@ -266,6 +267,12 @@ def test_attention_without_dropout_does_not_draw() -> None:
     quiet = graph.call_function(attention, (q, q, q))
     assert not draws(quiet)
     assert draws(graph.call_function(aten.bernoulli.p, (q, 0.5)))
+
+
+def test_functional_twins_of_operators_that_draw_draw() -> None:
+    random = {twin: row(inplace).random for twin, inplace in INPLACE.items()}
+    assert random == {twin: row(twin).random for twin in INPLACE}
+    assert sum(random.values()) > 8
 
 
 def test_norms_of_all_elements_are_no_list_operators() -> None:

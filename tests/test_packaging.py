@@ -81,7 +81,7 @@ def test_metadata(built: Path) -> None:
         assert f"{information}/licenses/LICENSE" in wheel.namelist()
     assert metadata["Version"] == graphopt.__version__
     assert metadata["Requires-Python"] == ">=3.10"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "bench", "triton"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "bench", "triton", "docs"}
     assert dict(scripts["console_scripts"]) == {"graphopt": "graphopt.cli:app"}
 
 

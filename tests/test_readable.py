@@ -89,7 +89,7 @@ COMPACT = """\
 %mul_tensor = aten.mul.Tensor(%w, %factor)  f32[64, 8]
 ── communication ──
 ▶ %all_reduce_default = _c10d_functional.all_reduce.default(%mul_tensor, 'sum', '0')  f32[64, 8]
-⏸ %wait_tensor_default = _c10d_functional.wait_tensor.default(%all_reduce_default)  f32[64, 8]
+■ %wait_tensor_default = _c10d_functional.wait_tensor.default(%all_reduce_default)  f32[64, 8]
 ── optimizer ──
 ↻ %add_tensor = aten.add.Tensor(%w, %wait_tensor_default)  f32[64, 8]  late → before %t_default
 ●↻ %copy__default = aten.copy_.default(%w, %add_tensor)  f32[64, 8]  late → before %t_default
@@ -202,13 +202,13 @@ MOVED_AND_NEW = """\
  %mul_tensor = aten.mul.Tensor(%w, %factor)  f32[64, 8]
 -── communication ──
 -▶ %all_reduce_default = _c10d_functional.all_reduce.default(%mul_tensor, 'sum', '0')  f32[64, 8]
--⏸ %wait_tensor_default = _c10d_functional.wait_tensor.default(%all_reduce_default)  f32[64, 8]
+-■ %wait_tensor_default = _c10d_functional.wait_tensor.default(%all_reduce_default)  f32[64, 8]
  ── optimizer ──
  ↻ %add_tensor = aten.add.Tensor(%w, %wait_tensor_default)  f32[64, 8]  late → before %t_default
  ●↻ %copy__default = aten.copy_.default(%w, %add_tensor)  f32[64, 8]  late → before %t_default
 +── communication ──
 +▶ %all_reduce_default = _c10d_functional.all_reduce.default(%mul_tensor, 'sum', '0')  f32[64, 8]
-+⏸ %wait_tensor_default = _c10d_functional.wait_tensor.default(%all_reduce_default)  f32[64, 8]
++■ %wait_tensor_default = _c10d_functional.wait_tensor.default(%all_reduce_default)  f32[64, 8]
  ── output ──
  results: [%mm_default]
  updates: [%copy__default]

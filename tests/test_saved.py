@@ -21,7 +21,7 @@ from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, get_output, is_operator
 from graphopt.iter_graph import IterGraphModule
 from graphopt.readable import graph_text
-from graphopt.saved import SavedGraphError, load_graph, save_graph
+from graphopt.saved import SavedGraphError, load_description, load_graph, save_graph
 from zoo import MODELS, OPTIMIZERS, train_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,6 +161,34 @@ def test_another_process_needs_no_model(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "loss = model(x).sum()  # a comment\n" + graph_text(graph)
+
+
+SHOW = """
+import sys
+from graphopt.commands.show import run_show
+run_show(sys.argv[1], None, None)
+heavy = {"sympy", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes"}
+print(sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def test_looking_at_a_graph_is_light(tmp_path: Path) -> None:
+    """It needs no tracer of torch's, which take longer to import than torch itself."""
+    save_graph(captured(), tmp_path / "step.pt")
+    command = [sys.executable, "-c", SHOW, str(tmp_path / "step.pt")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "[]\n")
+    assert "aten.mm.default" in result.stdout
+
+
+@pytest.mark.parametrize("make", [lambda: captured("gpt", "adamw-fused"), lambda: with_late_work()])
+def test_a_description_looks_like_the_graph(
+    make: Callable[[], fx.GraphModule], tmp_path: Path
+) -> None:
+    save_graph(make(), tmp_path / "step.pt")
+    loaded, looked_at = load_graph(tmp_path / "step.pt"), load_description(tmp_path / "step.pt")
+    assert graph_text(looked_at) == graph_text(loaded)
+    assert str(graphopt.simulate(looked_at)) == str(graphopt.simulate(loaded))
 
 
 def hand_made(*nodes: tuple[Callable[..., Any], tuple[Any, ...]]) -> fx.GraphModule:

@@ -64,7 +64,7 @@ def test_golden() -> None:
         %neg_default = aten.neg.default(%x)  f32[2, 3]
         ▶ %all_reduce_default = _c10d_functional.all_reduce.default(%neg_default, 'sum', '0')  f32[2, 3]
         %exp_default = aten.exp.default(%y)  f32[3]
-        ⏸ %wait_tensor_default = _c10d_functional.wait_tensor.default(%all_reduce_default)  f32[2, 3]
+        ■ %wait_tensor_default = _c10d_functional.wait_tensor.default(%all_reduce_default)  f32[2, 3]
         %view_default = aten.view.default(%wait_tensor_default, [6])  f32[6]
         %split_with_sizes_default = aten.split_with_sizes.default(%view_default, [4, 2])  (f32[4], f32[2])
         %getitem = operator.getitem(%split_with_sizes_default, 0)  f32[4]

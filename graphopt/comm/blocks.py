@@ -39,6 +39,10 @@ class CommBlock:
         wait_nodes: one wait, or one for each tensor of a coalesced collective.
         comm_node: the launch.
         outputs: waits and views that nodes outside the block read, in graph order.
+
+    >>> block = graphopt.comm.get_all_comm_blocks(gm, "all_reduce")[0]
+    >>> block.comm_node, block.wait_nodes, block.shape
+    (all_reduce, [wait_tensor], torch.Size([2]))
     """
 
     shape: torch.Size | None
@@ -104,6 +108,10 @@ def get_comm_block(node: fx.Node) -> CommBlock:
 
     Raises:
         VerificationError: `node` is not a collective, or no wait for it is near.
+
+    >>> launch = next(n for n in gm.graph.nodes if graphopt.graph_utils.is_collective(n))
+    >>> graphopt.comm.get_comm_block(launch).comm_node is launch
+    True
     """
     if not is_collective(node):
         raise VerificationError(f"not the launch of a collective\n{located(node)}")
@@ -142,6 +150,9 @@ def get_all_comm_blocks(
 
     Raises:
         VerificationError: a collective has no wait.
+
+    >>> [block.shape for block in graphopt.comm.get_all_comm_blocks(gm, "all_reduce")]
+    [torch.Size([2]), torch.Size([2, 4])]
     """
     wanted = (kinds,) if isinstance(kinds, str) else kinds
     return [
@@ -162,6 +173,10 @@ def wait_of(launch: fx.Node) -> fx.Node:
 
     Raises:
         VerificationError: `launch` is not a collective, or has no wait or several.
+
+    >>> block = graphopt.comm.get_all_comm_blocks(gm, "all_reduce")[0]
+    >>> graphopt.comm.wait_of(block.comm_node)
+    wait_tensor
     """
     waits = get_comm_block(launch).wait_nodes
     if len(waits) != 1:
@@ -174,7 +189,12 @@ def wait_of(launch: fx.Node) -> fx.Node:
 
 def parameters_of(gm: fx.GraphModule, block: CommBlock) -> tuple[str, ...]:
     """Names of the parameters whose gradients, or of the buffers, a collective of data parallelism
-    sends; none for a collective that the step calls itself."""
+    sends; none for a collective that the step calls itself.
+
+    >>> blocks = graphopt.comm.get_all_comm_blocks(gm, "all_reduce")
+    >>> [graphopt.comm.parameters_of(gm, block) for block in blocks]
+    [('bias',), ('weight',)]
+    """
     return tuple(block.comm_node.meta.get(SENDS, ()))
 
 

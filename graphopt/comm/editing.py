@@ -25,6 +25,11 @@ def updates_of(gm: fx.GraphModule, block: CommBlock) -> list[fx.Node]:
 
     Raises:
         OptimizerSplitError: an operator on the way works in place or runs late. Nothing is changed.
+
+    >>> block = graphopt.comm.get_all_comm_blocks(gm, "all_reduce")[0]
+    >>> [n.args[0].meta["fqn"] for n in graphopt.comm.updates_of(gm, block)
+    ...  if graphopt.graph_utils.is_copy(n)]
+    ['bias']
     """
     # This module is below `graphopt.optim`.
     from graphopt.optim import split_updates
@@ -48,6 +53,16 @@ def replace_collective(
     Raises:
         VerificationError: `new_output` is another kind of tensor, or is computed from the
             collective that is to go. Nothing is changed.
+
+    >>> from graphopt.graph_utils import call_function_with_meta as call
+    >>> block = graphopt.comm.get_all_comm_blocks(gm, "all_reduce")[0]
+    >>> with gm.graph.inserting_before(block.wait_nodes[0]):
+    ...     args = (block.inputs[0], *block.comm_node.args[1:])
+    ...     launch = call(gm.graph, block.comm_node.target, args)
+    ...     wait = call(gm.graph, block.wait_nodes[0].target, (launch,))
+    >>> graphopt.comm.replace_collective(gm, block, wait)
+    >>> block.comm_node in gm.graph.nodes, graphopt.comm.get_comm_block(launch).outputs == [wait]
+    (False, True)
     """
     new = [new_output] if isinstance(new_output, fx.Node) else list(new_output)
     if len(new) != len(block.wait_nodes):
@@ -80,8 +95,20 @@ def _refuse_other_kind(wait: fx.Node, new: fx.Node) -> None:
         texts = [f"{dtype} of shape {shape} on {device}" for dtype, shape, device in kinds]
         raise VerificationError(
             f"%{new.name} is {texts[0]}, and cannot stand for %{wait.name}, which is {texts[1]}\n"
-            f"{located(new)}\n  hint:  convert it back, as with aten._to_copy or aten.view"
+            f"{located(new)}\n  hint:  {_way_back(was, now)}"
         )
+
+
+def _way_back(was: torch.Tensor, now: torch.Tensor) -> str:
+    """How one kind of tensor becomes another."""
+    if was.numel() != now.numel():
+        return (
+            f"readers need all {was.numel()} elements, and these are {now.numel()}: join the parts"
+            " with aten.cat, and what it gives with aten.view"
+        )
+    if was.dtype != now.dtype:
+        return f"convert it back: aten._to_copy(new_output, dtype={was.dtype})"
+    return "convert it back, as with aten.view or, between devices, aten._to_copy"
 
 
 def _refuse_dependent(launch: fx.Node, new: fx.Node) -> None:

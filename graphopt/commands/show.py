@@ -9,7 +9,7 @@ from rich.console import Console
 from graphopt.commands.errors import reported
 from graphopt.readable import graph_diff
 from graphopt.readable.terminal import print_diff, print_graph
-from graphopt.saved import load_graph
+from graphopt.saved import load_description
 from graphopt.schedule import collectives_text, simulate
 
 
@@ -17,8 +17,8 @@ def run_show(file: Path, phase: str | None, other: Path | None) -> None:
     """Print the graph in `file`, or its difference to the graph in `other`."""
     console = Console()
     with reported("show"):
-        graph = load_graph(file)
-        compared = None if other is None else load_graph(other)
+        graph = load_description(file)
+        compared = None if other is None else load_description(other)
     if compared is None:
         print_graph(graph, console, phase=phase)
         if phase is None:

@@ -10,7 +10,7 @@ from graphopt.commands.errors import reported
 from graphopt.errors import MissingFileError
 from graphopt.readable import readable_bytes
 from graphopt.runtime import places
-from graphopt.saved import load_graph
+from graphopt.saved import load_description
 from graphopt.viewing import dot_text, trace_page, view_page
 
 
@@ -26,7 +26,7 @@ def run_view(file: Path, out: Path | None, dumps: Path | None, *, dot: bool) -> 
 def _text(file: Path, dumps: Path | None, dot: bool) -> str:
     if file.suffix == ".json":
         return trace_page(places.read_text(file), file.name)
-    graph = load_graph(file)
+    graph = load_description(file)
     if dot:
         return dot_text(graph, file.stem)
     return view_page(graph, file.name, {} if dumps is None else _diffs(dumps))

@@ -38,6 +38,11 @@ class CostModel:
         communication: what a collective asks for, such as a `Network`, a `CollectiveTable`, or a
             function from `Collective` to `Transfer`.
         slowdown: share by which compute takes longer while a collective is under way.
+
+    >>> from graphopt.cost import NETWORKS, CostModel
+    >>> model = CostModel(compute=lambda node: 1e-6, communication=NETWORKS["infiniband"])
+    >>> graphopt.simulate(gm, model).compute_seconds > 1e-6
+    True
     """
 
     compute: Callable[[fx.Node], float]

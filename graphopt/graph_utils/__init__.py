@@ -141,12 +141,23 @@ def environment() -> tuple[Any, ...]:
 
 
 def find_nodes(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Nodes for which `predicate` holds, in graph order."""
+    """Nodes for which `predicate` holds, in graph order.
+
+    >>> from graphopt.graph_utils import find_nodes, is_wait
+    >>> find_nodes(gm.graph, is_wait)
+    [wait_tensor, wait_tensor_1]
+    """
     return [node for node in graph.nodes if predicate(node)]
 
 
 def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All direct and indirect users of `nodes`, without `nodes` themselves and the output."""
+    """All direct and indirect users of `nodes`, without `nodes` themselves and the output.
+
+    >>> from graphopt.graph_utils import find_all_descendants, find_nodes, is_copy, is_wait
+    >>> found = find_all_descendants(find_nodes(gm.graph, is_wait)[:1])
+    >>> any(map(is_copy, found))
+    True
+    """
     found: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
@@ -158,13 +169,27 @@ def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def move_before(nodes: Sequence[fx.Node], target: fx.Node) -> None:
-    """Move `nodes` to just before `target`, in the order given."""
+    """Move `nodes` to just before `target`, in the order given.
+
+    >>> from graphopt.graph_utils import find_nodes, is_wait, move_before
+    >>> waits = find_nodes(gm.graph, is_wait)
+    >>> move_before(waits[:1], waits[1])
+    >>> waits[0].next is waits[1]
+    True
+    """
     for node in nodes:
         target.prepend(node)
 
 
 def move_after(nodes: Sequence[fx.Node], target: fx.Node) -> None:
-    """Move `nodes` to just after `target`, in the order given."""
+    """Move `nodes` to just after `target`, in the order given.
+
+    >>> from graphopt.graph_utils import find_nodes, is_collective, move_after
+    >>> first, second = find_nodes(gm.graph, is_collective)
+    >>> move_after([first], second)
+    >>> second.next is first
+    True
+    """
     for node in nodes:
         target.append(node)
         target = node
@@ -187,7 +212,15 @@ def call_function_with_meta(
         like: a node whose phase, source line and module path the new node takes over.
 
     Raises:
-        VerificationError: `target` is a function written in Python.
+        VerificationError: `target` is a function written in Python, or does not take these
+            arguments. Nothing is inserted.
+
+    >>> from graphopt.graph_utils import call_function_with_meta
+    >>> weight = next(n for n in gm.graph.nodes if n.meta.get("fqn") == "weight")
+    >>> with gm.graph.inserting_before(gm.graph.output_node()):
+    ...     new = call_function_with_meta(gm.graph, torch.ops.aten.t.default, (weight,))
+    >>> new.meta["val"].shape
+    torch.Size([4, 2])
     """
     kwargs = kwargs or {}
     if isinstance(target, types.FunctionType):
@@ -200,8 +233,27 @@ def call_function_with_meta(
     node = graph.call_function(target, args, kwargs)
     if like is not None:
         node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}
-    node.meta["val"] = evaluate(target, args, kwargs, _fake_mode(graph))
+    try:
+        node.meta["val"] = evaluate(target, args, kwargs, _fake_mode(graph))
+    except Exception as error:  # operators raise what they like
+        text = _refused_call(node, error)
+        graph.erase_node(node)
+        raise VerificationError(text) from error
     return node
+
+
+def _refused_call(node: fx.Node, error: Exception) -> str:
+    """What an operator said of its arguments, and what these are."""
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    values = {f"%{source.name}": source.meta.get("val") for source in node.all_input_nodes}
+    kinds = [
+        f"    {name} is {value.dtype} of shape {list(value.shape)} on {value.device}"
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    given = [*map(repr, node.args), *(f"{key}={value!r}" for key, value in node.kwargs.items())]
+    call = f"  > {node.target}({', '.join(given)})"
+    return "\n".join([f"{node.target} does not take these arguments: {reason}", call, *kinds])
 
 
 def _fake_mode(graph: fx.Graph) -> Any:

@@ -52,6 +52,8 @@ def backend(
     Raises:
         PipelineSyntaxError: an option is unknown or cannot be understood.
         VerificationError: a pass broke a graph. Torch wraps these in `BackendCompilerFailed`.
+
+    >>> compiled = torch.compile(torch.nn.ReLU(), backend="graphopt")
     """
     given = dict(options or {})
     lower = given.pop("lower", "inductor")

@@ -20,6 +20,9 @@ class InductorPass(_torch.CustomGraphPass):
 
     Attributes:
         manager: runs the pipeline.
+
+    >>> str(graphopt.hooks.inductor_pass("schedule_comm_wait").manager)
+    'schedule_comm_wait'
     """
 
     def __init__(self, manager: PartialManager) -> None:
@@ -78,6 +81,12 @@ def inductor_pass(
 
     Raises:
         PipelineSyntaxError: the pipeline or a setting cannot be understood.
+
+    >>> from torch._inductor import config
+    >>> fusion = graphopt.hooks.inductor_pass("comm_fusion_with_concat")
+    >>> with config.patch(post_grad_custom_post_pass=fusion):  # call compiled functions here
+    ...     config.post_grad_custom_post_pass is fusion
+    True
     """
     return InductorPass(PartialManager(pipeline, verify=verify, on_error=on_error))
 
@@ -107,6 +116,11 @@ def inductor_passes(
 
     Raises:
         PipelineSyntaxError: a pipeline or a setting cannot be understood. Nothing is registered.
+
+    >>> from torch._inductor import config
+    >>> with graphopt.hooks.inductor_passes(post_grad="schedule_comm_wait"):  # call them here
+    ...     config.post_grad_custom_post_pass is not None
+    True
     """
     pipelines = {
         "post_grad_custom_pre_pass": post_grad_pre,

@@ -11,7 +11,11 @@ from graphopt.ir.operators import is_copy
 
 
 def get_output(graph: fx.Graph) -> fx.Node:
-    """The output node of a graph."""
+    """The output node of a graph.
+
+    >>> graphopt.graph_utils.get_output(gm.graph).op
+    'output'
+    """
     node: fx.Node = next(iter(reversed(graph.nodes)))
     assert node.op == "output"
     return node
@@ -30,6 +34,10 @@ def get_outputs(graph: fx.Graph) -> Outputs:
 
     Of a graph that has another output, every `copy_` returned is a state update, and every other
     leaf a result.
+
+    >>> outputs = graphopt.graph_utils.get_outputs(gm.graph)
+    >>> outputs.results, len(outputs.updates)
+    ([sum_1], 2)
     """
     returned = get_output(graph).args[0]
     if follows_output_convention(graph):

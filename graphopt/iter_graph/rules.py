@@ -65,7 +65,10 @@ def refuse_move(
     _refuse_target(graph, target)
     after = {**late, **dict.fromkeys(nodes, target)}
     if target in after:
-        raise IterationError(f"the destination {_named(target)} is itself moved")
+        raise IterationError(
+            f"the destination {_named(target)} is itself moved: name a node that stays in its"
+            " iteration, or none, for the last place that is early enough"
+        )
     near = {*nodes, *(user for node in nodes for user in node.users if user in after)}
     problem = next(_problems(graph, after, nodes), None) or next(_order_problems(after, near), None)
     if problem is not None:

@@ -67,6 +67,7 @@ class PassCallback:
     """Base of callbacks. `before_pass` is called in the order of the list, the others in reverse.
 
     An exception in `before_pass` or `after_pass` ends the run, with the graph as before the pass.
+    So does an edit of the graph in `after_pass`: it would not be checked.
     """
 
     def before_pass(self, context: PassContext) -> None:

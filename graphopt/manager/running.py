@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -183,8 +184,10 @@ class PassManager:
             _call(context)
             with refusing_what_fails():
                 _finish(context)
+            checked = _content(context.gm) if self._callbacks else []
             for callback in reversed(callbacks):
                 callback.after_pass(context)
+            _refuse_edits(context, checked, self._callbacks)
             forget_places(context.gm.graph)
         except BaseException as error:
             tried = _trial(context) if isinstance(error, Refused) and error.broken else None
@@ -262,6 +265,26 @@ def _finish(context: PassContext) -> None:
     record.after = count(gm.graph)
     record.launches = launches_digest(gm.graph)
     add_record(gm, record)
+
+
+def _content(gm: fx.GraphModule) -> list[Any]:
+    """All of a graph, by identity: arguments are immutable."""
+    return [part for n in gm.graph.nodes for part in (n, n.target, n.args, n.kwargs)]
+
+
+def _refuse_edits(
+    context: PassContext, checked: Sequence[Any], callbacks: Sequence[PassCallback]
+) -> None:
+    """Refuse callbacks that have changed the graph which was checked."""
+    now = _content(context.gm) if callbacks else []
+    if len(now) == len(checked) and all(map(operator.is_, now, checked)):
+        return
+    names = ", ".join(type(callback).__name__ for callback in callbacks)
+    problem = Problem(
+        f"a callback has edited the graph that the pass has left, after it was checked: {names}",
+        hint="callbacks look at a graph; what edits it is a pass",
+    )
+    raise Refused([problem], broken=False)
 
 
 def _refuse_unread(context: PassContext, inserted: Sequence[str]) -> None:

@@ -88,7 +88,7 @@ class Snapshot:
             )
             for node in _attributes_read(self._gm)
             if str(node.target) in self._constants
-            and not _same(_content_of(self._gm, node), self._constants[str(node.target)])
+            and _content_of(self._gm, node) != self._constants[str(node.target)]
         ]
 
     def restore(self) -> None:
@@ -131,7 +131,10 @@ def _content(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return all(a is b or a == b for a, b in zip(content, other, strict=True))
+    """Whether all is equal, and written alike: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    return all(
+        a is b or (a == b and repr(a) == repr(b)) for a, b in zip(content, other, strict=True)
+    )
 
 
 def _same_meta(meta: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphopt.graph_utils import is_collective, is_needed, is_wait
+from graphopt.graph_utils import is_collective, is_needed, is_wait, may_alias
 from graphopt.manager.snapshot import Snapshot
 from graphopt.verify import Problem
 
@@ -36,7 +36,16 @@ def newly_unread(graph: fx.Graph, before: Snapshot) -> Problem | None:
     if len(new) <= len(allowed - kept):
         return None
     wait = min(new)
-    launch = next((n for n in _launches_of(wait) if is_collective(n)), wait)
+    chain = _launches_of(wait)
+    launch = next((n for n in chain if is_collective(n)), wait)
+    early = _reader_without_wait(chain)
+    if early is not None:
+        return Problem(
+            f"%{early.name} reads %{launch.name} without waiting for it: nobody reads the wait"
+            f" %{wait.name}",
+            (early, launch, wait),
+            f"let %{early.name} read %{wait.name}",
+        )
     what = "which still runs" if wait in before.copies else "which it put in"
     return Problem(
         f"nobody reads the result of the collective %{launch.name}, {what}", (launch, wait), _HINT
@@ -53,6 +62,13 @@ def _unread_waits(graph: fx.Graph) -> set[fx.Node]:
         if node in read or node.op == "output" or is_needed(node):
             read.update(node.all_input_nodes)
     return unread
+
+
+def _reader_without_wait(chain: list[fx.Node]) -> fx.Node | None:
+    """The first node that reads what a collective gives while it is under way."""
+    under_way = [node for node in chain if not is_wait(node)]
+    readers = (user for node in under_way for user in node.users if user not in chain)
+    return min((n for n in readers if not is_wait(n) and not may_alias(n)), default=None)
 
 
 def _launches_of(wait: fx.Node) -> list[fx.Node]:

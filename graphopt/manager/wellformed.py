@@ -25,11 +25,11 @@ def _order(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
     for node in gm.graph.nodes:
         for source in node.all_input_nodes:
             if source not in seen:
-                yield _missing(gm.graph, node, source)
+                yield _missing(gm.graph, node, source, before)
         seen.add(node)
 
 
-def _missing(graph: fx.Graph, node: fx.Node, source: fx.Node) -> Problem:
+def _missing(graph: fx.Graph, node: fx.Node, source: fx.Node, before: Snapshot) -> Problem:
     if source.graph is not graph:
         return Problem(
             "it used a node of another graph",
@@ -42,10 +42,26 @@ def _missing(graph: fx.Graph, node: fx.Node, source: fx.Node) -> Problem:
             (node, source),
             hint="replace all uses of a node before erasing it",
         )
+    if _was_moved(source, before) and not _was_moved(node, before):
+        return Problem(
+            f"it moved %{source.name} behind %{node.name}, which reads it",
+            (source, node),
+            hint="move the readers of a node as well, or leave it in front of them",
+        )
     return Problem(
         "it moved a read before the value exists",
         (node, source),
         hint="insert the new reader after all of its inputs",
+    )
+
+
+def _was_moved(node: fx.Node, before: Snapshot) -> bool:
+    """Whether a node stands between two others than before."""
+    copy = before.copies.get(node)
+    if copy is None:
+        return False
+    return before.copies.get(node.prev) is not copy.prev and (
+        before.copies.get(node.next) is not copy.next
     )
 
 

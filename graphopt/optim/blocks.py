@@ -28,6 +28,10 @@ class AdamArgs(NamedTuple):
 
     `max_exp_avg_sqs` is empty without amsgrad. Entries of `state_steps` are items of the step
     counter, or the `copy_` of such an item.
+
+    >>> (block,) = graphopt.optim.get_all_fused_optimizer_blocks(gm)
+    >>> block.optim.optim_args.grads
+    [wait_tensor_1, wait_tensor]
     """
 
     params: list[fx.Node]
@@ -46,6 +50,10 @@ class FusedAdamBlock:
         optim_node: the `_fused_adam` or `_fused_adamw`.
         param_outputs, exp_avgs_outputs, exp_avg_sqs_outputs, max_exp_avg_sqs_outputs: per parameter
             the `copy_` that stores the result; None where the graph does not store it.
+
+    >>> (block,) = graphopt.optim.get_all_fused_optimizer_blocks(gm)
+    >>> block.optim.optim_node, len(block.optim.param_outputs)
+    (_fused_adam, 2)
     """
 
     optim_node: fx.Node
@@ -134,6 +142,10 @@ class FusedOptimizerBlock:
     Attributes:
         step: what counts its steps; None for an optimizer that does not need the count.
         optim: what computes the new parameters and state.
+
+    >>> (block,) = graphopt.optim.get_all_fused_optimizer_blocks(gm)
+    >>> block.step.add_node, block.optim.optim_node
+    (_foreach_add, _fused_adam)
     """
 
     step: ForeachAddBlock | None

@@ -37,6 +37,10 @@ def get_fused_optimizer_block(node: fx.Node) -> FusedOptimizerBlock:
 
     Raises:
         OptimizerSplitError: it belongs to none, or its step counter cannot be found.
+
+    >>> node = next(n for n in gm.graph.nodes if "fused_adam" in str(n.target))
+    >>> graphopt.optim.get_fused_optimizer_block(node).optim.optim_node is node
+    True
     """
     if is_list_optimizer(node):
         return _fused_block(node)
@@ -51,6 +55,9 @@ def get_all_fused_optimizer_blocks(gm: fx.GraphModule) -> list[FusedOptimizerBlo
 
     Raises:
         OptimizerSplitError: the step counter of one cannot be found.
+
+    >>> [block.optim.optim_node for block in graphopt.optim.get_all_fused_optimizer_blocks(gm)]
+    [_fused_adam]
     """
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     blocks = _all_blocks(gm.graph)

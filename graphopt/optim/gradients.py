@@ -22,6 +22,10 @@ def gradients_of(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         Placeholder of the parameter -> node that holds its gradient, in the order of the graph's
         updates. A parameter whose update does not tell is left out: its gradient was combined with
         others, or has another shape.
+
+    >>> gradients = graphopt.optim.gradients_of(gm)
+    >>> {parameter.meta["fqn"]: gradient for parameter, gradient in gradients.items()}
+    {'weight': wait_tensor_1, 'bias': wait_tensor}
     """
     elements = Elements(gm.graph)
     items = {

@@ -26,6 +26,10 @@ class ForeachAddBlock:
     Attributes:
         add_node: the `_foreach_add`.
         outputs: per entry the `copy_` that stores the new count.
+
+    >>> (block,) = graphopt.optim.get_all_fused_optimizer_blocks(gm)
+    >>> len(block.step.outputs)
+    2
     """
 
     add_node: fx.Node

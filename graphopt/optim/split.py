@@ -72,6 +72,12 @@ def split_fused_optimizer(
     Raises:
         OptimizerSplitError: no gradients are given or left, the block does not have one, one is
             given twice, or their updates depend on one another. Nothing is changed.
+
+    >>> (block,) = graphopt.optim.get_all_fused_optimizer_blocks(gm)
+    >>> first = [block.optim.optim_args.grads[0]]
+    >>> halves = graphopt.optim.split_fused_optimizer(gm, block, first)
+    >>> [len(half.optim.optim_args.grads) for half in halves]
+    [1, 1]
     """
     _check_present(gm.graph, block)
     sets = _gradient_sets(block, split_gradients)

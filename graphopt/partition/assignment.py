@@ -29,6 +29,11 @@ class Partition:
             part of the submodule.
         dependencies, dependents: names of the partitions that run before and after because of this
             one.
+
+    >>> model = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+    >>> graph = graphopt.partition.partition_graph(model, lambda node: node.name)
+    >>> graph.nodes["_0"]["partition"].outputs
+    [_0]
     """
 
     name: str

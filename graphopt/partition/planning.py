@@ -80,6 +80,11 @@ def partition_graph(m: fx.GraphModule, split_callback: SplitCallback) -> nx.DiGr
     Nodes are names of partitions, in order of first appearance, with the attribute `partition`, a
     `Partition`. An edge leads to a partition that has to run later; its attributes are `reason`,
     the first reason as text, and `values`, the nodes whose values are passed along it.
+
+    >>> model = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+    >>> graph = graphopt.partition.partition_graph(model, lambda node: node.name)
+    >>> list(graph.edges)
+    [('_0', '_1')]
     """
     states = find_states(m.graph)
     assignment = assign(m.graph, split_callback)

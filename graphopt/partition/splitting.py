@@ -61,6 +61,11 @@ def split_module(
     Raises:
         PartitionError: partitions depend on each other, `keep_original_order` would call one before
             what it reads, or partition numbers decrease in a graph with autocast or grad mode.
+
+    >>> model = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+    >>> split = graphopt.partition.split_module(model, None, lambda node: node.name)
+    >>> [name for name, _ in split.named_children()]
+    ['submod__0', 'submod__1']
     """
     if on_cycle not in ("error", "merge"):
         raise PartitionError(f'on_cycle is "error" or "merge", not {on_cycle!r}')

@@ -31,6 +31,10 @@ def stage_backward(
 
     Returns:
         The gradient of each input value; None for what is no tensor or needs none.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> graphopt.pipelining.stage_backward(x * 3, torch.ones(2), [x])
+    (tensor([3., 3.]),)
     """
     outputs = _as_list(stage_output)
     grads = _as_list(output_grads) if output_grads is not None else [None] * len(outputs)

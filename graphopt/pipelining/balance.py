@@ -33,6 +33,12 @@ def balanced(
 
     Raises:
         PartitionError: by the policy, when the model has fewer calls than stages.
+
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    >>> policy = graphopt.pipelining.balanced(2)
+    >>> pipe = graphopt.pipelining.pipeline(model, (torch.ones(1, 4),), split_policy=policy)
+    >>> [len(list(pipe.get_stage_module(i).parameters())) for i in range(2)]
+    [4, 4]
     """
     if num_stages < 1:
         raise ValueError(f"a pipe has at least 1 stage, not {num_stages}")

@@ -17,6 +17,12 @@ class TensorChunkSpec:
 
     Attributes:
         split_dim: the dimension; negative ones count from the end.
+
+    >>> from graphopt.pipelining import TensorChunkSpec, split_args_kwargs_into_chunks
+    >>> x, spec = torch.ones(3, 4), (TensorChunkSpec(1),)
+    >>> args, _ = split_args_kwargs_into_chunks((x,), None, 2, spec)
+    >>> [part.shape for (part,) in args]
+    [torch.Size([3, 2]), torch.Size([3, 2])]
     """
 
     split_dim: int
@@ -38,7 +44,13 @@ def _nested_specs(dims: Any) -> Any:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A value that every microbatch gets whole, as cumulative sequence lengths must be."""
+    """A value that every microbatch gets whole, as cumulative sequence lengths must be.
+
+    >>> from graphopt.pipelining import Replicated, split_args_kwargs_into_chunks
+    >>> args, _ = split_args_kwargs_into_chunks((torch.ones(4),), None, 2, (Replicated(),))
+    >>> [part.shape for (part,) in args]
+    [torch.Size([4]), torch.Size([4])]
+    """
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,11 @@ class Reducer:
     Attributes:
         init_value: what the first microbatch is combined with.
         reduce_fn: `reduce_fn(result so far, value of the next microbatch)`, in order.
+
+    >>> from graphopt.pipelining import Reducer, merge_chunks
+    >>> largest = Reducer(torch.tensor(0.0), torch.maximum)
+    >>> merge_chunks([torch.tensor(1.0), torch.tensor(3.0)], largest)
+    tensor(3.)
     """
 
     init_value: Any
@@ -56,7 +73,12 @@ class Reducer:
 
 @dataclass(frozen=True)
 class LossReducer(Reducer):
-    """The reducer of a loss: the sum over microbatches unless told otherwise."""
+    """The reducer of a loss: the sum over microbatches unless told otherwise.
+
+    >>> from graphopt.pipelining import LossReducer, merge_chunks
+    >>> merge_chunks([torch.tensor(1.0), torch.tensor(3.0)], LossReducer())
+    tensor(4.)
+    """
 
     init_value: Any = 0.0
     reduce_fn: Callable[[Any, Any], Any] = operator.add

@@ -14,7 +14,14 @@ from graphopt.pipelining.trees import Path, leaves, path_name
 
 
 class LossWrapper(nn.Module, ABC):
-    """A model together with its loss function; `forward` of a subclass combines them."""
+    """A model together with its loss function; `forward` of a subclass combines them.
+
+    >>> class WithLoss(graphopt.pipelining.LossWrapper):
+    ...     def forward(self, x, target):
+    ...         return self.loss_fn(self.module(x), target)
+    >>> WithLoss(torch.nn.ReLU(), torch.nn.functional.mse_loss)(torch.ones(2), torch.ones(2))
+    tensor(0.)
+    """
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -26,7 +33,13 @@ class LossWrapper(nn.Module, ABC):
 
 
 class TrivialLossWrapper(LossWrapper):
-    """`loss_fn(module(x), targets)`: the loss is all that it returns."""
+    """`loss_fn(module(x), targets)`: the loss is all that it returns.
+
+    >>> from graphopt.pipelining import TrivialLossWrapper
+    >>> model = TrivialLossWrapper(torch.nn.ReLU(), torch.nn.functional.mse_loss)
+    >>> model(torch.ones(2), torch.ones(2))
+    tensor(0.)
+    """
 
     loss_spec = True
 

@@ -30,7 +30,16 @@ _compat.keep_calls_of(_PIPE_SPLIT)
 
 
 def pipe_split() -> None:
-    """Mark a boundary between two stages. Does nothing when the model runs by itself."""
+    """Mark a boundary between two stages. Does nothing when the model runs by itself.
+
+    >>> class Model(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         x = x + 1
+    ...         graphopt.pipelining.pipe_split()
+    ...         return x * 2
+    >>> graphopt.pipelining.pipeline(Model(), (torch.ones(2),)).num_stages
+    2
+    """
     caller = sys._getframe(1)
     place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
     _PIPE_SPLIT(f"pipe_split() at {place}")
@@ -55,7 +64,11 @@ def insert_mark_after(node: fx.Node, label: str) -> None:
 
 
 class SplitPoint(Enum):
-    """Where a mark stands relative to a module's forward."""
+    """Where a mark stands relative to a module's forward.
+
+    >>> [point.name for point in graphopt.pipelining.SplitPoint]
+    ['BEGINNING', 'END']
+    """
 
     BEGINNING = auto()
     END = auto()
@@ -118,6 +131,12 @@ def annotate_split_points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> 
     Raises:
         PartitionError: there is no such submodule, or a point is not a `SplitPoint`. Nothing is
             annotated then.
+
+    >>> from graphopt.pipelining import SplitPoint, annotate_split_points, pipeline
+    >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
+    >>> with annotate_split_points(model, {"0": SplitPoint.END}):
+    ...     pipeline(model, (torch.ones(2),)).num_stages
+    2
     """
     if not isinstance(spec, Mapping):
         raise PartitionError(
@@ -188,7 +207,13 @@ def _marked_forward(module: nn.Module, name: str) -> _MarkedForward:
 
 
 class PipeSequential(nn.Sequential):
-    """An `nn.Sequential` in which each child is a stage of its own."""
+    """An `nn.Sequential` in which each child is a stage of its own.
+
+    >>> from graphopt.pipelining import PipeSequential, pipeline
+    >>> model = PipeSequential(torch.nn.ReLU(), torch.nn.Tanh())
+    >>> pipeline(model, (torch.ones(2),)).num_stages
+    2
+    """
 
     @staticmethod
     def from_sequential(sequential: nn.Sequential) -> PipeSequential:

@@ -28,6 +28,9 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None, *, mask: bool = 
 
     Raises:
         ValueError: no chunks, a chunk has another structure than the spec, or chunks do not agree.
+
+    >>> graphopt.pipelining.merge_chunks([torch.zeros(2), torch.ones(1)])
+    tensor([0., 0., 1.])
     """
     if not chunks:
         raise ValueError("there are no chunks to merge")

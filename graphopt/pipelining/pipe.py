@@ -40,6 +40,11 @@ class PipeInfo:
         num_stages: how many stages.
         has_loss_and_backward: whether the pipe computes gradients.
         pipe: the pipe, from which `build_stage` takes what passes between the stages.
+
+    >>> from graphopt.pipelining import PipeSequential, pipeline
+    >>> pipe = pipeline(PipeSequential(torch.nn.ReLU(), torch.nn.Tanh()), (torch.ones(2),))
+    >>> pipe.info().num_stages
+    2
     """
 
     graph: fx.Graph
@@ -61,6 +66,11 @@ class Pipe(nn.Module):
         num_stages: how many stages.
         has_loss_and_backward: whether a call computes gradients.
         replicated_params: the parameters that several stages hold.
+
+    >>> from graphopt.pipelining import PipeSequential, pipeline
+    >>> pipe = pipeline(PipeSequential(torch.nn.ReLU(), torch.nn.Tanh()), (torch.ones(2),))
+    >>> pipe.num_stages, pipe.has_loss_and_backward
+    (2, False)
     """
 
     def __init__(
@@ -213,6 +223,12 @@ def pipeline(
     Raises:
         ValueError: both `split_spec` and `split_policy`.
         ModuleCaptureError, PartitionError: see `Pipe.from_tracing`.
+
+    >>> from graphopt.pipelining import SplitPoint, pipeline
+    >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
+    >>> pipe = pipeline(model, (torch.ones(2),), split_spec={"1": SplitPoint.BEGINNING})
+    >>> torch.equal(pipe(torch.ones(2)), model(torch.ones(2)))
+    True
     """
     if split_spec is not None and split_policy is not None:
         raise ValueError("pipeline takes a split_spec or a split_policy, not both")

@@ -21,6 +21,10 @@ class MultiUseParameterConfig(Enum):
     REPLICATE: each of the stages holds it; their gradients have to be added, which
     `reduce_replicated_gradients` does. TRANSMIT: the first of the stages holds it and sends it
     along with its outputs; its gradient comes back with theirs.
+
+    >>> from graphopt.pipelining import MultiUseParameterConfig
+    >>> [config.name for config in MultiUseParameterConfig]
+    ['TRANSMIT', 'REPLICATE']
     """
 
     TRANSMIT = auto()

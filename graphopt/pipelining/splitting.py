@@ -61,6 +61,10 @@ def split_args_kwargs_into_chunks(
 
     Raises:
         ValueError: a spec does not fit its argument, or there is nothing to split.
+
+    >>> split = graphopt.pipelining.split_args_kwargs_into_chunks
+    >>> split((torch.tensor([0.0, 1.0, 2.0]), "all"), None, 2)
+    ([(tensor([0., 1.]), 'all'), (tensor([2.]), 'all')], [{}, {}])
     """
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"a batch is divided into at least 1 microbatch, not {chunks!r}")

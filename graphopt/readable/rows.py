@@ -25,7 +25,7 @@ from graphopt.graph_utils import (
 )
 from graphopt.iter_graph import IterGraph
 
-LAUNCH, WAIT, UPDATE, LATE = "▶", "⏸", "●", "↻"
+LAUNCH, WAIT, UPDATE, LATE = "▶", "■", "●", "↻"
 MARKS = {
     LAUNCH: "launch of a collective",
     WAIT: "wait for it",
@@ -140,7 +140,7 @@ def _statement(node: fx.Node, shorten: bool) -> str:
 
 def target_text(node: fx.Node) -> str:
     """What a node calls, or is, in a word."""
-    if node.op != "call_function":
+    if node.op in ("placeholder", "get_attr", "output"):
         return node.op
     target = node.target
     return target if isinstance(target, str) else _function_name(target)
@@ -159,7 +159,7 @@ def _constant(node: fx.Node) -> str:
     value: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         value = getattr(value, part, None)
-    if not isinstance(value, torch.Tensor) or _compat.is_fake(value):
+    if not isinstance(value, torch.Tensor) or value.is_meta or _compat.is_fake(value):
         return ""
     return f" ({value.item():g})" if value.dim() == 0 and value.device.type == "cpu" else ""
 

@@ -1,6 +1,6 @@
 """Graphs in files: saved in one process, loaded, rewritten and shown in another."""
 
 from graphopt.saved.errors import SavedGraphError
-from graphopt.saved.files import load_graph, save_graph
+from graphopt.saved.files import load_description, load_graph, save_graph
 
-__all__ = ["SavedGraphError", "load_graph", "save_graph"]
+__all__ = ["SavedGraphError", "load_description", "load_graph", "save_graph"]

@@ -19,7 +19,7 @@ from graphopt.runtime.places import place, read_bytes, write
 from graphopt.saved.arguments import decode, encode
 from graphopt.saved.errors import SavedGraphError
 from graphopt.saved.nodes import decode_graph, encode_graph
-from graphopt.saved.values import ValueDecoder, ValueEncoder
+from graphopt.saved.values import DescriptionDecoder, ValueDecoder, ValueEncoder
 
 FORMAT = "graphopt graph"
 VERSION = 1
@@ -43,6 +43,8 @@ def save_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
     Raises:
         FileError: the file cannot be written.
         SavedGraphError: a node calls what is not an operator, or holds what cannot be described.
+
+    >>> graphopt.saved.save_graph(gm, "step.pt")
     """
     if not isinstance(graph_module, fx.GraphModule):
         raise SavedGraphError(
@@ -72,12 +74,27 @@ def load_graph(path: str | Path) -> fx.GraphModule:
         FileError: the file cannot be read; `FileNotFoundError` as well where there is none.
         SavedGraphError: the file holds no graph, is damaged, is of a later version of graphopt, or
             needs an operator that is not known here.
+
+    >>> graphopt.saved.save_graph(gm, "step.pt")
+    >>> loaded = graphopt.saved.load_graph("step.pt")
+    >>> len(loaded.graph.nodes) == len(gm.graph.nodes)
+    True
     """
+    return _load(path, ValueDecoder)
+
+
+def load_description(path: str | Path) -> fx.GraphModule:
+    """As `load_graph`, in much less time, for those who only look at the graph: it cannot be
+    rewritten or run, since the tensors in its metadata cannot be computed with."""
+    return _load(path, DescriptionDecoder)
+
+
+def _load(path: str | Path, decoder: type[ValueDecoder]) -> fx.GraphModule:
     path = place(path)
     saved = _read(path)
     try:
         content = json.loads(saved["content"])
-        return _decode(content, saved["tensors"])
+        return _decode(content, saved["tensors"], decoder)
     except SavedGraphError as error:
         raise SavedGraphError(f"{path}: {error}") from None
     except Exception as error:  # what other content than `save_graph` writes leads to
@@ -129,15 +146,17 @@ def _encode(graph_module: fx.GraphModule) -> tuple[dict[str, Any], dict[str, tor
     return content, tensors
 
 
-def _decode(content: dict[str, Any], tensors: dict[str, torch.Tensor]) -> fx.GraphModule:
+def _decode(
+    content: dict[str, Any], tensors: dict[str, torch.Tensor], decoder: type[ValueDecoder]
+) -> fx.GraphModule:
     root = nn.Module()
-    values = ValueDecoder(content["storages"])
+    values = decoder(content["storages"])
     described = {name: values.decode(value) for name, value in content["constants"].items()}
     constants = {**tensors, **described}
     for target, value in constants.items():
         _set_constant(root, target, value)
     graph = IterGraph() if content["iterations"] else fx.Graph()
-    decode_graph(content["graph"], graph, constants)
+    decode_graph(content["graph"], graph, constants, decoder(content["graph"]["storages"]))
     graph.lint()
     loaded = fx.GraphModule(root, graph)
     if content["applied"]:

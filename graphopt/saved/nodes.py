@@ -41,13 +41,15 @@ def encode_graph(graph: fx.Graph) -> dict[str, Any]:
     }
 
 
-def decode_graph(data: dict[str, Any], graph: fx.Graph, constants: Collection[str]) -> None:
+def decode_graph(
+    data: dict[str, Any], graph: fx.Graph, constants: Collection[str], values: ValueDecoder
+) -> None:
     """Append the nodes of `data` to `graph`, an empty one.
 
     Args:
         constants: names of those that there are.
+        values: for the storages of `data`.
     """
-    values = ValueDecoder(data["storages"])
     nodes: list[fx.Node] = []
     for described in data["nodes"]:
         nodes.append(_decode_node(described, graph, nodes, values))

@@ -6,6 +6,7 @@ its own; equal expressions become the same unknown.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,9 +81,12 @@ class ValueDecoder:
     """Decodes the values of one graph, in one new fake tensor mode."""
 
     def __init__(self, storages: list[int]) -> None:
-        self._mode = _compat.new_fake_mode()
         self._bases = [torch.empty(size, dtype=torch.uint8, device="meta") for size in storages]
         self._symbols: dict[int, Any] = {}
+
+    @cached_property
+    def _mode(self) -> Any:
+        return _compat.new_fake_mode()
 
     def decode(self, data: Any) -> Any:
         return decode(data, self._leaf)
@@ -93,8 +97,11 @@ class ValueDecoder:
         if kind == "generator":
             return torch.Generator(content)
         if content not in self._symbols:
-            self._symbols[content] = _compat.new_unknown(self._mode, kind == "symint")
+            self._symbols[content] = self._unknown(kind == "symint")
         return self._symbols[content]
+
+    def _unknown(self, integer: bool) -> Any:
+        return _compat.new_unknown(self._mode, integer)
 
     def _tensor(
         self,
@@ -114,5 +121,23 @@ class ValueDecoder:
         plain = torch.empty(0, dtype=kind, device="meta").set_(base, offset, shape, stride)
         if base.nbytes() != len(self._bases[storage]):
             raise ValueError("a tensor is larger than its storage")
-        fake = _compat.fake_like(self._mode, plain, torch.device(device), conj=conj, neg=neg)
-        return fake.requires_grad_(requires_grad)
+        made = self._made(plain, torch.device(device), conj=conj, neg=neg)
+        return made.requires_grad_(requires_grad)
+
+    def _made(
+        self, plain: torch.Tensor, device: torch.device, *, conj: bool, neg: bool
+    ) -> torch.Tensor:
+        return _compat.fake_like(self._mode, plain, device, conj=conj, neg=neg)
+
+
+class DescriptionDecoder(ValueDecoder):
+    """Decodes values to look at: nothing can be computed with them, and nothing of torch that takes
+    long to import is needed. Unknown numbers are zeros."""
+
+    def _unknown(self, integer: bool) -> Any:
+        return 0 if integer else 0.0
+
+    def _made(
+        self, plain: torch.Tensor, device: torch.device, *, conj: bool, neg: bool
+    ) -> torch.Tensor:
+        return _compat.described_tensor(plain, device)

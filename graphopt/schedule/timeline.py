@@ -10,7 +10,12 @@ from graphopt.schedule.steps import SimulatedStep
 
 
 class Timeline(SimulatedStep):
-    """A step in the steady state, as predicted by `graphopt.simulate`."""
+    """A step in the steady state, as predicted by `graphopt.simulate`.
+
+    >>> timeline = graphopt.simulate(gm)
+    >>> timeline.step_seconds >= timeline.compute_seconds
+    True
+    """
 
     def save_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Write the step in the trace event format, for Perfetto or ``chrome://tracing``.

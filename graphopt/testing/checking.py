@@ -81,6 +81,12 @@ def check_pass(
     Raises:
         AssertionError: something is not as it should be; the message shows what.
         GraphOptError: the step cannot be captured, or the pass raises or is refused.
+
+    >>> def train_step(model, x):
+    ...     model(x).sum().backward()
+    >>> arguments = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    >>> graphopt.testing.check_pass(train_step, arguments, "schedule_comm_wait", changes=0).changed
+    False
     """
     return StepUnderTest(step, args, kwargs, warm=warm).check(
         pass_, expect=expect, changes=changes, idempotent=idempotent, **options
@@ -98,6 +104,13 @@ class StepUnderTest:
 
     Raises:
         GraphOptError: the step cannot be captured.
+
+    >>> def train_step(model, x):
+    ...     model(x).sum().backward()
+    >>> arguments = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    >>> step = graphopt.testing.StepUnderTest(train_step, arguments)
+    >>> step.check("schedule_comm_wait").changed
+    False
     """
 
     def __init__(

@@ -23,6 +23,10 @@ class FakeRanks:
 
     Attributes:
         size: how many there are.
+
+    >>> with graphopt.testing.fake_ranks(2) as ranks:
+    ...     type(ranks).__name__
+    'FakeRanks'
     """
 
     size: int

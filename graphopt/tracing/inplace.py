@@ -63,7 +63,7 @@ def _define(inplace: _compat.OpOverload) -> _compat.OpOverload:
     """The operator that computes what `inplace` writes, in a new tensor of the same strides."""
     name = _functional_name(inplace)
     arguments = str(inplace._schema).partition("(Tensor(a!) self")[2].partition(" -> ")[0]
-    tags = tuple(tag for tag in inplace.tags if tag is torch.Tag.nondeterministic_seeded)
+    tags = tuple(tag for tag in inplace.tags if tag == torch.Tag.nondeterministic_seeded)
     _library.define(f"{name}(Tensor self{arguments} -> Tensor", tags=tags)
     reads = inplace not in _DRAWING
 

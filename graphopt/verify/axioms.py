@@ -73,6 +73,8 @@ def _same_elements(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any
     source = next(iter(args.values()))
     if not _is_static(source) or elements(source.shape) != fake.numel():
         return None
+    if target._schema.name == "aten::view" and "dtype" in args:
+        return None  # it reads the same bits as numbers of another kind
     if source.dtype != fake.dtype:
         return tensor_value(_cast(terms, source.segments, source.dtype, fake.dtype), fake)
     return tensor_value(source.segments, fake)
@@ -215,7 +217,9 @@ def _elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     operands = [value for value in args.values() if isinstance(value, TensorValue)]
     if not operands or not all(_is_static(v) and v.shape == tuple(fake.shape) for v in operands):
         return None
-    if canonical(args.get("alpha", 1)) != 1:
+    if canonical(args.get("alpha", 1)) != 1 or args.get("rounding_mode") is not None:
+        return None
+    if any(value.dtype.is_complex for value in operands):
         return None
     device = {value.device for value in operands}
     if device != {str(fake.device)}:
@@ -387,11 +391,12 @@ AXIOMS = (
     ),
     Axiom(
         "elementwise by runs",
-        _aten("add", "sub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "maximum", "minimum",
+        _aten("add", "sub", "mul", "div", "neg", "abs", "sqrt", "reciprocal",
               "relu", "sign", "eq", "ne", "lt", "le", "gt", "ge", "where", "bitwise_and",
               "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not"),
         "IEEE 754 rounds each of these correctly, so that an element has the same bits in whatever"
-        " loop, vector or remainder it is computed (exp or tanh do not, nor does alpha * b + a)",
+        " loop, vector or remainder it is computed; exp or tanh do not, nor does alpha * b + a, nor"
+        " complex numbers, nor a quotient made whole; the larger of 0.0 and -0.0 is either",
         _elementwise,
     ),
 )  # fmt: skip

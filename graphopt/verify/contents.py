@@ -70,6 +70,33 @@ class Contents:
         """The node whose storage a node shares; itself if it has its own."""
         return self._owner[node]
 
+    def overlap(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether two nodes may hold an element in common."""
+        if self._owner[one] is not self._owner[other]:
+            return False
+        owner = self._owner[one]
+        places = whole(self._terms.make(("places", owner.name)), owner.meta["val"])
+        runs = [self._runs(node, owner, places) for node in (one, other)]
+        if runs[0] is None or runs[1] is None:
+            return True
+        return any(
+            a.start < b.start + b.length and b.start < a.start + a.length
+            for a in runs[0]
+            for b in runs[1]
+        )
+
+    def _runs(
+        self, node: fx.Node, owner: fx.Node, places: TensorValue
+    ) -> tuple[Segment, ...] | None:
+        """Where in the storage of its owner a node lies; None if that is not known."""
+        part = self._through(node, owner, places)
+        back = permuted_back(self._terms, part, part) if isinstance(part, TensorValue) else None
+        part = part if back is None else back[0]
+        term = places.segments[0].term if places.segments else -1
+        if not isinstance(part, TensorValue) or any(s.term != term for s in part.segments):
+            return None
+        return part.segments
+
     def written(self) -> Iterator[fx.Node]:
         """Owners whose storage was updated."""
         yield from self._version

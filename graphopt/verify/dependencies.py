@@ -53,6 +53,9 @@ def check_dependencies(
         correspondence: node of `after` -> node of `before`; None: nodes of one name correspond.
         same_dtypes: whether collectives have to send what they sent in the same dtype; not so after
             a pass that changes numerics, such as one that compresses gradients.
+
+    >>> print(graphopt.verify.check_dependencies(gm, gm))
+    the graph keeps every dependency
     """
     old, new = _graph_of(before), _graph_of(after)
     if correspondence is None:

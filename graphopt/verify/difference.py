@@ -9,12 +9,17 @@ from torch import fx
 
 from graphopt.verify.axioms import RULES
 from graphopt.verify.evaluation import Evaluation
+from graphopt.verify.moved import MovedElements, first_difference, moved_elements
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import ScalarValue, Segment, TensorValue, Terms
 
 HINT = (
     "if the pass is right, a rule is missing: declare changes_numerics=True for the pass, or check"
     " dependencies alone with verify='dependencies'"
+)
+_MOVED_HINT = (
+    "the elements are the same in another order, or some are taken twice: look at where slices"
+    " begin and at the order in which they are joined"
 )
 _LAYOUT = ("shape", "dtype", "device", "stride")
 
@@ -40,27 +45,43 @@ class Difference:
             what: the output, in words.
             one, other: its values before and after.
         """
-        message, first, second = self._smallest(one, other)
+        message, first, second, hint = self._smallest(one, other)
         nodes = [self._new.origins.get(second), self._old.origins.get(first)]
         nodes.append(self._new.nodes.get(self._place))
         shown = tuple(dict.fromkeys(node for node in nodes if isinstance(node, fx.Node)))
         lines = [f"{what} is not what it was: {message}", *self._slices(first, second)]
-        return Problem("\n".join(lines), shown, hint=self._nearest_rule(first, second) + HINT)
+        hint = hint or self._nearest_rule(first, second) + HINT
+        return Problem("\n".join(lines), shown, hint=hint)
 
-    def _smallest(self, one: Any, other: Any) -> tuple[str, int, int]:
-        """Follow two values down to where they begin to differ."""
+    def _smallest(self, one: Any, other: Any) -> tuple[str, int, int, str]:
+        """Follow two values down to where they begin to differ: what is to be said, the terms, and
+        the hint, empty where it is the usual one."""
         message, first, second = "another value", -1, -1
         while True:
             pair = first_pair(one, other)
             if pair is None:
-                return _layouts(one, other) or message, first, second
+                moved, gets = moved_elements(one, other), "it holds"
+                message = _layouts(one, other) or message
+                break
             first, second = pair
             keys = self._terms[first].key, self._terms[second].key
-            message = _message(*keys)
+            message, gets = _message(*keys), f"{operator_of(keys[1])} gets"
             inner = _inner(*keys)
             if inner is None:
-                return message, first, second
+                moved = moved_elements(*keys)
+                break
             one, other = inner
+        if moved is None:
+            return message, first, second, ""
+        return f"{gets} {self._moved(moved)}", first, second, _MOVED_HINT
+
+    def _moved(self, moved: MovedElements) -> str:
+        node = self._old.origins.get(moved.term) or self._new.origins.get(moved.term)
+        name = operator_of(self._terms[moved.term].key) if node is None else f"%{node.name}"
+        return (
+            f"element {moved.now} of {name} where element {moved.was} was (element"
+            f" {moved.place} of the argument)"
+        )
 
     def _slices(self, first: int, second: int) -> Iterator[str]:
         """The smallest differing part of each graph, in one line, with the line that it is from."""
@@ -151,7 +172,8 @@ def first_pair(one: Any, other: Any) -> tuple[int, int] | None:
     if isinstance(one, Segment) and isinstance(other, Segment):
         return None if one.term == other.term else (one.term, other.term)
     if isinstance(one, TensorValue) and isinstance(other, TensorValue):
-        return first_pair(tuple(one.segments), tuple(other.segments[: len(one.segments)]))
+        segments = first_difference(one.segments, other.segments)
+        return None if segments is None else first_pair(*segments)
     if isinstance(one, ScalarValue) and isinstance(other, ScalarValue):
         return None if one == other else (one.term, other.term)
     if not isinstance(one, tuple) or not isinstance(other, tuple):
@@ -172,4 +194,4 @@ def _layouts(one: Any, other: Any) -> str | None:
         a, b = getattr(one, name), getattr(other, name)
         if a != b:
             return f"{name} {b}, before it was {a}"
-    return "other elements of the same value"
+    return None

@@ -32,7 +32,7 @@ from graphopt.verify.difference import Difference
 from graphopt.verify.evaluation import Evaluation, NotDecidedError, evaluate_graph, input_value
 from graphopt.verify.problems import Problem
 from graphopt.verify.regions import Regions
-from graphopt.verify.terms import Pending, Terms
+from graphopt.verify.terms import Pending, Terms, canonical
 
 _SHOWN = 10
 
@@ -46,6 +46,10 @@ class EquivalenceReport:
         reorders_sums: whether elements are summed over ranks in another place of what is sent:
             the same bits on two ranks, up to the order of sums on more.
         decidable: whether terms can speak of the graph before at all.
+
+    >>> report = graphopt.verify.check_equivalence(gm, gm)
+    >>> report.ok, report.problems
+    (True, [])
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -86,6 +90,9 @@ def check_equivalence(
     Args:
         before: the graph that a pass was given, or a copy of it.
         after: what the pass made of it.
+
+    >>> graphopt.verify.check_equivalence(gm, gm).ok
+    True
     """
     return Proof().compare(before, after)
 
@@ -348,7 +355,7 @@ def _of_values(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> It
             yield Problem(f"{where}{len(after)} {_KINDS[kind]}s, before it was {len(before)}")
             continue
         for index, (one, other) in enumerate(zip(before, after, strict=True)):
-            if one != other:
+            if canonical(one) != canonical(other):
                 text = f"{where}{_KINDS[kind]} {index}"
                 yield Difference(terms, old, new, (kind, index)).problem(text, one, other)
     for name in dict.fromkeys([*old.states, *new.states]):
@@ -370,9 +377,22 @@ def _of_sends(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Ite
             continue
         (kind, _), term = key
         node = new.origins.get(term) or old.origins.get(term)
+        name = "what is sent" if node is None else f"%{node.name}"
+        element, was, now = _first_change(before, after)
         yield Problem(
-            f"{where}not every element goes through {kind} as often as before",
+            f"{where}element {element} of {name} goes through {kind} {now} times, before it was"
+            f" {was}",
             () if node is None else (node,),
             hint="each element that was sent is sent once; comm.get_all_comm_blocks lists the"
             " collectives, and a collective that nobody needs has to go with its wait",
         )
+
+
+def _first_change(before: Mapping[int, int], after: Mapping[int, int]) -> tuple[int, int, int]:
+    """The first element that is sent more or less often than before, how often it was, and is."""
+    was = now = 0
+    for position in sorted({*before, *after}):
+        was, now = was + before.get(position, 0), now + after.get(position, 0)
+        if was != now:
+            break
+    return position, was, now

@@ -14,7 +14,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_output, get_outputs, is_wait, may_alias, written
 from graphopt.ir.families import FUSED_OPTIMIZERS
-from graphopt.ir.operators import draws, fused_optimizer
+from graphopt.ir.operators import draws, fused_optimizer, is_operator, nodes_in
 from graphopt.optim.lists import list_schema
 from graphopt.verify.axioms import RULES, reduced
 from graphopt.verify.calls import entries, fresh, leaves, parameters, target_name, terms_in
@@ -24,6 +24,7 @@ from graphopt.verify.functional import functional_form, standard_form
 from graphopt.verify.inlining import call_of
 from graphopt.verify.problems import Problem
 from graphopt.verify.regions import Unknown
+from graphopt.verify.sending import Sending, with_constants_of
 from graphopt.verify.terms import (
     Origins,
     Pending,
@@ -36,15 +37,23 @@ from graphopt.verify.terms import (
 from graphopt.verify.traits import traits_of
 
 _ELEMENTWISE = ("all_reduce", "broadcast")
+_OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+"""Operators that read elements of a storage besides those of their argument."""
+
 _PERHAPS_VIEWS = ("aten::reshape", "aten::flatten", "aten::contiguous", "aten::to")
 """Operators that give a view of their argument or a copy, as its strides have it."""
 
 
 class NotDecidedError(Exception):
-    """A graph does something about which terms cannot speak."""
+    """A graph does something about which terms cannot speak.
 
-    def __init__(self, message: str, node: fx.Node) -> None:
+    Attributes:
+        foreign: it calls something whose graph is unknown.
+    """
+
+    def __init__(self, message: str, node: fx.Node, *, foreign: bool = False) -> None:
         super().__init__(message)
+        self.foreign = foreign
         self.problem = Problem(f"not decided: {message}", (node,), hint=_HINT)
 
 
@@ -62,6 +71,7 @@ class Evaluation:
         results, carried: values that the graph returns.
         states: value of each placeholder that the graph updates, by its target.
         draws: how many operators drew random numbers or moved a generator.
+        launches: how many collectives were launched.
         effects: keys of what the host sees, in order.
         sent: for each kind of collective and term, at which elements more or fewer copies begin
             to be sent than before.
@@ -75,6 +85,7 @@ class Evaluation:
     carried: list[Any] = field(default_factory=list)
     states: dict[str, Any] = field(default_factory=dict)
     draws: int = 0
+    launches: int = 0
     effects: list[Any] = field(default_factory=list)
     sent: dict[Any, Counter[int]] = field(default_factory=dict)
     origins: Origins = field(default_factory=dict)
@@ -87,7 +98,7 @@ def evaluate_graph(
     terms: Terms,
     inputs: dict[str, Any] | None = None,
     *,
-    ranks_send_alike: bool = False,
+    by_launch: bool = False,
     unknowns: Mapping[fx.Node, Unknown] | None = None,
 ) -> Evaluation:
     """What a graph gives for arbitrary inputs, or for some that are terms already.
@@ -95,15 +106,15 @@ def evaluate_graph(
     Args:
         terms: shared by all graphs that are compared.
         inputs: values of placeholders by target; a placeholder without one is arbitrary.
-        ranks_send_alike: a constant that is sent is the same on all ranks: so where the launches
-            are known to be the same, in the same order, on all of them.
+        by_launch: a constant that is sent is known by the launch that sends it, and not by the node
+            that made it: where graphs are compared that have the same launches in the same order.
         unknowns: nodes that are taken for unknown functions of others.
 
     Raises:
         NotDecidedError: naming the node that terms cannot speak of.
     """
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
-    return _Evaluator(graph, terms, inputs or {}, alike=ranks_send_alike, unknowns=unknowns).run()
+    return _Evaluator(graph, terms, inputs or {}, by_launch=by_launch, unknowns=unknowns).run()
 
 
 def input_value(terms: Terms, node: fx.Node) -> Any:
@@ -122,14 +133,15 @@ class _Evaluator:
         inputs: dict[str, Any],
         found: Evaluation | None = None,
         *,
-        alike: bool = False,
+        by_launch: bool = False,
         unknowns: Mapping[fx.Node, Unknown] | None = None,
     ) -> None:
         self._graph, self._terms, self._inputs = graph, terms, inputs
         self._contents = Contents(terms, self._view)
-        self._alike = alike
-        self._sent_constants = set() if alike else sent_constants(graph)
+        self._by_launch = by_launch
+        self._sent_constants = set() if by_launch else sent_constants(graph)
         self._in_flight: dict[fx.Node, fx.Node] = {}
+        self._sending = Sending(self._contents.owner)
         self._found = found or Evaluation()
         self._unknowns = unknowns or {}
 
@@ -147,7 +159,7 @@ class _Evaluator:
             if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
                 raise NotDecidedError("its shape is not known", node)
             if node in self._unknowns:
-                self._contents.add(node, self._unknown(node), None)
+                self._contents.add(node, self._unknown(node), self._base(node))
                 continue
             value = self._value(node)
             base = self._base(node)
@@ -226,6 +238,8 @@ class _Evaluator:
 
     def _view(self, node: fx.Node, value: Any) -> Any:
         """What a view gives of another value of its first argument."""
+        if node in self._unknowns:
+            raise NotDecidedError("what it may be a view of was updated", node)
         if node.target is operator.getitem:
             return self._picked(node, value)
         if not isinstance(node.target, _compat.OpOverload):
@@ -248,7 +262,7 @@ class _Evaluator:
         if call is not None:
             return self._module(node, *call)
         if node.op != "call_function":
-            raise NotDecidedError(f"it calls {node.op} {node.target}", node)
+            raise NotDecidedError(f"it calls {node.op} {node.target}", node, foreign=True)
         traits = traits_of(node)
         if traits.wait:
             return self._waited(node)
@@ -269,19 +283,19 @@ class _Evaluator:
         compiled, which is trusted to compute what its source does."""
         if body is None:
             raise NotDecidedError(
-                f"it calls the module {node.target}, whose graph is unknown", node
+                f"it calls the module {node.target}, whose graph is unknown", node, foreign=True
             )
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         given = dict(zip((str(n.target) for n in inputs), self._read(arguments), strict=False))
         found = replace(self._found, results=[], carried=[], states={}, nodes={}, aliases={})
-        inner = _Evaluator(body.graph, self._terms, given, found, alike=self._alike)
+        inner = _Evaluator(body.graph, self._terms, given, found, by_launch=self._by_launch)
         inner._walk()
         for owner in inner._contents.written():
             argument = arguments[inputs.index(owner)] if owner in inputs else None
             if not isinstance(argument, fx.Node):
                 raise NotDecidedError("it updates a constant of its module", node)
             self._written(node, argument, inner._contents.read(owner))
-        self._found.draws = found.draws
+        self._found.draws, self._found.launches = found.draws, found.launches
         return inner._read(get_output(body.graph).args[0], sent=True)
 
     def _call(self, node: fx.Node) -> Any:
@@ -310,9 +324,16 @@ class _Evaluator:
             if value is not None:
                 return value
         key = ("call", target_name(target), *extra, canonical(arguments))
+        if is_operator(target, *_OF_STORAGE):
+            key = (*key, *self._storage(cast(fx.Node, node.args[0])))
         if not extra and node.is_impure() and not written(node):
             self._found.effects.append(key)
         return fresh(self._terms, key, fake)
+
+    def _storage(self, node: fx.Node) -> tuple[Any, ...]:
+        """All that lies in the storage of a node, and where in it the node begins."""
+        held = canonical(self._contents.read(self._contents.owner(node)))
+        return held, node.meta["val"].storage_offset()
 
     def _sent_constant(self, node: fx.Node, arguments: dict[str, Any]) -> Any:
         """A constant that is sent: what other ranks send there is theirs, so that a reduction of
@@ -359,6 +380,10 @@ class _Evaluator:
         first, sent = next(iter(arguments.items()))
         options = canonical({name: v for name, v in arguments.items() if name != first})
         kind = (reduction, options)
+        if self._by_launch:
+            sent = with_constants_of(self._terms, sent, (self._found.launches,))
+        self._found.launches += 1
+        self._sending.launched(node)
         self._count(kind, sent)
         fake = node.meta["val"]
         if reduction in _ELEMENTWISE and self._is_static(sent):
@@ -387,6 +412,7 @@ class _Evaluator:
             raise NotDecidedError("it waits for something that is not a collective's", node)
         if isinstance(source, fx.Node):
             self._in_flight.pop(self._contents.owner(source), None)
+        self._sending.waited(node)
         return value.value
 
     # -------------------------------------------------------------------------------- state
@@ -407,6 +433,9 @@ class _Evaluator:
         if not isinstance(value, TensorValue):
             raise NotDecidedError("what it updates is not a tensor", node)
         value = with_layout(value, destination.meta["val"])
+        reader = self._sending.reader_of(destination)
+        if reader is not None:
+            raise NotDecidedError(f"it overwrites what %{reader.name} still sends", node)
         try:
             self._contents.write(destination, value)
         except CannotWriteError as error:
@@ -429,9 +458,12 @@ class _Evaluator:
         return self._in_place_lists(node, target, arguments)
 
     def _in_place_lists(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
-        found = entries(self._terms, target, arguments, node.meta["val"])
+        first = cast(Sequence[fx.Node], node.args[0])  # what it gives itself is nothing
+        held = node.meta["val"] or [destination.meta["val"] for destination in first]
+        found = entries(self._terms, target, arguments, held)
         if found is None:
             raise NotDecidedError("entries of its lists cannot be told apart", node)
+        self._refuse_entries_of_one_storage(node)
         several = fused_optimizer(node.target)
         columns = found if several else (found,)
         for position in FUSED_OPTIMIZERS[several] if several else (0,):
@@ -439,6 +471,22 @@ class _Evaluator:
             for destination, value in zip(destinations, columns[position], strict=True):
                 self._written(node, destination, value)
         return found
+
+    def _refuse_entries_of_one_storage(self, node: fx.Node) -> None:
+        """Entries are updated one after the other, or all at once: none may read what another one
+        writes."""
+        places: dict[fx.Node, dict[fx.Node, set[int]]] = {}
+        for row in node.args:
+            for index, entry in enumerate(row if isinstance(row, (list, tuple)) else ()):
+                for read in nodes_in(entry):
+                    there = places.setdefault(self._contents.owner(read), {})
+                    there.setdefault(read, set()).add(index)
+        for destination in written(node):
+            there = places[self._contents.owner(destination)]
+            mine = there[destination]
+            others = [other for other, indices in there.items() if indices != mine]
+            if len(mine) > 1 or any(self._contents.overlap(destination, n) for n in others):
+                raise NotDecidedError("one entry of its lists writes what another one has", node)
 
     def _in_place_collective(self, node: fx.Node, reduction: str) -> Any:
         """It may write whenever it likes until its wait."""

@@ -77,7 +77,7 @@ def _without_nodes(value: Any) -> Any:
 def _mark(value: Any) -> Any:
     if isinstance(value, fx.Node):
         return _NODE
-    return (type(value), value) if isinstance(value, (bool, int, float)) else value
+    return repr(value) if isinstance(value, (bool, int, float)) else value
 
 
 _NODE = object()

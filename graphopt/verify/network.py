@@ -40,6 +40,10 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
     (1 for the late nodes of an `IterGraph`, otherwise 0).
 
     Every order of the nodes that is topological in this graph computes the same. Near-linear.
+
+    >>> edges = graphopt.verify.dependency_graph(gm).edges(data="kind")
+    >>> [(u, v) for u, v, kind in edges if "collective" in kind]
+    [(all_reduce, wait_tensor), (all_reduce_1, wait_tensor_1)]
     """
     import networkx as nx  # a tenth of a second that other uses of this package need not wait for
 

@@ -49,7 +49,11 @@ class Problem:
 
 @dataclass
 class DependencyReport:
-    """The outcome of comparing the dependencies of two graphs."""
+    """The outcome of comparing the dependencies of two graphs.
+
+    >>> graphopt.verify.check_dependencies(gm, gm).ok
+    True
+    """
 
     problems: list[Problem] = field(default_factory=list)
 

@@ -20,6 +20,7 @@ from graphopt import _compat
 from graphopt.graph_utils import tensors_in, without_autocast
 from graphopt.ir.rewritten import RewrittenPlace
 from graphopt.verify.problems import Problem
+from graphopt.verify.terms import layout_of
 
 logger = logging.getLogger("graphopt")
 
@@ -72,6 +73,7 @@ class Regions:
         self._old = dict(copies)
         self._problem: Problem | None = None
         self._pairs: list[tuple[RewrittenPlace, Region, Region]] = []
+        self._later = {w: n for p in places for w, n in zip(p.before, p.after, strict=True)}
         for place in places:
             self._add(place)
 
@@ -87,7 +89,17 @@ class Regions:
             self._old[now] = self._old[was]
         inputs = tuple(self._old[node] for node in place.inputs if node in self._old)
         before = Region(inputs, tuple(self._old[node] for node in place.before))
-        self._pairs.append((place, before, Region(place.inputs, place.after)))
+        after = Region(self._now(place.inputs), self._now(place.after))
+        self._pairs.append((place, before, after))
+
+    def _now(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        """What stands for nodes after all places: one may begin where another one ends."""
+        found = list(nodes)
+        for index, node in enumerate(found):
+            while node in self._later:
+                node = self._later[node]
+            found[index] = node
+        return tuple(found)
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong with the parts themselves."""
@@ -101,6 +113,7 @@ class Regions:
                     f"{place.pattern} reads what the pass itself has made", place.after[:1]
                 )
                 continue
+            yield from _laid_out_otherwise(place, before, after)
             parts = [_extracted(region) for region in (before, after)]
             for part in parts:
                 if isinstance(part, fx.Node):
@@ -109,7 +122,7 @@ class Regions:
                         (place.after[0], part),
                     )
             graphs = [part for part in parts if isinstance(part, fx.Graph)]
-            text = "\n".join(map(_text, graphs))
+            text = "\n".join([*map(_text, graphs), str(place.tolerance)])
             if len(graphs) == 2 and text not in compared:
                 compared.add(text)
                 yield from _compared(place, *graphs)
@@ -126,6 +139,15 @@ class Regions:
                 old[was] = Unknown(key, tuple(needed), was)
                 new[now] = Unknown(key, tuple(inputs[node] for node in needed), was)
         return old, new
+
+
+def _laid_out_otherwise(place: RewrittenPlace, before: Region, after: Region) -> Iterator[Problem]:
+    """Readers compute other bits of what lies in memory otherwise."""
+    for was, now in zip(before.outputs, after.outputs, strict=True):
+        if list(map(layout_of, tensors_in(was.meta["val"]))) != list(
+            map(layout_of, tensors_in(now.meta["val"]))
+        ):
+            yield Problem(f"what stands for {place.pattern} gives another kind of tensor", (now,))
 
 
 def _between(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
@@ -181,10 +203,11 @@ def _compared(place: RewrittenPlace, before: fx.Graph, after: fx.Graph) -> Itera
     if not _can_run(values):
         logger.info("%s is too large to be compared, or not of this machine", place.pattern)
         return
-    with torch.random.fork_rng([]), torch.no_grad(), without_autocast():
-        torch.manual_seed(0)
-        inputs = [_random(n.meta["val"]) for n in before.nodes if n.op == "placeholder"]
-        runs = [_run(graph, inputs) for graph in (before, after)]
+    runs = _runs(before, after, positive=False)
+    if not all(map(_has_numbers, runs[0])):
+        runs = _runs(before, after, positive=True)
+    if not all(map(_has_numbers, runs[0])):
+        logger.info("%s gives no finite numbers on random inputs: not compared", place.pattern)
     for name, output, was, now in zip(place.outputs, place.after, *runs, strict=True):
         allowed = place.tolerance or _TOLERANCES.get(was.dtype, _TOLERANCE)
         gap, size = _largest_gap(was, now)
@@ -204,28 +227,40 @@ def _can_run(values: Sequence[torch.Tensor]) -> bool:
     return all(v.device.type == "cpu" or torch.cuda.is_available() for v in values)
 
 
-def _run(graph: fx.Graph, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    given = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-    torch.manual_seed(1)
-    return list(fx.GraphModule(torch.nn.Module(), graph)(*given))
+def _runs(before: fx.Graph, after: fx.Graph, *, positive: bool) -> list[list[torch.Tensor]]:
+    """What both parts give for the same random inputs."""
+    found = []
+    with torch.random.fork_rng([]), torch.no_grad(), without_autocast():
+        for graph in (before, after):
+            torch.manual_seed(0)
+            held = [n.meta["val"] for n in before.nodes if n.op == "placeholder"]
+            inputs = [_random(value, positive) for value in held]
+            torch.manual_seed(1)
+            found.append(list(fx.GraphModule(torch.nn.Module(), graph)(*inputs)))
+    return found
 
 
-def _random(held: Any) -> Any:
+def _has_numbers(value: torch.Tensor) -> bool:
+    return not value.numel() or bool(value.isfinite().any())
+
+
+def _random(held: Any, positive: bool) -> Any:
     """A value of the kind and the layout of a fake one."""
     if not isinstance(held, torch.Tensor):
         return 0.5
+    if not held.numel():
+        return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+    reach = zip(held.shape, held.stride(), strict=True)
+    length = 1 + sum((size - 1) * stride for size, stride in reach)
     if held.is_floating_point() or held.is_complex():
-        values = torch.randn(held.shape, dtype=torch.float64)
+        values = torch.randn(length, dtype=torch.float64)
+        values = values.abs() if positive else values
     elif held.dtype == torch.bool:
-        values = torch.rand(held.shape) < 0.5
+        values = torch.rand(length) < 0.5
     else:
-        values = torch.zeros(held.shape)
-    laid = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
-    return laid if _overlaps(held) else laid.copy_(values)
-
-
-def _overlaps(held: torch.Tensor) -> bool:
-    return any(s == 0 and n > 1 for s, n in zip(held.stride(), held.shape, strict=True))
+        values = torch.zeros(length)
+    laid = values.to(device=held.device, dtype=held.dtype)
+    return laid.as_strided(held.shape, held.stride())
 
 
 def _largest_gap(was: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:

@@ -31,7 +31,7 @@ def totals(
         other = _other_attribute(key, old, new)
         if other is not None:
             instead, more, what = other
-            message += f": {what} changed, {_sends(instead, more)} more"
+            message = _changed(what, key, instead, (count - left, more))
             hint = _ATTRIBUTE_HINTS.get(what, hint)
             gone += tuple(n for n in new[instead][1] if same.get(n) not in old.get(key, (0, []))[1])
         yield Problem(message, gone[:3], hint)
@@ -52,6 +52,16 @@ _ATTRIBUTE_HINTS = {
 def _sends(key: _Key, count: int) -> str:
     signature, dtype = key
     return f"{signature_text(signature)} sends {count} elements{dtype}"
+
+
+def _changed(what: str, key: _Key, instead: _Key, elements: tuple[int, int]) -> str:
+    """That an attribute of what is sent is another. `elements`: how many fewer are sent as before,
+    and how many more with the other attribute."""
+    fewer, more = elements
+    now, was = (f"{signature_text(signature)}{dtype}" for signature, dtype in (instead, key))
+    found = f"{what} of {min(fewer, more)} elements that are sent changed: {now} now, before it was"
+    found += f" {was}"
+    return found + (f"; {fewer - more} more are not sent at all" if fewer > more else "")
 
 
 def _other_attribute(key: _Key, old: _Totals, new: _Totals) -> tuple[_Key, int, str] | None:

@@ -2,7 +2,7 @@
 
 Each stage is shown to compute what the graph that it was given computes. Where storages are reused,
 what is in them is followed: a value that was overwritten while somebody could still read it would
-be read as what it is then.
+be read as what it is then. What cannot be followed any more, and could be before, is refused.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _differing(
     constants that are sent need not be told apart by who made them: lowering makes padding anew
     where it is needed."""
     old, new = (
-        evaluate_graph(in_one(graph), terms, dict(inputs), ranks_send_alike=True)
+        evaluate_graph(in_one(graph), terms, dict(inputs), by_launch=True)
         for graph in (before, after)
     )
     return list(differences(terms, old, new))
@@ -108,11 +108,17 @@ class StageProof:
         try:
             if known is None:
                 known = DerivedEvaluation(after, evaluate_graph(in_one(before), terms))
+        except NotDecidedError as error:
+            logger.info("the graph %s is not compared: %s", name, error)
+            return []
+        try:
             new = evaluate_graph(in_one(after.graph), terms, dict(known.inputs))
             found = list(differences(terms, known.evaluation, new))
             if found:
                 found = _differing(before, after.graph, terms, known.inputs)
         except NotDecidedError as error:
+            if not error.foreign:  # terms could speak of the graph before
+                return [error.problem]
             logger.info("the graph %s is not compared: %s", name, error)
             return []
         self._known[name] = known._replace(module=after, evaluation=new)

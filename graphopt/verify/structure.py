@@ -39,13 +39,18 @@ def interface(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
     if old != new:
         yield Problem("the placeholders are not those of the graph before, in the same order")
     was, now = get_outputs(before), get_outputs(after)
-    if (len(was.results), len(was.carried)) != (len(now.results), len(now.carried)):
-        yield Problem(
-            f"the graph returned {len(was.results)} results and {len(was.carried)} carried values,"
-            f" now {len(now.results)} and {len(now.carried)}",
-            hint="what a step returns is fixed; graphopt.host.insert_callback gives values of every"
-            " step to a function",
-        )
+    for what, one, other in (
+        ("result", was.results, now.results),
+        ("carried value", was.carried, now.carried),
+    ):
+        if len(one) != len(other):
+            added = tuple(v for v in other[len(one) :] if isinstance(v, fx.Node))
+            yield Problem(
+                f"the step returned {len(one)} {what}{'s' * (len(one) != 1)}, now {len(other)}",
+                added[:1],
+                "what a step returns is fixed; graphopt.host.insert_callback gives values of every"
+                " step to a function",
+            )
 
 
 def late_nodes(graph: fx.Graph) -> Iterator[Problem]:

@@ -1,0 +1,90 @@
+"""Which elements of a value stand where others of the same value stood.
+
+cat([a[:4], a[4:]])  ->  cat([a[4:], a[:4]])        element 0 is a[4], before it was a[0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from graphopt.verify.terms import Segment, TensorValue
+
+
+class MovedElements(NamedTuple):
+    """The first element that is another one of the same term.
+
+    Attributes:
+        place: in the tensor.
+        term: of which it is an element.
+        was, now: which one.
+    """
+
+    place: int
+    term: int
+    was: int
+    now: int
+
+
+def moved_elements(one: Any, other: Any) -> MovedElements | None:
+    """The first moved element in two values or keys; None where the difference is another one."""
+    if isinstance(one, TensorValue) and isinstance(other, TensorValue):
+        return _in_rows(one.segments, other.segments)
+    if not isinstance(one, tuple) or not isinstance(other, tuple):
+        return None
+    if one[:1] == other[:1] == ("each",):
+        return _in_runs(one, other)
+    for a, b in zip(one, other, strict=False):
+        found = moved_elements(a, b)
+        if found is not None:
+            return found
+    return None
+
+
+def first_difference(
+    one: Sequence[Segment], other: Sequence[Segment]
+) -> tuple[Segment, Segment] | None:
+    """The first elements of two rows that differ, as segments that begin with them."""
+    found = next(_differing(one, other), None)
+    return None if found is None else found[1:]
+
+
+def _in_rows(one: Sequence[Segment], other: Sequence[Segment]) -> MovedElements | None:
+    found = next(_differing(one, other), None)
+    if found is None or found[1].term != found[2].term:
+        return None
+    return MovedElements(found[0], found[1].term, found[1].start, found[2].start)
+
+
+def _differing(
+    one: Sequence[Segment], other: Sequence[Segment]
+) -> Iterator[tuple[int, Segment, Segment]]:
+    """Where pieces of two rows, cut at the boundaries of both, differ."""
+    rows, place = (list(reversed(one)), list(reversed(other))), 0
+    while all(rows):
+        a, b = (row.pop() for row in rows)
+        length = min(a.length, b.length)
+        if a[:2] != b[:2]:
+            yield place, a, b
+        for row, rest in zip(rows, (a, b), strict=True):
+            if rest.length > length:
+                row.append(Segment(rest.term, rest.start + length, rest.length - length))
+        place += length
+
+
+def _in_runs(one: tuple[Any, ...], other: tuple[Any, ...]) -> MovedElements | None:
+    """In keys of elementwise operators, whose operands stand in runs of one length: the first that
+    begins at another element than the first operand does."""
+    old, new = ([entry for _, entry in key[3:] if _is_operand(entry)] for key in (one, other))
+    if one[1:3] != other[1:3] or [entry[1] for entry in old] != [entry[1] for entry in new]:
+        return None
+    was, now = ([entry[3] if len(entry) > 3 else 0 for entry in run] for run in (old, new))
+    for entry, before, after in zip(new, was, now, strict=True):
+        expected = before - was[0] + now[0]
+        if after != expected:
+            return MovedElements(now[0], entry[1], expected, after)
+    return None
+
+
+def _is_operand(entry: Any) -> bool:
+    return isinstance(entry, tuple) and entry[:1] == ("elements",)

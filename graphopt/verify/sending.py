@@ -1,0 +1,68 @@
+"""What collectives are about: which storages they still read, and which constants they send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from graphopt.ir.operators import nodes_in, operator_of
+from graphopt.ir.views import launch_of
+from graphopt.verify.terms import Segment, TensorValue, Terms, elements_of
+
+
+class Sending:
+    """Storages that collectives read until their waits.
+
+    Args:
+        owner: the node whose storage a node shares.
+    """
+
+    def __init__(self, owner: Callable[[fx.Node], fx.Node]) -> None:
+        self._owner = owner
+        self._open: dict[fx.Node, tuple[set[fx.Node], int]] = {}
+
+    def launched(self, launch: fx.Node) -> None:
+        """Take in the launch of a collective."""
+        if operator_of(launch).reads_until_wait:
+            held = launch.meta["val"]
+            waits = len(held) if isinstance(held, (list, tuple)) else 1
+            self._open[launch] = set(map(self._owner, nodes_in(launch.args[0]))), waits
+
+    def waited(self, wait: fx.Node) -> None:
+        """Take in a wait, of the only result of a collective or of one of them."""
+        launch = launch_of(wait)
+        if launch is None or launch not in self._open:
+            return
+        owners, waits = self._open.pop(launch)
+        if waits > 1:
+            self._open[launch] = owners, waits - 1
+
+    def reader_of(self, node: fx.Node) -> fx.Node | None:
+        """The collective that still reads the storage of a node."""
+        if not self._open:
+            return None
+        owner = self._owner(node)
+        return next((n for n, (owners, _) in self._open.items() if owner in owners), None)
+
+
+def with_constants_of(terms: Terms, sent: Any, place: tuple[int, ...]) -> Any:
+    """What a collective sends, with its constants told from those of all other collectives: what
+    other ranks send there is theirs.
+
+    Args:
+        place: the number of the collective, the same on all ranks.
+    """
+    if isinstance(sent, tuple):
+        return tuple(with_constants_of(terms, v, (*place, i)) for i, v in enumerate(sent))
+    if not isinstance(sent, TensorValue):
+        return sent
+    found, offset = [], 0
+    for segment in sent.segments:
+        if terms[segment.term].constant:
+            key = ("sent constant", place, elements_of(segment.term), segment.start - offset)
+            segment = Segment(terms.make(key, constant=True), offset, segment.length)
+        found.append(segment)
+        offset += segment.length
+    return TensorValue(tuple(found), sent.shape, sent.stride, sent.dtype, sent.device)
