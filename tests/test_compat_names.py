@@ -65,6 +65,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_compiled_call_impl": nn.Module,
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_backward_pre_hooks": lambda: nn.modules.module,
+    "_has_symbolic_sizes_strides": lambda: torch.ones(1),
     "_lineno_map": lambda: fx.symbolic_trace(nn.ReLU()),
     "_modules": nn.Module,
     "_non_persistent_buffers_set": nn.Module,

@@ -209,6 +209,12 @@ def errors_raised_once() -> Iterator[None]:
         logger.disabled = before
 
 
+def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """While active, writing to a tensor does not count as an update of it."""
+    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    return kept
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """An integer equal for tensors over one storage, as long as that storage lives."""
     if tensor.layout is not torch.strided:  # indices and values in storage of their own

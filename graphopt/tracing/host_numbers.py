@@ -125,6 +125,9 @@ class HostNumber(TracedFloat):
     # `isinstance(number, int)` in a step gets the answer that it gets for the number.
     __class__ = property(lambda self: _class_of(self))
 
+    def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return _known(function, args)
+
     def exactly(self) -> Any:
         """The number, which the graph holds for alone from now on."""
         if isinstance(self.expression, (Leaf, Term)):
@@ -185,7 +188,7 @@ def is_host_number(value: Any) -> bool:
     return issubclass(type(value), HostNumber)
 
 
-def known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | None:
+def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | None:
     """`function(*args)` of host numbers and constants as a host number, as one node; None where
     something else is among them."""
     numbers = [arg for arg in args if is_host_number(arg)]

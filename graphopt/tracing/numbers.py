@@ -32,6 +32,10 @@ ARITHMETIC = (
 class TracedFloat(torch.SymFloat):
     """A symbolic float whose arithmetic is recorded as it is written, operator by operator."""
 
+    def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """`function(*args)`, where more is known of it than that it is a number, else None."""
+        return None
+
 
 def _forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
     def method(self: TracedFloat, other: Any) -> Any:
@@ -56,11 +60,10 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` of symbolic floats and Python numbers, as one node."""
     if not all(isinstance(arg, (torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
-    from graphopt.tracing.host_numbers import known
-
-    of_known = known(function, args)
-    if of_known is not None:
-        return of_known
+    for traced in (arg for arg in args if issubclass(type(arg), TracedFloat)):
+        result = type(traced).known_result(traced, function, args)
+        if result is not None:
+            return result
     return as_read(_compat.record_number(function, args))
 
 

@@ -59,7 +59,7 @@ class Rebinding:
         written = self._written_unseen or _compat.storage_key(target) in self._written
         if written and position not in self.rebound:
             raise _refusal("it updates a tensor, and then gives it other storage (`.data = …`)")
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+        with torch.no_grad(), _compat.version_kept(target):
             target.copy_(new)
         self.rebound.add(position)
         keys = (_compat.storage_key(target), _compat.storage_key(new))
