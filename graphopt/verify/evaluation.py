@@ -48,7 +48,8 @@ class NotDecidedError(Exception):
     """A graph does something about which terms cannot speak.
 
     Attributes:
-        foreign: it calls something whose graph is unknown.
+        foreign: it calls something whose graph is unknown, or writes where it cannot be followed:
+            neither need be wrong.
     """
 
     def __init__(self, message: str, node: fx.Node, *, foreign: bool = False) -> None:
@@ -439,7 +440,7 @@ class _Evaluator:
         try:
             self._contents.write(destination, value)
         except CannotWriteError as error:
-            raise NotDecidedError(str(error), node) from None
+            raise NotDecidedError(str(error), node, foreign=True) from None
         return value
 
     def _in_place(self, node: fx.Node) -> Any:

@@ -2,7 +2,8 @@
 
 Each stage is shown to compute what the graph that it was given computes. Where storages are reused,
 what is in them is followed: a value that was overwritten while somebody could still read it would
-be read as what it is then. What cannot be followed any more, and could be before, is refused.
+be read as what it is then. What cannot be followed any more, and could be before, is refused, but
+for calls of unknown code and writes to overlapping parts of a storage, of which the log speaks.
 """
 
 from __future__ import annotations
