@@ -92,7 +92,7 @@ def test_make_targets_exist() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     named = {words[1] for words in COMMANDS if words[0] == "make"}
     named |= set(re.findall(r"`make ([\w-]+)", README))
-    assert named == {"demo", "test"}
+    assert named == {"demo", "docs", "test"}
     assert named <= set(targets)
 
 
@@ -110,5 +110,5 @@ def test_links_lead_somewhere() -> None:
 
 def test_commands_exist() -> None:
     named = set(re.findall(r"`graphopt (\w+)", README))
-    assert named == {"bisect", "lower", "optimize", "passes", "show"}
+    assert named == {"bisect", "lower", "optimize", "passes", "show", "view"}
     assert named <= set(typer.main.get_group(cli.app).commands)

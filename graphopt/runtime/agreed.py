@@ -101,5 +101,12 @@ class Ranks:
 
 
 def plans_of(graphs: Mapping[str, fx.GraphModule]) -> Plans:
-    """What the ranks have to do alike in each graph."""
-    return {name: collective_plan(gm.graph) for name, gm in graphs.items()}
+    """What the ranks have to do alike in each graph.
+
+    A rank that keeps all updates in their step, since somebody holds what they write, has nothing
+    late: every step of it is like the first, and a flush sends nothing.
+    """
+    plans = {name: collective_plan(gm.graph) for name, gm in graphs.items()}
+    if "setup" in plans and "main" not in plans:
+        plans |= {"main": plans["setup"], "drain": []}
+    return plans

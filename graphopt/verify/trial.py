@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +121,7 @@ def _run(
     step = ReplicatedStep(gm, Lockstep(len(inputs), groups, callbacks=False))
     names = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
     found = {}
-    with _own_random_numbers():
+    with torch.random.fork_rng():
         for iteration in range(_ITERATIONS):
             returned = step(inputs, last_iter=iteration == _ITERATIONS - 1)
             for rank, values in enumerate(returned):
@@ -133,11 +132,6 @@ def _run(
         end = f" on rank {rank}" if rank else ""
         found |= {f"{name}{end}": value for name, value in zip(names, row, strict=True)}
     return found
-
-
-def _own_random_numbers() -> AbstractContextManager[None]:
-    forked: AbstractContextManager[None] = torch.random.fork_rng()
-    return forked
 
 
 def _is_finite(value: Any) -> bool:
