@@ -46,6 +46,11 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         " loss, instead of packing them",
     ),
     (
+        "is not JSON serializable",
+        "it turns into text what is known only when a step runs",
+        _LOG,
+    ),
+    (
         ".numpy() is not supported",
         "it converts a tensor to numpy",
         "convert it in a function that every step calls: graphopt.callback(function, tensor), or"

@@ -61,12 +61,17 @@ def evaluate(expression: Any, values: Sequence[Any]) -> Any:
     return expression
 
 
+def leaves_of(expression: Any) -> Iterator[int]:
+    """All numbers that an expression depends on."""
+    if isinstance(expression, Leaf):
+        yield expression.index
+    for arg in expression.args if isinstance(expression, Term) else ():
+        yield from leaves_of(arg)
+
+
 def first_leaf(expression: Any) -> int | None:
     """The first number that an expression depends on."""
-    if isinstance(expression, Leaf):
-        return expression.index
-    args = expression.args if isinstance(expression, Term) else ()
-    return next((i for i in map(first_leaf, args) if i is not None), None)
+    return next(leaves_of(expression), None)
 
 
 @dataclass(frozen=True)
@@ -134,11 +139,16 @@ class HostNumber(TracedFloat):
             self.conditions.add(Condition(_same_number, self.expression, self.value, True))
         return self.value
 
+    def handed_out(self, text: bool = False) -> Any:
+        """The number, for Python code to do with it what it likes."""
+        self.notes.hand_out(leaves_of(self.expression), text)
+        return self.exactly()
+
     def __getattr__(self, name: str) -> Any:
         """What numbers have and symbolic ones do not, such as `bit_length`."""
         if name.startswith("_") or "value" not in vars(self):
             raise AttributeError(name)
-        return getattr(self.exactly(), name)
+        return getattr(self.handed_out(), name)
 
     def __bool__(self) -> bool:
         return (
@@ -150,7 +160,7 @@ class HostNumber(TracedFloat):
     def __hash__(self) -> int:
         if is_torch_file(sys._getframe(1).f_code.co_filename):
             return id(self)
-        return hash(self.exactly())
+        return hash(self.handed_out())
 
 
 def _class_of(number: Any) -> type:
@@ -244,7 +254,15 @@ def _unary(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *args: function(self.exactly(), *args)
+    def method(self: HostNumber, *args: Any) -> Any:
+        if is_torch_file(sys._getframe(1).f_code.co_filename):
+            return function(self.exactly(), *args)
+        return function(self.handed_out(text=function in _TEXTS), *args)
+
+    return method
+
+
+_TEXTS = (str, repr, format)
 
 
 for _compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
@@ -257,6 +275,8 @@ for _name, _call in (
     *(("ceil", math.ceil), ("complex", complex)),
 ):
     setattr(HostNumber, f"__{_name}__", _exact(_call))
+for _name in ("as_integer_ratio", "is_integer", "hex", "conjugate"):
+    setattr(HostNumber, _name, _exact(operator.methodcaller(_name)))
 for _name in ("__copy__", "__deepcopy__"):
     setattr(HostNumber, _name, lambda self, memo=None: self)
 

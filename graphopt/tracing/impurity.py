@@ -135,6 +135,17 @@ def no_gradient_scaling() -> Iterator[None]:
         yield
 
 
+def taken_for_a_number(how: str | None, line: SourceLine | None = None) -> CaptureError:
+    """A setting of an optimizer becomes what further calls cannot follow."""
+    return CaptureError(
+        "a number that an optimizer's settings or counts decide (such as its learning rate) is"
+        f" {how or 'taken for a plain number'}, which would happen at capture only",
+        location=str(line or current_user_line()),
+        hint="let a function do it that is called in every step, graphopt.callback(print, rate), or"
+        " do it outside the step; to compute with it, take it as it is, without float() or int()",
+    )
+
+
 def line_where(changed: Callable[[], bool], run: Callable[[], object]) -> SourceLine | None:
     """The user's line after which `changed()` holds first, found by running the step once more.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -72,6 +72,9 @@ class Notes(Protocol):
 
     def add_number(self, number: Any) -> None:
         """The step gets to see a number."""
+
+    def hand_out(self, numbers: Iterable[int], text: bool) -> None:
+        """The step takes a number itself, or its text, that was computed from these inputs."""
 
     def refuse(self, error: CaptureError) -> CaptureError:
         """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""

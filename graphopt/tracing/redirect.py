@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -27,6 +27,7 @@ from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing import fused, host_numbers, numbers, sparse
 from graphopt.tracing.besides import Finder
+from graphopt.tracing.impurity import taken_for_a_number
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.source import SourceLine, current_user_line
 from graphopt.tracing.substitute import Traced
@@ -64,9 +65,20 @@ _READABLE = frozenset(
 
 class Made:
     """Weak references to the tensors a traced step got from torch functions, and where; and to the
-    numbers that it read from them."""
+    numbers that it read from them.
 
-    def __init__(self) -> None:
+    Args:
+        tagger: knows in which phase the step is.
+        arguments: which of the numbers that the graph takes are arguments of the step.
+
+    Attributes:
+        refused: an error that the step may have swallowed.
+        handed_out: where the step took a setting or count of an optimizer as the number that it is.
+    """
+
+    def __init__(self, tagger: Tagger, arguments: Collection[int]) -> None:
+        self._tagger, self._arguments = tagger, arguments
+        self.handed_out: list[SourceLine | None] = []
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
         self.refused: CaptureError | None = None
@@ -78,6 +90,20 @@ class Made:
 
     def add_number(self, number: Any) -> None:
         self._numbers.append((weakref.ref(number), current_user_line()))
+
+    def hand_out(self, numbers: Iterable[int], text: bool) -> None:
+        """Note that the step takes a number itself. A setting of an optimizer, which a scheduler
+        changes, is for the optimizer alone: other code would show or keep it, at capture only.
+
+        Args:
+            numbers: the inputs of the graph that it was computed from.
+            text: it becomes text.
+        """
+        if all(number in self._arguments for number in numbers):
+            return
+        self.handed_out.append(current_user_line())
+        if text or self._tagger.phase != "optimizer":
+            raise self.refuse(taken_for_a_number("turned into text" if text else None))
 
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
         """The line of the first such number that something still holds, other than `known` (by id);

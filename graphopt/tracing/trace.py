@@ -31,7 +31,13 @@ from graphopt.tracing.host_numbers import (
     traced_math,
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
-from graphopt.tracing.leftovers import Effects, HostState, check_effects, drawn_from
+from graphopt.tracing.leftovers import (
+    Effects,
+    HostState,
+    check_effects,
+    drawn_from,
+    keeps_plain_values,
+)
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.rebinding import Rebinding
@@ -43,7 +49,7 @@ from graphopt.tracing.signature import (
     module_attributes,
     plain_objects,
 )
-from graphopt.tracing.source import current_user_line, user_line_of
+from graphopt.tracing.source import SourceLine, current_user_line, user_line_of
 from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
 from graphopt.tracing.tagging import Tagger, tagged
@@ -73,6 +79,7 @@ class RawTrace:
         gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
         effects: what the step changed on the host, which has been put back.
         outside: what the step read outside its arguments.
+        handed_out: where an optimizer took one of its settings or counts as a plain number.
     """
 
     graph_module: fx.GraphModule
@@ -82,6 +89,7 @@ class RawTrace:
     outside: Record
     gradients_first: bool
     effects: Effects = field(default_factory=Effects)
+    handed_out: Sequence[SourceLine | None] = ()
 
 
 def trace(call: Call, inputs: Inputs, communication: Communication | None) -> RawTrace:
@@ -127,6 +135,8 @@ def _attempt(
         effects = state.restore()
     with explained(call):
         check_effects(effects)
+        if raw.handed_out and keeps_plain_values(effects):
+            raise impurity.taken_for_a_number("kept", raw.handed_out[0])
     generator = drawn_from(effects)
     if generator is not None:
         drawn = drawn or Drawn(generator, state.generator_advanced)
@@ -171,6 +181,7 @@ def _run_once(
     _refuse_kept(run.made, fakes, call)
     first = run.gradients_first
     raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, first)
+    raw.handed_out = run.made.handed_out
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 
 
@@ -224,7 +235,9 @@ class _StepRun:
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
-        self.made = Made()
+        numbers_given = enumerate(inputs.hyperparameters)
+        arguments = {i for i, number in numbers_given if isinstance(number, ArgumentNumber)}
+        self.made = Made(self.tagger, arguments)
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.gradients_first = False
