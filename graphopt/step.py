@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 import torch.distributed as dist
 
-from graphopt.errors import GraphOptError
+from graphopt.budget import MODE, Cause, dropped
+from graphopt.errors import CaptureError, GraphOptError
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
 from graphopt.ranks.processes import announce
 from graphopt.runtime.eager import Fallback
@@ -60,6 +61,7 @@ class TrainStep:
         lower: str | Options | None = None,
         verify: str | None = None,
         fallback: str | None = None,
+        max_graphs: int = 16,
     ) -> None:
         if not callable(fn) or isinstance(fn, (torch.nn.Module, torch.optim.Optimizer)):
             raise TypeError(
@@ -67,7 +69,10 @@ class TrainStep:
                 " graphopt.compile(train_step), where train_step(model, optimizer, batch) runs"
                 " forward, backward and optimizer.step()"
             )
+        if type(max_graphs) is not int or max_graphs < 1:
+            raise TypeError(f"max_graphs is a positive number of graphs, not {max_graphs!r}")
         functools.update_wrapper(self, fn)
+        self._max_graphs = max_graphs
         self._fn = fn
         self._parallel = parallel
         self._sync = True
@@ -110,14 +115,17 @@ class TrainStep:
         check_casts(call)
         mode = self._mode()
         for position, entry in enumerate(self._entries):
-            if _fits(entry, call, mode):
+            bound = call.using(entry.captured.besides)
+            if bound is not None and _fits(entry, bound, mode):
                 if position:
                     self._land()
                     self._entries.insert(0, self._entries.pop(position))
-                return self._run(entry, call)
+                return self._run(entry, bound)
         self._land()
         captured = self._captured_or_refused(call, mode)
-        return self._run_eagerly(call) if captured is None else self._run(captured, call)
+        if captured is None:
+            return self._run_eagerly(call)
+        return self._run(captured, call.using(captured.captured.besides) or call)
 
     def _run(self, entry: BoundStep, call: Call) -> Any:
         from graphopt.tracing.casts import note_casts
@@ -270,16 +278,22 @@ class TrainStep:
         from graphopt.runtime.bound_step import BoundStep
         from graphopt.tracing.guards import Guards
 
-        self._log_capture(call, mode)
+        cause = self._log_capture(call, mode)
         parallel = resolve(self._parallel)
         self._entries = [entry for entry in self._entries if entry.captured.lasting]
         settled = {entry.captured.fingerprint for entry in self._entries}
         ways: Iterable[Ranks] = [Ranks(settled)]
         if isinstance(parallel, DataParallel):
             ways = self._joint().ways(call, parallel, self._sync, mode, settled)
+        try:
+            self._make_room(cause)
+        except CaptureError:
+            with next(iter(ways)):  # which tells ranks that have come to agree
+                raise
         captured, agreed = self._stages.compile(call, ways)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
+        call = call.using(captured.besides) or call
         self._counts = self._counts or Counts()
         share_counts(module.graph, self._counts)
         captured.effects.apply()
@@ -291,12 +305,21 @@ class TrainStep:
         self._captured += 1
         self._warn_of_held(captured, agreed is not None)
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
+        entry.cause = cause
         self._entries.insert(0, entry)
         self._drop_unusable()
         for position in call.modules:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
+
+    def _make_room(self, cause: Cause | None) -> None:
+        """Drop a graph where there are as many as may be kept."""
+        name = getattr(self._fn, "__qualname__", repr(self._fn))
+        causes = [entry.cause for entry in self._entries]
+        position = dropped(causes, cause, self._max_graphs, name)
+        if position is not None:
+            self._entries.pop(position).close()
 
     def _warn_of_held(self, captured: CapturedStep, communicates: bool) -> None:
         from graphopt.runtime.late import warn_of_held
@@ -322,15 +345,19 @@ class TrainStep:
             self._joint_capture = JointCapture(topic)
         return self._joint_capture
 
-    def _log_capture(self, call: Call, mode: tuple[Any, ...]) -> None:
+    def _log_capture(self, call: Call, mode: tuple[Any, ...]) -> Cause | None:
+        """Say why a step is captured. Returns that, where it has been captured before."""
         name = getattr(self._fn, "__qualname__", repr(self._fn))
         if not self._entries:
             logger.info("capturing %s", name)
-            return
+            return None
         guards = self._entries[0].guards
+        call = call.using(guards.besides) or call
         reasons = list(guards.structure_mismatches(call, mode))
         shape = None if reasons else guards.shape_mismatch(call)
-        reasons += filter(None, [shape, None if reasons else guards.local_mismatch(call)])
+        local = None if reasons else guards.local_mismatch(call)
+        structure = "; ".join(reasons)
+        reasons += filter(None, [shape, local])
         logger.info("capturing %s again: %s", name, "; ".join(reasons))
         if shape is not None:
             self._shape_captures += 1
@@ -342,6 +369,8 @@ class TrainStep:
                     _SHAPES_BEFORE_ADVICE,
                     shape,
                 )
+            return Cause.of_shape(shape)
+        return Cause(MODE, "", structure) if local is None else Cause.of_value(local)
 
 
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
@@ -402,7 +431,10 @@ def compile(
             ``verify`` ("equivalence", which None means: each pass is shown to compute the same;
             "dependencies"; "off"; a `PassManager` brings its own; docs/verification.md),
             ``fallback`` (None: a step that cannot be captured raises; "eager": after one warning
-            it runs as it is, with DDP's averages on several ranks, until `TrainStep.reset`).
+            it runs as it is, with DDP's averages on several ranks, until `TrainStep.reset`),
+            ``max_graphs`` (how many graphs are kept: where shapes or values of one argument would
+            need more, that is a `CaptureError`; graphs of other modes are dropped, those used
+            longest ago first).
 
     Raises:
         TypeError: `fn` is not a function, or an option is unknown.

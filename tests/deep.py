@@ -56,7 +56,13 @@ def _own(value: Any) -> Any:
     """What a value holds that is no part of its own."""
     if isinstance(value, torch.Tensor):
         hooks = [list(getattr(value, name, None) or {}) for name in _HOOKS]
-        return (value._version, value.requires_grad, id(value.grad), hooks, _bits(value))
+        return (
+            value._version,
+            value.requires_grad,
+            id(value.grad if value.is_leaf else None),
+            hooks,
+            _bits(value),
+        )
     if isinstance(value, numpy.ndarray):
         return value.tobytes()
     if isinstance(value, (random.Random, torch.Generator)):

@@ -163,19 +163,6 @@ def test_optimizer_that_cannot_be_captured(kind: type[Optimizer]) -> None:
     assert "AdamW" in error  # an optimizer to use instead
 
 
-def test_optimizer_of_another_model() -> None:
-    w = fresh()
-    other = MLP()
-    w.optimizers[0] = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    assert "optimizer" in str(refused(train_step, w))
-
-
-def test_optimizer_over_a_parameter_outside_every_model() -> None:
-    w = fresh()
-    w.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    assert "param_groups[1]" in str(refused(train_step, w))
-
-
 def test_enabled_grad_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu")
 

@@ -107,6 +107,16 @@ KEPT: dict[str, Keep] = {
     "logged tensor": lambda loss, rate: logging.getLogger("train").error("%s", loss),  # HERE
     "learning rate": lambda loss, rate: history.append(rate),
     "text of the learning rate": lambda loss, rate: history.append(f"{rate}"),  # HERE
+    "text with the learning rate": lambda loss, rate: history.append(f"rate {rate:.2e}"),  # HERE
+    "repr of the learning rate": lambda loss, rate: history.append(repr(rate / 2)),  # HERE
+    "format of the learning rate": lambda loss, rate: history.append(format(rate, ".3f")),  # HERE
+    "JSON of the learning rate": lambda loss, rate: history.append(json.dumps([rate])),  # HERE
+    "hash of the learning rate": lambda loss, rate: history.append(hash(rate)),  # HERE
+    "learning rate as a float": lambda loss, rate: history.append(float(rate)),  # HERE
+    "rounded learning rate": lambda loss, rate: history.append(round(rate, 3)),  # HERE
+    "fraction of the learning rate": lambda loss, rate: history.append(rate.hex()),  # HERE
+    "logged learning rate": lambda loss, rate: logging.getLogger("t").error("%s", rate),  # HERE
+    "printed learning rate": lambda loss, rate: print(rate),  # HERE
     "tensor": lambda loss, rate: history.append(loss.detach()),  # HERE
     "global": in_a_global,
     "swallowed": swallowed,

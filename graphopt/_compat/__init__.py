@@ -209,6 +209,12 @@ def errors_raised_once() -> Iterator[None]:
         logger.disabled = before
 
 
+def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """While active, writing to a tensor does not count as an update of it."""
+    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    return kept
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """An integer equal for tensors over one storage, as long as that storage lives."""
     if tensor.layout is not torch.strided:  # indices and values in storage of their own
@@ -297,6 +303,11 @@ def node_of(tracer: Any, value: Any) -> fx.Node | None:
     if slot is None:
         return None
     return slot.proxy.node if isinstance(value, torch.Tensor) else slot.force().node  # type: ignore[no-any-return]
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of `torch.func`'s, around another one, while its transforms run."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def is_constant(tracer: Any, tensor: torch.Tensor) -> bool:

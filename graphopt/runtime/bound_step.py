@@ -15,6 +15,7 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.late import set_gradient, without_torch_function
+from graphopt.budget import Cause
 from graphopt.errors import GraphOptError
 from graphopt.graph_utils import without_autocast, written
 from graphopt.host.running import HostRun, running
@@ -42,6 +43,9 @@ class BoundStep:
         guards: when it may be used.
         agreed: what the ranks agreed on for it; None where it does not communicate.
         number: counts the captures of a step.
+
+    Attributes:
+        cause: why it was captured besides others; None for the first.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class BoundStep:
         self.guards = guards
         self.agreed = agreed
         self.number = number
+        self.cause: Cause | None = None
         inputs = captured.live
         self._holders = inputs.placeholders
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
@@ -88,6 +93,7 @@ class BoundStep:
                 self.agreed.hear()
             leave = self._may_leave_in_flight()
             with without_torch_function():
+                self._give_storage()
                 flat = self._values(call)
             settle(flat, besides=self._unsettled)
             state, self.captured.state = self.captured.state, None
@@ -111,6 +117,12 @@ class BoundStep:
                 returned = self._apply(call, flat, [*user, *carried])
             host.end()
             return returned
+
+    def _give_storage(self) -> None:
+        """Move tensors whose `.data` the step sets to storage of their own."""
+        for index in self.captured.signature.rebound:
+            tensor = self.captured.live.module_tensors[index].tensor
+            tensor.data = tensor.detach().clone()
 
     def _host_run(self, flat: list[Any], step: int) -> HostRun:
         rank = _compat.rank_among_several()
@@ -242,7 +254,6 @@ class BoundStep:
 
     def _values(self, call: Call) -> list[Any]:
         inputs = self.captured.live
-        optimizers = call.optimizer_objects()
         flat: list[Any] = [
             holder.base() if isinstance(holder, Storage) else holder.live()
             for holder in self._holders
@@ -253,8 +264,7 @@ class BoundStep:
             if dead:
                 set_gradient(parameter, None)
         for index, number in enumerate(inputs.hyperparameters):
-            value = number.read(optimizers[number.optimizer].param_groups)
-            flat.append(self._as_tensor(index, value))
+            flat.append(self._as_tensor(index, number.read(call)))
         flat.extend(call.leaves[position] for position in inputs.user)
         return flat
 
@@ -277,11 +287,15 @@ class BoundStep:
             elif gradient.argument is not None:
                 call.leaves[gradient.argument].grad = value
         for state in signature.states:
-            entries = optimizers[state.optimizer].state[tensors[state.owner].tensor]
+            table = optimizers[state.optimizer].state
+            entries = table.setdefault(tensors[state.owner].tensor, {})
             entries[state.key] = self._value(state.recipe, flat, results)
         for attribute in signature.attributes:
             value = self._value(attribute.recipe, flat, results)
             attribute.attributes[attribute.name] = value
+        for setting in signature.settings:
+            group = optimizers[setting.optimizer].param_groups[setting.group]
+            group[setting.key] = self._value(setting.recipe, flat, results)
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
         outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from graphopt import _compat
-from graphopt.errors import CollectiveError
+from graphopt.errors import CaptureError, CollectiveError
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import DataParallel
@@ -24,39 +25,47 @@ from graphopt.ranks.spmd import (
     merged_order,
 )
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks, plans_of
+from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import (
     CapturedStep,
+    capture_call,
     communication_for,
     finish,
+    first_trace,
+    held_names,
     note_held_somewhere,
-    prepare,
+    retried,
 )
 from graphopt.tracing.guards import Guards
-from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.inputs import Inputs, bare_tensors
 from graphopt.tracing.reduction import UnagreedParameterError
-from graphopt.tracing.trace import trace
+from graphopt.tracing.trace import Communication, RawTrace, trace
 
 
 class _AsAgreed(Ranks):
     """Goes along with what the ranks agreed on before, without asking them."""
 
-    def __init__(self, agreed: Agreed, parallel: DataParallel, settled: Collection[str]) -> None:
+    def __init__(
+        self,
+        joint: JointCapture,
+        agreed: Agreed,
+        parallel: DataParallel,
+        settled: Collection[str],
+    ) -> None:
         super().__init__(settled)
-        self.agreed, self._parallel = agreed, parallel
+        self._joint, self.agreed, self._parallel = joint, agreed, parallel
         self.agreement = agreed.agreement
 
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
-        inputs = prepare(call)
         communication = communication_for(self._parallel, self.agreed.order)
         try:
-            raw = trace(call, inputs, communication)
+            captured = capture_call(call, communication, self._settled, lasts=True)
         except UnagreedParameterError:
             raise NotAsAgreedError from None
-        captured = finish(call, inputs, communication, raw, self._settled, lasts=True)
         note_held_somewhere(captured, self.agreed.held)
-        return captured
+        return self._joint.checked(call, captured)
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         assert self.agreed is not None
@@ -65,6 +74,17 @@ class _AsAgreed(Ranks):
         same = Agreement.of_all([needed.said, before.said]) == before
         if not same or plans_of(graphs) != self.agreed.plans:
             raise NotAsAgreedError
+
+
+class _Apart(Ranks):
+    """Averages nothing in this call, whose modules all ranks have started from the same values."""
+
+    def __init__(self, joint: JointCapture, settled: Collection[str]) -> None:
+        super().__init__(settled)
+        self._joint = joint
+
+    def capture(self, call: Call) -> CapturedStep:
+        return self._joint.checked(call, super().capture(call))
 
 
 class _Together(Ranks):
@@ -110,26 +130,40 @@ class _Together(Ranks):
             self._joint.join(self._call, self._parallel)
 
     def capture(self, call: Call) -> CapturedStep:
-        sync = self._sync
-        inputs = self._inputs = prepare(call)
-        raw = trace(call, inputs, communication_for(self._parallel) if sync else None)
+        captured: CapturedStep | None = None
+        while captured is None:
+            call, inputs, raw = first_trace(call, self._communication(None))
+            communication = self._communication(self._meet(inputs, raw))
+            try:
+                again = raw if self._order == raw.used else trace(call, inputs, communication)
+                captured = finish(call, inputs, communication, again, lasts=True)
+            except (MoreInputs, CaptureError) as error:
+                call = retried(call, inputs, error)
+            everyone = self._meeting.exchange({"complete": captured is not None})
+            if not all(theirs["complete"] for theirs in everyone):
+                captured = None
+        self._call, self._inputs = call, inputs
+        note_held_somewhere(captured, self._held)
+        return captured
+
+    def _communication(self, order: tuple[str, ...] | None) -> Communication | None:
+        return communication_for(self._parallel, order) if self._sync else None
+
+    def _meet(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
+        """Compare what the ranks have traced. Returns in which order gradients are averaged."""
         mine = {
-            "sync": [f"averaging {sync}"],
+            "sync": [f"averaging {self._sync}"],
             "tensors": _describe(inputs),
             "used": raw.used,
-            "held": sorted(inputs.held),
+            "held": sorted(held_names(inputs, raw)),
         }
         everyone = self._meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
         before = () if self._earlier is None else self._earlier.order
         self._order = merged_order([before, *(theirs["used"] for theirs in everyone)])
-        communication = communication_for(self._parallel, self._order) if sync else None
-        again = raw if self._order == raw.used else trace(call, inputs, communication)
-        captured = finish(call, inputs, communication, again, lasts=True)
         self._held = frozenset().union(*(theirs["held"] for theirs in everyone))
-        note_held_somewhere(captured, self._held)
-        return captured
+        return self._order
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         self._plans = plans_of(graphs)
@@ -171,6 +205,7 @@ class JointCapture:
         self._agreed: list[Agreed] = []
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
+        self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
         self.alone = False  # whether the last capture was one of this rank alone
 
     def ways(
@@ -194,15 +229,25 @@ class JointCapture:
             )
         self.alone = True
         if self._has_joined(call) and not sync:
-            yield Ranks(settled)
-            return
+            yield _Apart(self, settled)
         earlier = self._earlier(call, mode)
         if earlier is not None:
-            yield _AsAgreed(earlier, parallel, settled)
+            yield _AsAgreed(self, earlier, parallel, settled)
         self.alone = False
         group = _compat.group_or_default(parallel.group)
         votes = self._votes.setdefault(group, Votes(group))
         yield _Together(self, call, parallel, sync, mode, earlier, votes)
+
+    def checked(self, call: Call, captured: CapturedStep) -> CapturedStep:
+        """What one rank has captured for itself.
+
+        Raises:
+            NotAsAgreedError: it uses modules or parameters besides its arguments that the ranks
+                have not started from the same values.
+        """
+        if not self._has_joined(call.using(captured.besides) or call):
+            raise NotAsAgreedError
+        return captured
 
     def note(self, agreed: Agreed | None, earlier: Agreed | None) -> None:
         """Keep what the ranks have agreed on, in place of what they agreed on earlier."""
@@ -231,11 +276,19 @@ class JointCapture:
         for _, root in call.named_roots():
             if parallel.broadcast:
                 with sending_explained(group, 1, "broadcast", "what all ranks start from"):
-                    _broadcast(root, group)
+                    _broadcast([*root.parameters(), *root.buffers()], group)
             self._joined.add(root)
+        bare = _bare_parameters(call)
+        if bare and parallel.broadcast:
+            with sending_explained(group, 1, "broadcast", "what all ranks start from"):
+                _broadcast(bare, group)
+        self._joined_bare.update((id(each), weakref.ref(each)) for each in bare)
 
     def _has_joined(self, call: Call) -> bool:
-        return all(root in self._joined for _, root in call.named_roots())
+        known = self._joined_bare
+        return all(root in self._joined for _, root in call.named_roots()) and all(
+            id(each) in known and known[id(each)]() is each for each in _bare_parameters(call)
+        )
 
 
 def _describe(inputs: Inputs) -> list[str]:
@@ -246,10 +299,17 @@ def _describe(inputs: Inputs) -> list[str]:
     ]
 
 
-def _broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
+def _bare_parameters(call: Call) -> list[torch.Tensor]:
+    """What is trained and belongs to no module."""
+    owned = {id(p) for _, root in call.named_roots() for p in root.parameters()}
+    found = {id(t): t for _, t in bare_tensors(call) if t.requires_grad and id(t) not in owned}
+    return list(found.values())
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors:
             flat = tensor.detach().contiguous()
             dist.broadcast(flat, source, group=group)
             if flat.data_ptr() != tensor.data_ptr():

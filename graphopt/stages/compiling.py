@@ -111,6 +111,7 @@ class Stages:
         for ranks in ways:
             with suppress(NotAsAgreedError), ranks:
                 captured = self.capture(call, ranks)  # with the averages of parallelize
+                call = call.using(captured.besides) or call
                 step = self.apply_passes(captured)
                 step.once = creates_state(call, captured) or not captured.lasting
                 self.derive(step)

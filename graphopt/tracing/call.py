@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.tracing.besides import Besides
 
 
 class Call:
@@ -24,6 +26,7 @@ class Call:
         tensors: positions in `leaves` of tensors.
         constants: positions in `leaves` of everything else.
         repeats: positions of modules and optimizers that stand at an earlier position, too.
+        besides: what the step uses besides its arguments; the objects follow them in `leaves`.
     """
 
     def __init__(
@@ -48,27 +51,51 @@ class Call:
                 seen[id(leaf)] = position
                 (self.modules if isinstance(leaf, nn.Module) else self.optimizers).append(position)
         self._names: list[str] | None = None
+        self._given = len(self.leaves)
+        self.besides = Besides()
+
+    def using(self, besides: Besides) -> Call | None:
+        """The same call of a step that uses this besides its arguments; None where that is gone."""
+        if self.besides is besides or not (besides or self.besides):
+            return self
+        objects = besides.live()
+        if objects is None:
+            return None
+        new = copy.copy(self)
+        new.besides = besides
+        new.leaves = [*self.leaves[: self._given], *(value for _, value in objects)]
+        new.modules = [position for position in self.modules if position < self._given]
+        new.optimizers = [position for position in self.optimizers if position < self._given]
+        for position in range(self._given, len(new.leaves)):
+            is_module = isinstance(new.leaves[position], nn.Module)
+            (new.modules if is_module else new.optimizers).append(position)
+        new._names = None
+        return new
 
     @property
     def names(self) -> list[str]:
         """One readable name per leaf, after the step's own argument names."""
         if self._names is None:
-            self._names = _compat.leaf_names(self.fn, self.leaves, self.treespec)
+            given = _compat.leaf_names(self.fn, self.leaves[: self._given], self.treespec)
+            self._names = [*given, *(name for name, _ in self.besides.objects)]
         return self._names
 
     def rebuild(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with other leaves."""
-        args, kwargs = _compat.tree_unflatten(leaves, self.treespec)
+        args, kwargs = _compat.tree_unflatten(leaves[: self._given], self.treespec)
         return args, kwargs
 
     def optimizer_objects(self) -> list[Optimizer]:
         return [self.leaves[position] for position in self.optimizers]
 
     def named_roots(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules among the arguments. A single one has no name: its tensors are then named
-        as in its `state_dict`."""
+        """Modules among the arguments, and those besides. A single argument has no name: its
+        tensors are then named as in its `state_dict`."""
+        given = [position for position in self.modules if position < self._given]
+        unnamed = given or self.modules
         for position in self.modules:
-            yield ("" if len(self.modules) == 1 else self.names[position]), self.leaves[position]
+            alone = unnamed == [position]
+            yield ("" if alone else self.names[position]), self.leaves[position]
 
     def named_submodules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every distinct module reachable from the arguments, with its qualified name."""
@@ -79,20 +106,22 @@ class Call:
 
 def check_supported(call: Call) -> None:
     """Refuse arguments that no capture can be exact for, before anything is touched."""
-    if not call.modules:
-        raise CaptureError(
-            "there is no torch.nn.Module among its arguments",
-            hint="pass the model (and the optimizer) to the step: step(model, optimizer, batch)",
-        )
     for name, module in call.named_submodules():
         _check_module(name or "the model", module)
+    for position in call.optimizers:
+        _check_optimizer(call.names[position], call.leaves[position])
     for position in call.tensors:
         _check_tensor(call.names[position], call.leaves[position])
-    for position in call.optimizers:
-        _check_optimizer(call.names[position], call.leaves[position], call)
+    for name, tensor in call.besides.tensors:
+        _check_used(name, tensor)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        raise CaptureError(
+            f"argument {name} is a tensor of layout {tensor.layout}",
+            hint="pass it dense, or sparse in coordinates: tensor.to_sparse_coo()",
+        )
     if tensor.grad_fn is not None:
         raise CaptureError(
             f"{name} was computed with gradients outside the step",
@@ -103,6 +132,19 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             f"argument {name} has a gradient already, to which the step would add",
             hint="set its .grad to None before each call",
         )
+
+
+def _check_optimizer(name: str, optimizer: Optimizer) -> None:
+    for key, entries in optimizer.state.items():
+        if not isinstance(key, torch.Tensor) or not isinstance(entries, dict):
+            raise CaptureError(
+                f"{name} keeps state of its own ({_key(key)}) besides that of its parameters",
+                hint="let it keep that in its parameter groups, or in the state of each parameter",
+            )
+
+
+def _key(key: object) -> str:
+    return repr(key) if isinstance(key, (str, int)) else type(key).__name__
 
 
 def _check_module(name: str, module: nn.Module) -> None:
@@ -128,14 +170,9 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
 
 
-def _check_optimizer(name: str, optimizer: Optimizer, call: Call) -> None:
-    owned = {id(p) for _, module in call.named_roots() for p in module.parameters()}
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in owned:
-                raise CaptureError(
-                    f"{name}.param_groups[{index}]['params'][{position}]"
-                    f" (shape {list(parameter.shape)}) belongs to no module among the arguments",
-                    hint="build the optimizer over the parameters of the model that is passed,"
-                    " or pass the module that owns this parameter as well",
-                )
+def _check_used(name: str, tensor: torch.Tensor) -> None:
+    if tensor.grad_fn is not None:
+        raise CaptureError(
+            f"{name} was computed with gradients outside the step",
+            hint="compute it inside the step, or keep tensor.detach()",
+        )

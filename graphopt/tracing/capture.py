@@ -13,11 +13,12 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.parallel import Manual, Parallel, resolve
+from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.compare import Difference, fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
-from graphopt.tracing.inputs import Inputs, InputSpec, Storage, collect
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Storage, collect
 from graphopt.tracing.leftovers import Effects
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
@@ -43,6 +44,7 @@ class CapturedStep:
         lasting: whether the graph holds for further calls as well, after the effects.
         outside: holds what the step read outside its arguments.
         casts: it makes tensors of half precision, as autocast does.
+        besides: modules, optimizers and tensors that it works on besides its arguments.
         state: optimizer state among the inputs, to be put into the optimizers when the graph has
             run for the first time; None where there is none.
 
@@ -61,6 +63,7 @@ class CapturedStep:
     lasting: bool
     outside: OutsideGuard
     casts: bool
+    besides: Besides
     state: NewState | None = None
 
     def state_present(self) -> AbstractContextManager[None]:
@@ -114,7 +117,8 @@ class _Repeated(NamedTuple):
 
 def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> CapturedStep:
     raw, kinds = found.raw, list(inputs.kinds_and_names(call))
-    functional = functionalize(raw)
+    with explained(call):
+        functional = functionalize(raw)
     _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)
     functional.graph_module.recompile()
@@ -123,7 +127,8 @@ def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> Captu
     )
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
-    _mark(functional.graph_module, inputs, inputs.held, "held")
+    inputs.rebound = raw.signature.rebound
+    _mark(functional.graph_module, inputs, held_names(inputs, raw), "held")
     with found.effects.applied():
         guard = OutsideGuard(found.outside)
     return CapturedStep(
@@ -136,6 +141,7 @@ def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> Captu
         found.lasting,
         guard,
         _casts(functional.graph_module.graph),
+        call.besides,
         found.state,
     )
 
@@ -283,6 +289,12 @@ def _note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Sign
             owners[id(inputs.module_tensors[live.module_tensor])].meta["returned"] = True
 
 
+def held_names(inputs: Inputs, raw: RawTrace) -> Set[str]:
+    """What must not be in flight between two steps: what others may use without being seen, and
+    what a step gives other storage."""
+    return inputs.held | {inputs.module_tensors[index].fqn for index in raw.signature.rebound}
+
+
 def note_held_somewhere(captured: CapturedStep, names: Set[str]) -> None:
     """Mark inputs that are held on some rank in a way in which their use is not seen, which all
     ranks know: their gradients are not among those sent last, for which others had to wait."""
@@ -334,9 +346,52 @@ def capture_call(
     lasts: bool = False,
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart; `settled` and `lasts`: see `finish`."""
-    inputs = prepare(call)
-    raw = trace(call, inputs, communication)
-    return finish(call, inputs, communication, raw, settled, lasts=lasts)
+    while True:
+        call, inputs, raw = first_trace(call, communication)
+        try:
+            return finish(call, inputs, communication, raw, settled, lasts=lasts)
+        except (MoreInputs, CaptureError) as error:
+            call = retried(call, inputs, error)
+
+
+def first_trace(call: Call, communication: Communication | None) -> tuple[Call, Inputs, RawTrace]:
+    """The first trace of a call that has all that it works on, and that call.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+    """
+    while True:
+        inputs = prepare(call)
+        try:
+            raw = trace(call, inputs, communication)
+        except (MoreInputs, CaptureError) as error:
+            call = retried(call, inputs, error)
+            continue
+        if not inputs.module_tensors and not call.modules:
+            raise CaptureError(
+                "there is no torch.nn.Module among its arguments, and it uses none",
+                location=str(definition_of(call)),
+                hint="pass the model and the optimizer to the step: step(model, optimizer, batch)",
+            )
+        return call, inputs, raw
+
+
+def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
+    """The call as it may be traced with success where it has been refused with `inputs`: with what
+    it works on besides; or with its numbers as constants, since some code takes nothing else.
+
+    Raises:
+        CaptureError: `error`, where that has been tried.
+    """
+    if isinstance(error, MoreInputs):
+        more = error.besides
+    elif any(isinstance(each, ArgumentNumber) for each in inputs.hyperparameters):
+        more = Besides(plain=True)
+    else:
+        raise error
+    extended = call.using(call.besides.joined(more))
+    assert extended is not None, "what a trace has just used is alive"
+    return extended
 
 
 def prepare(call: Call) -> Inputs:

@@ -40,6 +40,17 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "pass it, or the module that owns it, as an argument of the step",
     ),
     (
+        "got FakeTensor",
+        "it takes the value of a tensor for a plain number, such as a size",
+        "take sizes from shapes or Python numbers; pad sequences of several lengths, and mask the"
+        " loss, instead of packing them",
+    ),
+    (
+        "is not JSON serializable",
+        "it turns into text what is known only when a step runs",
+        _LOG,
+    ),
+    (
         ".numpy() is not supported",
         "it converts a tensor to numpy",
         "convert it in a function that every step calls: graphopt.callback(function, tensor), or"
@@ -52,6 +63,13 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         " return the tensor from the step",
     ),
 )
+
+_SIZES = (
+    "Size-like symbols: u",
+    "unhashable type: non-nested SymInt",
+    "tracked with proxy",
+)
+"""Texts of errors about sizes that are known only when a step runs."""
 
 
 @contextmanager
@@ -89,6 +107,14 @@ def _explain(error: Exception, call: Call) -> CaptureError:
             "it calls something that torch.compile compiled",
             location=location,
             hint="call the original function or module; graphopt captures it with the rest",
+        )
+    if any(fragment in text for fragment in _SIZES):
+        return CaptureError(
+            "the size of a tensor depends on values (boolean-mask indexing, nonzero, or the like),"
+            " and what is computed from it needs the size",
+            location=location,
+            hint="keep the size: torch.where(mask, x, 0), or a mean as (x * mask).sum() /"
+            " mask.sum(); or index outside the step, and pass the result",
         )
     if isinstance(error, _compat.data_dependent_errors()):
         return CaptureError(

@@ -87,8 +87,7 @@ def _are_dropped(raw: RawTrace, inputs: Inputs, gradients: set[int]) -> bool:
 def _numbers(call: Call, inputs: Inputs) -> dict[int, float]:
     """The hyperparameters that are Python numbers, by the position of their placeholders."""
     start = len(inputs.placeholders) + len(inputs.states) + len(inputs.gradients)
-    optimizers = call.optimizer_objects()
-    values = [n.read(optimizers[n.optimizer].param_groups) for n in inputs.hyperparameters]
+    values = [number.read(call) for number in inputs.hyperparameters]
     return {start + i: float(v) for i, v in enumerate(values) if isinstance(v, (int, float))}
 
 
@@ -98,6 +97,8 @@ def _same_recipes(first: RawTrace, following: RawTrace) -> bool:
     if first.signature.output_spec != following.signature.output_spec:
         return False
     if first.signature.stepped != following.signature.stepped:
+        return False
+    if _settings(first) != _settings(following):
         return False
     if _owners(first) != _owners(following) or not _same_attributes(first, following):
         return False
@@ -113,6 +114,16 @@ def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
         if recipe is None or not _same_recipe(recipe, attribute.recipe):
             return False
     return all(isinstance(recipe, Constant) for recipe in before.values())
+
+
+def _settings(raw: RawTrace) -> list[Any]:
+    """What else a call changes: numbers of parameter groups, and the storage of parameters."""
+    settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
+    return [settings, raw.signature.rebound]
+
+
+def _known(recipe: Recipe) -> Any:
+    return recipe if isinstance(recipe, Constant) else type(recipe)
 
 
 def _owners(raw: RawTrace) -> list[tuple[int | None, int | None]]:

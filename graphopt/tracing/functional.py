@@ -37,6 +37,7 @@ from graphopt.host import HostCall, note_order
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.operators import fused_optimizer
 from graphopt.tracing import fused, inplace, numbers
+from graphopt.tracing.host_numbers import PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (
     expanded_write,
     explained_at,
@@ -51,6 +52,8 @@ aten = torch.ops.aten
 
 _BETWEEN = 2.0**-20
 """Distance between nodes placed after one another, where untouched nodes are 1 apart."""
+
+_OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS
 
 
 @dataclass
@@ -179,7 +182,7 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HostCall):
             return target(*args)
-        if target in numbers.ARITHMETIC and any(isinstance(a, torch.SymFloat) for a in args):
+        if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
         if fused_optimizer(target) is not None:
             return self._update_lists(target, args, kwargs)

@@ -14,7 +14,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.operators import fused_optimizer
-from graphopt.tracing.numbers import ScheduledFloat
+from graphopt.tracing.host_numbers import ScheduledFloat
 
 FUNCTIONS = {getattr(torch, f"{name}_") for name in FUSED_OPTIMIZERS}
 """The in-place functions that `torch.optim` calls."""

@@ -17,8 +17,8 @@ from graphopt import _compat
 from graphopt.graph_utils import environment
 from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
-from graphopt.tracing.inputs import Inputs, Storage
-from graphopt.tracing.numbers import holds
+from graphopt.tracing.host_numbers import EXACT, first_leaf
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_exact
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.signature import AttributeResult
@@ -40,6 +40,7 @@ class Guards:
         for result in attributes:
             assigned.setdefault(id(result.attributes), set()).add(result.name)
         self.mode = mode
+        self.besides = call.besides
         self.outside = outside
         self.environment = environment()
         self.treespec = call.treespec
@@ -52,18 +53,22 @@ class Guards:
             for position in call.modules
         ]
         self.optimizers = [
-            OptimizerGuard(call.names[position], call.leaves[position])
+            OptimizerGuard(call.names[position], call.leaves[position], call.besides.counts)
             for position in call.optimizers
         ]
         self.constants = [call.leaves[position] for position in call.constants]
+        self.numbers = {n.position for n in inputs.hyperparameters if isinstance(n, ArgumentNumber)}
+        self.number_types = [type(n.read(call)) for n in inputs.hyperparameters]
         self.positions = _positions(call)
         user = set(inputs.user)
         self.user = [(p, tensor_kind(call.leaves[p])) for p in inputs.user]
         self.shared = [(p, call.leaves[p]) for p in call.tensors if p not in user]
-        self.module_storages = frozenset(
-            _compat.storage_key(h.tensor) for h in inputs.module_tensors
+        self._moving = [inputs.module_tensors[index] for index in inputs.rebound]
+        moving = set(map(id, self._moving))
+        self._fixed_storages = frozenset(
+            _compat.storage_key(h.tensor) for h in inputs.module_tensors if id(h) not in moving
         )
-        self.aliases = _aliases(call, self.module_storages)
+        self.aliases = _aliases(call, self._module_storages())
         self.rebindable = [
             (entry, entry.slots[0], tensor_kind(entry.tensor))
             for entry in inputs.module_tensors
@@ -76,6 +81,12 @@ class Guards:
         self.state_entries = _state_entries(call)
         self._unchanged = _state_of(call)
         self.gradients = [entry.tensor.grad is not None for entry in inputs.parameters]
+
+    def _module_storages(self) -> frozenset[int]:
+        """The storages of all module tensors; some get others in each call."""
+        if not self._moving:
+            return self._fixed_storages
+        return self._fixed_storages | {_compat.storage_key(h.tensor) for h in self._moving}
 
     def alive(self) -> bool:
         """Whether the modules still exist."""
@@ -91,6 +102,11 @@ class Guards:
 
     def structure_mismatches(self, call: Call, mode: tuple[Any, ...]) -> Iterator[str]:
         """All such things, where they can be told apart."""
+        extended = call.using(self.besides)
+        if extended is None:
+            yield "a module or an optimizer that it used besides its arguments is gone"
+            return
+        call = extended
         if mode != self.mode:
             yield f"{mode} in place of {self.mode}"
         if call.treespec != self.treespec or _positions(call) != self.positions:
@@ -111,7 +127,7 @@ class Guards:
     def local_mismatch(self, call: Call) -> str | None:
         """The first thing that may differ on this rank alone and is no longer as captured."""
         for value, position in zip(self.constants, call.constants, strict=True):
-            if not same_constant(call.leaves[position], value):
+            if position not in self.numbers and not same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
         if self.outside is not None:
             for change in self.outside.mismatches():
@@ -122,11 +138,9 @@ class Guards:
         for entry, existed in zip(self.inputs.parameters, self.gradients, strict=True):
             if (entry.tensor.grad is not None) is not existed:
                 return f"{entry.fqn}.grad {'is gone' if existed else 'exists now'}"
-        optimizers = call.optimizer_objects()
-        for number in self.inputs.hyperparameters:
-            value = number.read(optimizers[number.optimizer].param_groups)
-            if not all(holds(value, predicate) for predicate in number.asked.predicates):
-                return f"{number.fqn} became {value}"
+        reason = self._changed_number(call)
+        if reason is not None:
+            return reason
         for entry, (owner, key), kind in self.rebindable:
             tensor = owner.get(key)
             if not isinstance(tensor, torch.Tensor) or tensor_kind(tensor) != kind:
@@ -137,6 +151,21 @@ class Guards:
         for position, tensor in self.shared:
             if call.leaves[position] is not tensor:
                 return f"argument {call.names[position]} is another tensor"
+        return None
+
+    def _changed_number(self, call: Call) -> str | None:
+        """The first number that is of another kind, or no longer as the step has asked."""
+        numbers = self.inputs.hyperparameters
+        values = [number.read(call) for number in numbers]
+        for number, value, kind in zip(numbers, values, self.number_types, strict=True):
+            if type(value) is not kind or (kind is int and abs(value) >= EXACT):
+                return f"{_called(number)} became {value!r}"
+        for condition in self.inputs.conditions.all:
+            if not condition.holds(values):
+                index = first_leaf(condition.left)
+                index = first_leaf(condition.right) if index is None else index
+                assert index is not None
+                return f"{_called(numbers[index])} became {values[index]!r}"
         return None
 
     def _refresh_states(self, call: Call) -> str | None:
@@ -164,9 +193,14 @@ class Guards:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
             if kind[-1] and call.leaves[position].grad is not None:
                 return f"argument {call.names[position]} has a gradient"
-        if _aliases(call, self.module_storages) != self.aliases:
+        if _aliases(call, self._module_storages()) != self.aliases:
             return "which tensor arguments are the same changed"
         return None
+
+
+def _called(number: Any) -> str:
+    """What a message calls a number."""
+    return f"argument {number.fqn}" if isinstance(number, ArgumentNumber) else str(number.fqn)
 
 
 def _layout(holder: Storage) -> list[int]:
@@ -214,12 +248,17 @@ def _state_entries(call: Call) -> list[Any]:
     """Per parameter the keys of its optimizer state, with values where these are no tensors."""
     return [
         tuple(
-            key if isinstance(value, torch.Tensor) else (key, value)
+            key if isinstance(value, torch.Tensor) else (key, _known(value))
             for key, value in entries.items()
         )
         for table in _tables(call)
         for entries in table.values()
     ]
+
+
+def _known(value: Any) -> Any:
+    """What a graph is specialized on about an entry of optimizer state that is no tensor."""
+    return type(value) if is_exact(value) else value
 
 
 def _read_states(call: Call, inputs: Inputs) -> list[Any]:

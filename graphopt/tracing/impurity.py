@@ -81,11 +81,18 @@ def no_schedulers() -> Iterator[None]:
 
 
 @contextmanager
-def no_other_optimizers(known: list[Optimizer]) -> Iterator[None]:
-    """While active, stepping an optimizer that is not among `known` is refused."""
+def no_other_optimizers(
+    known: list[Optimizer], find: Callable[[Optimizer], bool]
+) -> Iterator[None]:
+    """While active, stepping an optimizer that is not among `known` is refused.
+
+    Args:
+        find: takes note of another one, which may become one of them.
+    """
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not any(optimizer is other for other in known):
+            find(optimizer)
             raise CaptureError(
                 f"it steps a {type(optimizer).__name__} that is not among its arguments",
                 location=str(current_user_line()),
@@ -126,6 +133,17 @@ def no_gradient_scaling() -> Iterator[None]:
 
     with replaced(*((GradScaler, n, guarded(n)) for n in ("scale", "unscale_", "step", "update"))):
         yield
+
+
+def taken_for_a_number(how: str | None, line: SourceLine | None = None) -> CaptureError:
+    """A setting of an optimizer becomes what further calls cannot follow."""
+    return CaptureError(
+        "a number that an optimizer's settings or counts decide (such as its learning rate) is"
+        f" {how or 'taken for a plain number'}, which would happen at capture only",
+        location=str(line or current_user_line()),
+        hint="let a function do it that is called in every step, graphopt.callback(print, rate), or"
+        " do it outside the step; to compute with it, take it as it is, without float() or int()",
+    )
 
 
 def line_where(changed: Callable[[], bool], run: Callable[[], object]) -> SourceLine | None:

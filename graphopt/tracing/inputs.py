@@ -6,7 +6,7 @@ parameters, optimizer state and learning rate as they are now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
 from graphopt.runtime.late import names_of_held
 from graphopt.tracing.call import Call
-from graphopt.tracing.numbers import SCHEDULED, Comparisons
+from graphopt.tracing.host_numbers import EXACT, Conditions
+from graphopt.tracing.numbers import SCHEDULED
 
 Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
 
@@ -45,6 +46,7 @@ class ModuleTensor:
     Attributes:
         slots: every `(dictionary, key)` of a module that holds it; tied weights have several.
         rebindable: it is a plain attribute, to which a step may assign a new tensor.
+        bare: it belongs to no module.
     """
 
     kind: Kind
@@ -52,6 +54,7 @@ class ModuleTensor:
     tensor: torch.Tensor
     slots: list[tuple[dict[str, Any], str]]
     rebindable: bool = False
+    bare: bool = False
 
     def live(self) -> torch.Tensor:
         """The tensor as it is now: a plain attribute may hold another one of the same kind."""
@@ -96,7 +99,7 @@ class GradientInput:
     fqn: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Hyperparameter:
     """`optimizers[optimizer].param_groups[group][key]`, or one element of it: a Python number,
     or the tensor that the user gave in place of one."""
@@ -106,11 +109,38 @@ class Hyperparameter:
     key: str
     element: int | None
     fqn: str
-    asked: Comparisons = field(default_factory=Comparisons)
 
-    def read(self, groups: list[dict[str, Any]]) -> Any:
-        value = groups[self.group][self.key]
+    def read(self, call: Call) -> Any:
+        value = call.optimizer_objects()[self.optimizer].param_groups[self.group][self.key]
         return value if self.element is None else value[self.element]
+
+
+@dataclass(frozen=True)
+class StateNumber:
+    """`optimizers[optimizer].state[parameter][key]`, a Python number."""
+
+    optimizer: int
+    parameter: ModuleTensor
+    key: str
+    fqn: str
+
+    def read(self, call: Call) -> Any:
+        state = call.optimizer_objects()[self.optimizer].state
+        return state[self.parameter.tensor].get(self.key)
+
+
+@dataclass(frozen=True)
+class ArgumentNumber:
+    """A Python number among the arguments, by its position in `call.leaves`."""
+
+    position: int
+    fqn: str
+
+    def read(self, call: Call) -> Any:
+        return call.leaves[self.position]
+
+
+Number = Hyperparameter | StateNumber | ArgumentNumber
 
 
 @dataclass
@@ -118,6 +148,8 @@ class Inputs:
     """All inputs of one call, in the order of the captured dialect.
 
     Attributes:
+        conditions: what has to be so of `hyperparameters`.
+        rebound: `module_tensors` that get other storage in each call; see `rebinding`.
         held: names of what others may use without being seen (`graphopt.runtime.late`); none where
             that is so of all parameters, as while a variable holds a checkpoint.
     """
@@ -126,9 +158,11 @@ class Inputs:
     placeholders: list[ModuleTensor | Storage]
     states: list[StateTensor]
     gradients: list[GradientInput]
-    hyperparameters: list[Hyperparameter]
+    hyperparameters: list[Number]
     user: list[int]
     held: frozenset[str] = frozenset()
+    conditions: Conditions = field(default_factory=Conditions)
+    rebound: list[int] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[ModuleTensor]:
@@ -160,8 +194,7 @@ class Inputs:
             assert gradient.owner.tensor.grad is not None
             values.append(gradient.owner.tensor.grad)
         for number in self.hyperparameters:
-            value = number.read(optimizers[number.optimizer].param_groups)
-            values.append(as_tensor(value))
+            values.append(as_tensor(number.read(call)))
         values += [call.leaves[position] for position in self.user]
         return values
 
@@ -180,7 +213,11 @@ def collect(call: Call) -> Inputs:
         placeholders=_placeholders(tensors),
         states=list(_states(call, by_id)),
         gradients=gradients,
-        hyperparameters=list(_hyperparameters(call)),
+        hyperparameters=[
+            *_hyperparameters(call),
+            *_state_numbers(call, by_id),
+            *_argument_numbers(call),
+        ],
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
     _refuse_overlaps(inputs, call)
@@ -215,6 +252,9 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     for prefix, module in modules:
         for key in module._buffers:
             add("buffer", _join(prefix, key), module._buffers, key)
+    for name, tensor in bare_tensors(call):
+        kind: Kind = "parameter" if tensor.requires_grad else "buffer"
+        found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
     attributes: set[int] = set()
     for prefix, module in modules:
         for key in tensor_attributes(module):
@@ -225,6 +265,17 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     for entry in entries:
         entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
     return sorted(entries, key=lambda entry: entry.kind != "parameter")
+
+
+def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that the step uses and that belong to no module, with names: those that optimizers
+    update, and those that it reads outside its arguments."""
+    yield from call.besides.tensors
+    for position in call.optimizers:
+        name = call.names[position]
+        for index, group in enumerate(call.leaves[position].param_groups):
+            for place, parameter in enumerate(group["params"]):
+                yield f"{name}.param_groups[{index}]['params'][{place}]", parameter
 
 
 def tensor_attributes(module: nn.Module) -> list[str]:
@@ -267,14 +318,18 @@ def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]
 
 
 def _hyperparameters(call: Call) -> Iterator[Hyperparameter]:
+    known: set[int] = set()  # an optimizer that wraps another one has its groups
     for index, optimizer in enumerate(call.optimizer_objects()):
         prefix = call.names[call.optimizers[index]]
         for number, group in enumerate(optimizer.param_groups):
+            if id(group) in known:
+                continue
+            known.add(id(group))
             for key, value in group.items():
                 name = f"{prefix}.param_groups[{number}].{key}"
                 parts = value if isinstance(value, tuple) else (value,)
                 for element, part in enumerate(parts):
-                    if not _is_input(key, part):
+                    if not _is_input(key, part, call.besides.counts):
                         continue
                     if parts is value:
                         yield Hyperparameter(index, number, key, element, f"{name}[{element}]")
@@ -282,8 +337,36 @@ def _hyperparameters(call: Call) -> Iterator[Hyperparameter]:
                         yield Hyperparameter(index, number, key, None, name)
 
 
-def _is_input(key: str, value: object) -> bool:
-    return isinstance(value, torch.Tensor) or (key in SCHEDULED and is_number(value))
+def _state_numbers(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateNumber]:
+    for index, optimizer in enumerate(call.optimizer_objects()):
+        prefix = call.names[call.optimizers[index]]
+        for parameter, entries in optimizer.state.items():
+            if id(parameter) not in by_id:
+                continue
+            owner = by_id[id(parameter)]
+            for key, value in entries.items():
+                if is_exact(value):
+                    yield StateNumber(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
+
+
+def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
+    """Integers and floats as such: what other classes of numbers do with tensors is their own."""
+    if call.besides.plain:
+        return
+    for position in call.constants:
+        if is_exact(call.leaves[position]):
+            yield ArgumentNumber(position, call.names[position])
+
+
+def is_exact(value: object) -> bool:
+    """A Python number that float64 holds, and so may be an input."""
+    return type(value) is float or (type(value) is int and abs(value) < EXACT)
+
+
+def _is_input(key: str, value: object, counts: Collection[str]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return (key in SCHEDULED or key in counts) and is_number(value)
 
 
 def as_tensor(number: Any) -> torch.Tensor:

@@ -115,6 +115,20 @@ def check_effects(effects: Effects) -> None:
             )
 
 
+def keeps_plain_values(effects: Effects) -> bool:
+    """Whether numbers or texts are kept that were not there before."""
+    for change in effects.changes:
+        if change.kind is not contents.GENERATOR:
+            before = [value for value in _flat(change.before) if isinstance(value, _PLAIN)]
+            after = [value for value in _flat(change.after) if isinstance(value, _PLAIN)]
+            if any(value not in before for value in after) or len(after) > len(before):
+                return True
+    return False
+
+
+_PLAIN = (int, float, complex, str, bytes)
+
+
 def drawn_from(effects: Effects) -> str | None:
     """The class of a random number generator that was drawn from or seeded."""
     for change in effects.changes:

@@ -1,9 +1,6 @@
-"""Numbers that a traced step reads: hyperparameters, and tensor values read by `.item()`.
+"""Numbers that a traced step reads from tensors, by `.item()` and the like.
 
-A scheduled hyperparameter (`lr`, betas, momentum, weight decay) enters the graph as a 0-dim
-float64 tensor; the optimizer sees its `.item()` as a symbolic float. Optimizers compare such
-numbers with constants (`if momentum != 0`). `ScheduledFloat` answers from the value at capture and
-records the answer, so that the graph holds for every value that gives the same answers.
+Numbers whose values are known before a call are more than that: `host_numbers`.
 """
 
 from __future__ import annotations
@@ -11,10 +8,9 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,29 +22,19 @@ from graphopt.tracing.source import current_user_line, is_torch_file
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Settings of a parameter group that schedulers change; all others are guarded by value."""
 
-Predicate = tuple[str, float, bool]
-"""(comparison, constant, answer): for example ``("ne", 0.0, True)``."""
-
-
-def holds(value: float, predicate: Predicate) -> bool:
-    name, constant, answer = predicate
-    compare: Callable[[float, float], bool] = getattr(operator, name)
-    return compare(value, constant) is answer
-
-
-@dataclass
-class Comparisons:
-    """What was asked about one hyperparameter while tracing."""
-
-    predicates: list[Predicate] = field(default_factory=list)
-
-
-ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow)
+ARITHMETIC = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow),
+    *(operator.floordiv, operator.mod),
+)
 """Operators that `TracedFloat` records itself."""
 
 
 class TracedFloat(torch.SymFloat):
     """A symbolic float whose arithmetic is recorded as it is written, operator by operator."""
+
+    def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """`function(*args)`, where more is known of it than that it is a number, else None."""
+        return None
 
 
 def _forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
@@ -74,59 +60,11 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` of symbolic floats and Python numbers, as one node."""
     if not all(isinstance(arg, (torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
+    for traced in (arg for arg in args if issubclass(type(arg), TracedFloat)):
+        result = type(traced).known_result(traced, function, args)
+        if result is not None:
+            return result
     return as_read(_compat.record_number(function, args))
-
-
-class ScheduledFloat(TracedFloat):
-    """A hyperparameter inside the trace.
-
-    Args:
-        symbolic: the `.item()` of `tensor`.
-        tensor: the 0-dim float64 graph input; fused optimizers take it as `tensor_lr`.
-        value: the number at capture, in which comparisons are answered.
-        asked: where the answers are recorded.
-    """
-
-    def __init__(
-        self, symbolic: torch.SymFloat, tensor: torch.Tensor, value: float, asked: Comparisons
-    ) -> None:
-        super().__init__(symbolic.node)
-        self.tensor = tensor
-        self.value = value
-        self.asked = asked
-
-    def _answer(self, name: str, other: Any) -> Any:
-        if not isinstance(other, (int, float)):
-            return getattr(torch.SymFloat, f"__{name}__")(self, other)
-        result = bool(getattr(operator, name)(self.value, other))
-        predicate = (name, float(other), result)
-        if predicate not in self.asked.predicates:
-            self.asked.predicates.append(predicate)
-        return result
-
-    def __eq__(self, other: object) -> Any:
-        return self._answer("eq", other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._answer("ne", other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._answer("lt", other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._answer("le", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._answer("gt", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._answer("ge", other)
-
-    def __bool__(self) -> bool:
-        return bool(self._answer("ne", 0.0))
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 class Notes(Protocol):
@@ -135,11 +73,19 @@ class Notes(Protocol):
     def add_number(self, number: Any) -> None:
         """The step gets to see a number."""
 
+    def hand_out(self, numbers: Iterable[int], text: bool) -> None:
+        """The step takes a number itself, or its text, that was computed from these inputs."""
+
     def refuse(self, error: CaptureError) -> CaptureError:
         """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
 
 
 _made: ContextVar[Notes | None] = ContextVar("made", default=None)
+
+
+def current_notes() -> Notes | None:
+    """Who is told now; None outside a trace."""
+    return _made.get()
 
 
 @contextmanager
@@ -189,11 +135,15 @@ def as_read(value: Any) -> Any:
     kind = _READ.get(type(value))
     if kind is None:
         return value
-    read = kind(value.node)
+    return noted(kind(value.node))
+
+
+def noted(number: Any) -> Any:
+    """A number of which it is known from now on when the step keeps it."""
     made = _made.get()
     if made is not None:
-        made.add_number(read)
-    return read
+        made.add_number(number)
+    return number
 
 
 def _itself(self: Any, memo: Any = None) -> Any:
@@ -228,7 +178,7 @@ _OPERATORS = frozenset(
 for _base, _kind in _READ.items():
     for _name in _operators_of(_kind, _base):
         setattr(_kind, _name, _reading(_name, _base))
-for _number in (*_READ.values(), ScheduledFloat):
+for _number in _READ.values():
     for _name in _TEXT:
         setattr(_number, _name, _refuse_text)
     for _name in ("__copy__", "__deepcopy__"):

@@ -167,12 +167,14 @@ _MISSING = object()
 class OptimizerGuard:
     """One optimizer: groups, members, settings that are not scheduled, and state entries."""
 
-    def __init__(self, name: str, optimizer: Optimizer) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, optimizer: Optimizer, counts: frozenset[str] = frozenset()
+    ) -> None:
+        self.name, self.counts = name, counts
         self.type = type(optimizer)
         self.attributes = _attributes(optimizer)
         self.groups = [
-            (list(group["params"]), _settings(group)) for group in optimizer.param_groups
+            (list(group["params"]), _settings(group, counts)) for group in optimizer.param_groups
         ]
 
     def mismatch(self, optimizer: Optimizer) -> str | None:
@@ -191,7 +193,7 @@ class OptimizerGuard:
                 a is not b for a, b in zip(live, params, strict=True)
             ):
                 return f"the members of {self.name}.param_groups[{index}] changed"
-            now = _settings(group)
+            now = _settings(group, self.counts)
             if now != settings:
                 key = _first_difference(now, settings)
                 return f"{self.name}.param_groups[{index}][{key!r}] became {now.get(key)!r}"
@@ -226,7 +228,7 @@ def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
     return next(k for k in (*a, *b) if k not in a or k not in b or a[k] != b[k])
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def _settings(group: dict[str, Any], counts: frozenset[str]) -> dict[str, Any]:
     """Settings of a group that the graph is specialized on; scheduled numbers by kind only.
 
     Bookkeeping of schedulers (`initial_lr`, `max_lr`, …) is not read by optimizers.
@@ -235,7 +237,9 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     for key, value in group.items():
         if key == "params" or key in _OF_SCHEDULERS:
             continue
-        if key not in SCHEDULED:
+        if key in counts and is_number(value):
+            found[key] = type(value)
+        elif key not in SCHEDULED:
             found[key] = value if is_plain(value) else id(value)
         elif isinstance(value, tuple):
             found[key] = tuple(is_number(part) or id(part) for part in value)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,7 +25,10 @@ from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
-from graphopt.tracing import fused, numbers
+from graphopt.tracing import fused, host_numbers, numbers, sparse
+from graphopt.tracing.besides import Finder
+from graphopt.tracing.impurity import taken_for_a_number
+from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.source import SourceLine, current_user_line
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
@@ -62,9 +65,20 @@ _READABLE = frozenset(
 
 class Made:
     """Weak references to the tensors a traced step got from torch functions, and where; and to the
-    numbers that it read from them."""
+    numbers that it read from them.
 
-    def __init__(self) -> None:
+    Args:
+        tagger: knows in which phase the step is.
+        arguments: which of the numbers that the graph takes are arguments of the step.
+
+    Attributes:
+        refused: an error that the step may have swallowed.
+        handed_out: where the step took a setting or count of an optimizer as the number that it is.
+    """
+
+    def __init__(self, tagger: Tagger, arguments: Collection[int]) -> None:
+        self._tagger, self._arguments = tagger, arguments
+        self.handed_out: list[SourceLine | None] = []
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
         self.refused: CaptureError | None = None
@@ -76,6 +90,20 @@ class Made:
 
     def add_number(self, number: Any) -> None:
         self._numbers.append((weakref.ref(number), current_user_line()))
+
+    def hand_out(self, numbers: Iterable[int], text: bool) -> None:
+        """Note that the step takes a number itself. A setting of an optimizer, which a scheduler
+        changes, is for the optimizer alone: other code would show or keep it, at capture only.
+
+        Args:
+            numbers: the inputs of the graph that it was computed from.
+            text: it becomes text.
+        """
+        if all(number in self._arguments for number in numbers):
+            return
+        self.handed_out.append(current_user_line())
+        if text or self._tagger.phase != "optimizer":
+            raise self.refuse(taken_for_a_number("turned into text" if text else None))
 
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
         """The line of the first such number that something still holds, other than `known` (by id);
@@ -157,6 +185,8 @@ class Redirect(TorchFunctionMode):
         before_gradient_read: called before the step reads any `.grad`.
         made: takes note of every result.
         optimizers: those of the step.
+        rebinding: does what `.data = …` does.
+        finder: gives stand-ins of real tensors that are no inputs yet, where they may become some.
     """
 
     def __init__(
@@ -166,8 +196,12 @@ class Redirect(TorchFunctionMode):
         before_gradient_read: Callable[[], None],
         made: Made,
         optimizers: Sequence[Optimizer],
+        finder: Finder,
+        rebinding: Rebinding,
     ) -> None:
         super().__init__()
+        self._rebinding = rebinding
+        self._finder = finder
         self._optimizers = optimizers
         self._traced = traced
         self._tagger = tagger
@@ -184,8 +218,12 @@ class Redirect(TorchFunctionMode):
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
         args, kwargs = untraced(self._prepared, args, kwargs)
-        if self._tagger.phase == "optimizer" and _writes(func):
-            self._forget_counts(args[:1])
+        args, kwargs = host_numbers.concrete(func, args, kwargs)
+        if _writes(func):
+            untraced(self._rebinding.check, args[:1])
+            if self._tagger.phase == "optimizer":
+                self._forget_counts(args[:1])
+        untraced(sparse.refuse_entries, func, args)
         result = self._call(func, args, kwargs)
         untraced(self._made.add, result)
         return result
@@ -198,7 +236,7 @@ class Redirect(TorchFunctionMode):
         constants = [tensor for tensor in tensors if _compat.is_constant(self._tracer, tensor)]
         if not constants:
             return
-        tables = (entries for of in self._optimizers for entries in of.state.values())
+        tables = [e for of in self._optimizers for e in of.state.values() if isinstance(e, dict)]
         state = {id(value) for entries in tables for value in entries.values()}
         for tensor in constants:
             if id(tensor) in state:
@@ -222,11 +260,8 @@ class Redirect(TorchFunctionMode):
         elif func in fused.FUNCTIONS:
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
         elif func == _SET_DATA:
-            raise CaptureError(
-                "it gives a tensor other storage (`.data = …`)",
-                location=str(current_user_line()),
-                hint="write the new values in place: with torch.no_grad(): parameter.copy_(new)",
-            )
+            self._rebinding.set(*args)
+            return None
         elif func in _TEXT:
             refusal = CaptureError(
                 "the value of a tensor is turned into text",
@@ -250,14 +285,12 @@ class Redirect(TorchFunctionMode):
         if _compat.is_fake(tensor) and id(tensor) not in self._traced.by_id:
             return tensor
         known = self._traced.by_id.get(id(tensor))
+        if known is None and _compat.is_transformed(tensor):
+            return tensor
         if known is None:
-            raise CaptureError(
-                f"it uses a tensor from outside its arguments (shape {list(tensor.shape)},"
-                f" {tensor.dtype}), which would be baked in as a constant",
-                location=str(current_user_line()),
-                hint="pass it, or the module that owns it, as an argument of the step,"
-                " or register it as a buffer of the model",
-            )
+            known = self._finder.stand_in(tensor)
+        if known is None:
+            raise self._finder.unknown(tensor)
         return known
 
 

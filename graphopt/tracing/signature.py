@@ -13,7 +13,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs, ModuleTensor, is_number
+from graphopt.tracing.inputs import Inputs, is_number
 from graphopt.tracing.redirect import Made
 from graphopt.tracing.substitute import Traced
 
@@ -85,6 +85,16 @@ class StateResult:
 
 
 @dataclass(frozen=True)
+class SettingResult:
+    """A number of a parameter group that the step has changed."""
+
+    optimizer: int
+    group: int
+    key: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
 class AttributeResult:
     """A module attribute that the step set."""
 
@@ -103,6 +113,8 @@ class Signature:
             place; their results follow the user's in `results`.
         user_results: how many of the graph's results belong to the return value.
         stepped: optimizers whose `step` ran.
+        settings: numbers of parameter groups that the step changes.
+        rebound: module tensors that get storage of their own before each call; see `rebinding`.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
     """
 
@@ -114,6 +126,8 @@ class Signature:
     user_results: int
     stepped: list[int]
     dead_gradients: list[int] = field(default_factory=list)
+    settings: list[SettingResult] = field(default_factory=list)
+    rebound: list[int] = field(default_factory=list)
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""
@@ -121,6 +135,7 @@ class Signature:
         yield from (gradient.recipe for gradient in self.gradients)
         yield from (state.recipe for state in self.states)
         yield from (attribute.recipe for attribute in self.attributes)
+        yield from (setting.recipe for setting in self.settings)
 
     def constant_attributes(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """Attributes that the step sets to something else than a tensor: where, name, value."""
@@ -192,6 +207,7 @@ class ResultCollector:
         stepped: list[int],
         before: dict[int, dict[str, Any]],
         holders: Sequence[tuple[str, dict[str, Any], dict[str, Any]]],
+        counted: Sequence[tuple[int, int, str, Any]],
     ) -> Signature:
         """Build the signature.
 
@@ -209,6 +225,10 @@ class ResultCollector:
             gradients=self._gradients(),
             states=self._states(),
             attributes=[*self._attributes(before), *self._attributes_of_others(holders)],
+            settings=[
+                SettingResult(index, group, key, self.recipe(value, lambda: "a count"))
+                for index, group, key, value in counted
+            ],
         )
 
     def _gradients(self) -> list[GradientResult]:
@@ -244,22 +264,20 @@ class ResultCollector:
         }
         for number, optimizer in enumerate(self.call.optimizer_objects()):
             for stand_in, entries in optimizer.state.items():
-                index, entry = owners[id(stand_in)]
+                if id(stand_in) not in owners:
+                    raise CaptureError(
+                        "its optimizer makes state that belongs to no parameter",
+                        hint="let it keep that in its parameter groups, or in the state of each"
+                        " parameter",
+                    )
+                index, _ = owners[id(stand_in)]
                 before = self.traced.states[number].get(id(stand_in), {})
                 for key, value in entries.items():
                     if key in before and value is before[key]:
                         continue
-                    self._refuse_counter(entry, key, before.get(key), value)
                     recipe = self.recipe(value, lambda: "optimizer state")
                     found.append(StateResult(number, index, key, recipe))
         return found
-
-    def _refuse_counter(self, entry: ModuleTensor, key: str, before: Any, after: Any) -> None:
-        if is_number(before) and is_number(after) and before != after:
-            raise CaptureError(
-                f"the optimizer counts in the Python number state[{entry.fqn}][{key!r}]",
-                hint="keep the count as a tensor, as torch.optim does",
-            )
 
     def _attributes(self, before: dict[int, dict[str, Any]]) -> list[AttributeResult]:
         found = []

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, StateNumber, is_number
 from graphopt.tracing.source import current_user_line
 
 
@@ -123,28 +123,38 @@ def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
     for entry in inputs.module_tensors:
         for owner, key in entry.slots:
             owner[key] = traced.by_id[id(entry.tensor)]
+    groups: dict[int, _Settings] = {}
     for index, optimizer in enumerate(call.optimizer_objects()):
-        _insert_into_optimizer(optimizer, index, inputs, traced)
+        _insert_into_optimizer(optimizer, index, inputs, traced, groups)
 
 
 def _insert_into_optimizer(
-    optimizer: Optimizer, index: int, inputs: Inputs, traced: Traced
+    optimizer: Optimizer,
+    index: int,
+    inputs: Inputs,
+    traced: Traced,
+    groups: dict[int, _Settings],
 ) -> None:
-    optimizer.param_groups = [_Settings(group) for group in optimizer.param_groups]
+    """Args: `groups`: those inserted so far, by the id of the real ones; an optimizer that wraps
+    another one has the same groups."""
+    real = optimizer.param_groups
+    optimizer.param_groups = [groups.setdefault(id(group), _Settings(group)) for group in real]
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    for original, group in zip(real, optimizer.param_groups, strict=True):
+        for parameter in original["params"]:
             entries = optimizer.state.get(parameter)
             if entries is not None:
                 state[traced.by_id[id(parameter)]] = {
                     key: traced.by_id.get(id(value), value) for key, value in entries.items()
                 }
-        stand_ins = [traced.by_id[id(parameter)] for parameter in group["params"]]
+        stand_ins = [traced.by_id[id(parameter)] for parameter in original["params"]]
         dict.__setitem__(group, "params", stand_ins)
     optimizer.state = state
-    traced.states.append({id(key): dict(entries) for key, entries in state.items()})
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
-        if number.optimizer != index:
+        if isinstance(number, ArgumentNumber) or number.optimizer != index:
+            continue
+        if isinstance(number, StateNumber):
+            state[traced.by_id[id(number.parameter.tensor)]][number.key] = symbolic
             continue
         group = optimizer.param_groups[number.group]
         if number.element is None:
@@ -153,12 +163,16 @@ def _insert_into_optimizer(
             parts = list(group[number.key])
             parts[number.element] = symbolic
             dict.__setitem__(group, number.key, tuple(parts))
+    traced.states.append({id(key): dict(entries) for key, entries in state.items()})
 
 
 class _Settings(dict[str, Any]):
-    """A parameter group that the step may read only."""
+    """A parameter group in which the step may change numbers only."""
 
     def __setitem__(self, key: str, value: Any) -> None:
+        if is_number(value):
+            dict.__setitem__(self, key, value)
+            return
         raise CaptureError(
             f"it changes {key!r} of an optimizer's parameter group",
             location=str(current_user_line()),

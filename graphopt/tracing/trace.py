@@ -17,16 +17,30 @@ from torch import fx
 from torch.optim import Optimizer
 
 from graphopt import _compat
+from graphopt._compat.backward import is_in_backward
 from graphopt.errors import CaptureError
 from graphopt.tracing import impurity, numbers, reduction, rng, strides
+from graphopt.tracing.besides import Finder, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.failures import definition_of, explained
-from graphopt.tracing.inputs import Inputs, Storage
-from graphopt.tracing.leftovers import Effects, HostState, check_effects, drawn_from
-from graphopt.tracing.numbers import ScheduledFloat
+from graphopt.tracing.host_numbers import (
+    HostNumber,
+    ScheduledFloat,
+    is_host_number,
+    traced_math,
+)
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
+from graphopt.tracing.leftovers import (
+    Effects,
+    HostState,
+    check_effects,
+    drawn_from,
+    keeps_plain_values,
+)
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
+from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.signature import (
     ResultCollector,
@@ -35,7 +49,8 @@ from graphopt.tracing.signature import (
     module_attributes,
     plain_objects,
 )
-from graphopt.tracing.source import user_line_of
+from graphopt.tracing.source import SourceLine, current_user_line, user_line_of
+from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
 from graphopt.tracing.tagging import Tagger, tagged
 
@@ -64,6 +79,7 @@ class RawTrace:
         gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
         effects: what the step changed on the host, which has been put back.
         outside: what the step read outside its arguments.
+        handed_out: where an optimizer took one of its settings or counts as a plain number.
     """
 
     graph_module: fx.GraphModule
@@ -73,6 +89,7 @@ class RawTrace:
     outside: Record
     gradients_first: bool
     effects: Effects = field(default_factory=Effects)
+    handed_out: Sequence[SourceLine | None] = ()
 
 
 def trace(call: Call, inputs: Inputs, communication: Communication | None) -> RawTrace:
@@ -80,6 +97,7 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
 
     Raises:
         CaptureError: the step does what no graph can repeat. Nothing has changed then.
+        MoreInputs: it works on more than `inputs`. Nothing has changed then, either.
     """
     _compat.register_fused_meta_kernels()
     for _ in range(2):  # the first time, modules imported on the way may draw, too
@@ -117,6 +135,8 @@ def _attempt(
         effects = state.restore()
     with explained(call):
         check_effects(effects)
+        if raw.handed_out and keeps_plain_values(effects):
+            raise impurity.taken_for_a_number("kept", raw.handed_out[0])
     generator = drawn_from(effects)
     if generator is not None:
         drawn = drawn or Drawn(generator, state.generator_advanced)
@@ -131,8 +151,19 @@ def _traced(
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(strides.corrected)
     fakes = [_compat.to_fake(mode, value) for value in values]
+    run = _StepRun(call, inputs, communication, mode)
+    try:
+        return _run_once(run, call, fakes)
+    except CaptureError as error:
+        if run.finder.found:
+            raise MoreInputs(run.finder.found) from error
+        raise
+
+
+def _run_once(
+    run: _StepRun, call: Call, fakes: list[torch.Tensor]
+) -> tuple[RawTrace, Drawn | None]:
     with ExitStack() as stack:
-        run = _StepRun(call, inputs, communication)
         stack.callback(run.outside.close)
         stack.enter_context(preserved(call))
         stack.enter_context(explained(call))
@@ -140,13 +171,17 @@ def _traced(
         stack.enter_context(_compat.errors_raised_once())
         generators = GeneratorStates.read()
         graph_module = _compat.make_fx(run)(*fakes)
+        refuse_counts(graph_module.graph)
         drawn = generators.advanced()
         _refuse_kept_numbers(run.made, call, _numbers_of(call))
+    if run.finder.found:
+        raise MoreInputs(run.finder.found)
     assert run.signature is not None
     _refuse_kept_numbers(run.made, call, set())
     _refuse_kept(run.made, fakes, call)
     first = run.gradients_first
     raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, first)
+    raw.handed_out = run.made.handed_out
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 
 
@@ -194,15 +229,22 @@ _KEEP_HINT = (
 class _StepRun:
     """The function that is traced: sets the scene, runs the step, collects what it leaves."""
 
-    def __init__(self, call: Call, inputs: Inputs, communication: Communication | None) -> None:
+    def __init__(
+        self, call: Call, inputs: Inputs, communication: Communication | None, mode: Any
+    ) -> None:
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
-        self.made = Made()
+        numbers_given = enumerate(inputs.hyperparameters)
+        arguments = {i for i, number in numbers_given if isinstance(number, ArgumentNumber)}
+        self.made = Made(self.tagger, arguments)
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.gradients_first = False
+        self.rebound: set[int] = set()
         self.outside = record_for(call)
+        given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
+        self.finder = Finder(self.outside, given, mode)
         self._caching = torch.is_autocast_cache_enabled()
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -218,29 +260,41 @@ class _StepRun:
             )
             insert(self.call, self.inputs, traced)
             before = module_attributes(self.call)
-            settings = [dict(group) for group in self._groups()]
+            settings = [dict(group) for _, _, group in self._groups()]
             holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
             averager = self._averager(traced)
             returned, stepped = self._run(traced, averager)
-            self._refuse_changed_settings(settings)
+            counted = self._counted(settings)
             finish_buffers(self.inputs, traced)
             collector = ResultCollector(self.call, self.inputs, traced, flat, self.made)
-            self.signature = collector.collect(returned, stepped, before, holders)
+            self.signature = collector.collect(returned, stepped, before, holders, counted)
+            self.signature.rebound.extend(sorted(self.rebound))
             self.used = tuple(averager.used) if averager is not None else ()
             return collector.results
 
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self.call.optimizer_objects():
-            yield from optimizer.param_groups
+    def _groups(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Each distinct parameter group, with its place: the optimizer and the number there."""
+        known: set[int] = set()
+        for index, optimizer in enumerate(self.call.optimizer_objects()):
+            for number, group in enumerate(optimizer.param_groups):
+                if id(group) not in known:
+                    known.add(id(group))
+                    yield index, number, group
 
-    def _refuse_changed_settings(self, before: list[dict[str, Any]]) -> None:
-        for old, new in zip(before, self._groups(), strict=True):
-            for key in old.keys() | new.keys():
-                if new.get(key) is not old.get(key):
+    def _counted(self, before: list[dict[str, Any]]) -> list[tuple[int, int, str, Any]]:
+        """Numbers of parameter groups that the step has changed: where, and what they are now."""
+        found = []
+        for old, (index, number, new) in zip(before, self._groups(), strict=True):
+            for key in [key for key in {**old, **new} if new.get(key) is not old.get(key)]:
+                if not is_number(new.get(key)):
                     raise CaptureError(
                         f"it changes {key!r} of an optimizer's parameter group",
                         hint="change it outside the step, between two calls",
                     )
+                if key in old and not is_host_number(old[key]):
+                    self.finder.count(key)
+                found.append((index, number, key, new[key]))
+        return found
 
     def _run(
         self, traced: Traced, averager: reduction.GradientAverager | None
@@ -249,6 +303,9 @@ class _StepRun:
             traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in self.call.leaves
         ]
+        for number, stand_in in zip(self.inputs.hyperparameters, traced.numbers, strict=True):
+            if isinstance(number, ArgumentNumber):
+                leaves[number.position] = stand_in
         args, kwargs = self.call.rebuild(leaves)
         stepped: list[int] = []
         known = self.call.optimizer_objects()
@@ -261,21 +318,28 @@ class _StepRun:
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
             stack.enter_context(impurity.no_gradient_scaling())
-            stack.enter_context(impurity.no_other_optimizers(known))
+            stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
             stack.enter_context(rng.traced_generators())
             stack.enter_context(numbers.noting(self.made))
+            stack.enter_context(traced_math())
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
             self._notice_steps(stepped)
             if averager is not None:
                 stack.enter_context(averager.watching())
                 stack.enter_context(self._buffers_broadcast())
-            redirect = Redirect(traced, self.tagger, reduce, self.made, known)
+            rebinding = Rebinding(self.inputs, traced)
+            redirect = Redirect(
+                traced, self.tagger, reduce, self.made, known, self.finder, rebinding
+            )
             stack.enter_context(redirect)
             with observed_step(self.call, self.outside):
                 returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
+            self.finder.owners_of([e.tensor for e in self.inputs.module_tensors if e.bare])
             self.gradients_first = redirect.gradients_first
+        rebinding.finish()
+        self.rebound = rebinding.rebound
         if self.made.refused is not None:
             raise self.made.refused
         reduce()
@@ -302,19 +366,27 @@ class _StepRun:
             by_id[id(gradient.owner.tensor)].grad = stand_in
             by_id[id(gradient.owner.tensor.grad)] = stand_in
         scheduled: list[Any] = []
-        for number in self.inputs.hyperparameters:
+        for index, number in enumerate(self.inputs.hyperparameters):
             tensor = next(supply)
-            value = number.read(optimizers[number.optimizer].param_groups)
+            value = number.read(self.call)
             if isinstance(value, torch.Tensor):
                 by_id[id(value)] = tensor
                 scheduled.append(tensor)
             else:
-                symbolic: Any = tensor.item()
-                scheduled.append(ScheduledFloat(symbolic, tensor, float(value), number.asked))
+                scheduled.append(self._number(index, tensor, value))
                 self.made.add_number(scheduled[-1])
         for position in self.inputs.user:
             by_id[id(self.call.leaves[position])] = next(supply)
         return Traced(by_id, scheduled, gradients)
+
+    def _number(self, index: int, tensor: torch.Tensor, value: Any) -> HostNumber:
+        """What stands for a number, given the input that it comes in as."""
+        conditions = self.inputs.conditions
+        leaf = ScheduledFloat(tensor.item(), tensor, value, index, conditions, self.made)  # type: ignore[arg-type]
+        if not isinstance(value, int):
+            return leaf
+        integer = _compat.record_number(int, (leaf,))
+        return HostNumber(integer, value, leaf.expression, conditions, self.made)
 
     def _averager(self, traced: Traced) -> reduction.GradientAverager | None:
         if self.communication is None:
@@ -336,6 +408,8 @@ class _StepRun:
         step = optimizer.step
 
         def noticed(*args: Any, **kwargs: Any) -> Any:
+            if self.communication is not None and is_in_backward():
+                raise _in_backward(optimizer)
             stepped.append(index)
             with self.tagger.during("optimizer"), _branches_explained(optimizer):
                 return step(*args, **kwargs)
@@ -365,6 +439,15 @@ class _StepRun:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _in_backward(optimizer: Optimizer) -> CaptureError:
+    return CaptureError(
+        f"{type(optimizer).__name__}.step() runs within the backward, where gradients are not"
+        " averaged over the ranks yet",
+        location=str(current_user_line()),
+        hint="call it after loss.backward()",
+    )
 
 
 def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.outside.attributes import (
     attribute_place,
     attributes_of,
@@ -89,6 +90,8 @@ class Calls:
 
     def _builtin(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
         record = self._record
+        if callee is type and args and is_host_number(args[0]):
+            record.asked_type = record.asked_type or line
         if callee in _CLASS and args:
             read_class(record, args[0], record.path(args[0], type(args[0]).__name__), line)
         if callee in _OF_ONE_OBJECT or not (isinstance(callee, type) or callee in _TAKING_APART):

@@ -81,7 +81,7 @@ def _kind(holder: torch.Tensor, key: Any) -> Any:
     with without_overrides():
         if holder.layout is not torch.strided:
             return (holder.shape, holder.dtype, holder.device, holder.requires_grad)
-        return (*tensor_kind(holder), holder.is_leaf, holder.grad is None)
+        return (*tensor_kind(holder), holder.is_leaf, holder.is_leaf and holder.grad is None)
 
 
 _READERS: Mapping[str, Any] = {

@@ -7,7 +7,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Record:
         self.functions_of_torch: set[types.CodeType] = set()
         self.changed: tuple[Read, Any] | None = None
         self.counted: Read | None = None
+        self.asked_type: SourceLine | None = None
         self.advanced: tuple[str, SourceLine] | None = None
         self.pending: list[tuple[Place, str, SourceLine]] | None = None
 
@@ -85,6 +86,15 @@ class Record:
         """How the program got to an object."""
         known = self._paths.get(id(value))
         return otherwise if known is None else known[1]
+
+    def path_to(self, value: Any) -> str | None:
+        """How the step got to an object by places that are guarded; None where it did not."""
+        known = self._paths.get(id(value))
+        return None if known is None or known[0] is not value else known[1]
+
+    def paths(self) -> Iterator[tuple[Any, str]]:
+        """All objects that the step got to, each with how."""
+        yield from list(self._paths.values())
 
     def reached(self, value: Any, path: str) -> None:
         """The step got an object that was there before it."""

@@ -57,6 +57,12 @@ def observed_step(call: Call, record: Record) -> Iterator[None]:
     record.finish()
     if record.counted is not None:
         _refuse(record.counted, record.counted.place.now())
+    if record.asked_type is not None:
+        raise CaptureError(
+            "it asks for the type() of a number that may be another one in each call",
+            location=str(record.asked_type),
+            hint="ask isinstance(number, float), or decide outside the step",
+        )
     if record.advanced is not None:
         path, line = record.advanced
         raise CaptureError(

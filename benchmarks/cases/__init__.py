@@ -1,0 +1,19 @@
+"""The coverage set: training loops as people publish them, by family."""
+
+from . import (
+    adversarial,
+    language,
+    optimizers,
+    reinforcement,
+    representation,
+    sequences,
+    styles,
+    vision,
+)
+from .case import STEPS, Build, Case, cases, tensors_of
+
+FAMILIES = (
+    language, vision, adversarial, reinforcement, representation, sequences, optimizers, styles,
+)  # fmt: skip
+
+__all__ = ["FAMILIES", "STEPS", "Build", "Case", "cases", "tensors_of"]

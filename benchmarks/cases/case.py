@@ -1,0 +1,71 @@
+"""What one case of the coverage set is: a training loop of a public kind, in a small size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+STEPS = 4
+
+
+@dataclass
+class Case:
+    """A training step with what it is called with.
+
+    Attributes:
+        step: the user's function, unchanged.
+        calls: the arguments of each call.
+        state: what is compared afterwards besides the results: modules, optimizers, tensors.
+        after: called after each call with its number and result, as a training loop goes on.
+    """
+
+    step: Callable[..., Any]
+    calls: Sequence[tuple[Any, ...]]
+    state: Sequence[Any] = ()
+    after: Callable[[int, Any], None] | None = None
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+
+Build = Callable[[], Case]
+_CASES: dict[str, Build] = {}
+
+
+def case(build: Build) -> Build:
+    """Enter a case into the set, under the name of the function that builds it."""
+    _CASES[f"{build.__module__.rpartition('.')[2]}.{build.__name__}"] = build
+    return build
+
+
+def cases() -> dict[str, Build]:
+    """All cases of the families that have been imported, by name."""
+    return dict(_CASES)
+
+
+def repeated(*fixed: Any, draw: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Arguments of each call: `fixed`, then what `draw` gives."""
+    return [(*fixed, *draw()) for _ in range(STEPS)]
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a module, an optimizer or a nest of containers, in a fixed order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        if value.is_leaf and value.grad is not None:
+            yield value.grad
+    elif isinstance(value, torch.nn.Module):
+        for table in (value.parameters(), value.buffers()):
+            for tensor in table:
+                yield from tensors_of(tensor)
+    elif hasattr(value, "state_dict"):
+        yield from tensors_of(value.state_dict())
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield torch.tensor(value, dtype=torch.float64)

@@ -1,0 +1,415 @@
+"""Image models and the tricks of their training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from .case import STEPS, Case, case, repeated
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, width: int, out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, out, 3, stride, 1, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(out), nn.ReLU(inplace=True)
+        self.conv2, self.bn2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.downsample = None
+        if stride != 1 or width != out:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += identity
+        return self.relu(out)
+
+
+def resnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 1, 1), BasicBlock(8, 8), BasicBlock(8, 16, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5),
+    )  # fmt: skip
+
+
+def labelled() -> tuple[Tensor, Tensor]:
+    return torch.rand(4, 3, 8, 8), torch.randint(0, 5, (4,))
+
+
+def classify(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@case
+def resnet_with_schedule() -> Case:
+    model = resnet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    then = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, then], [2])
+    return Case(
+        classify,
+        repeated(model, optimizer, draw=labelled),
+        [model, optimizer],
+        lambda index, loss: schedule.step(),
+    )
+
+
+@case
+def accuracy_returned() -> Case:
+    """Loss and number of right answers as numbers, as tutorials add them up."""
+    model = resnet()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        model.train()
+        optimizer.zero_grad()
+        outputs = model(x)
+        _, preds = torch.max(outputs, 1)
+        loss = F.cross_entropy(outputs, y)
+        loss.backward()
+        optimizer.step()
+        return loss.item() * x.size(0), torch.sum(preds == y.data).item()
+
+    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+
+
+@case
+def class_weights() -> Case:
+    """The loss has a buffer of class weights, and is known to the step by its closure."""
+    model = resnet()
+    optimizer = torch.optim.AdamW(model.parameters())
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0]))
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+
+
+class FocalLoss:
+    """A plain class with a tensor."""
+
+    def __init__(self, alpha: Tensor, gamma: float = 2.0) -> None:
+        self.alpha, self.gamma = alpha, gamma
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
+        logpt = F.log_softmax(logits, 1).gather(1, target.view(-1, 1)).view(-1)
+        at = self.alpha.gather(0, target)
+        return (-1 * (1 - logpt.exp()) ** self.gamma * logpt * at).mean()
+
+
+@case
+def focal_loss() -> Case:
+    model = resnet()
+    optimizer = torch.optim.AdamW(model.parameters())
+    criterion = FocalLoss(torch.tensor([0.1, 0.2, 0.3, 0.2, 0.2]))
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+
+
+@case
+def mixup() -> Case:
+    model = resnet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor, lam: float) -> Tensor:
+        index = torch.randperm(x.size(0))
+        mixed = lam * x + (1 - lam) * x[index, :]
+        out = model(mixed)
+        loss = lam * F.cross_entropy(out, y) + (1 - lam) * F.cross_entropy(out, y[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    calls = [
+        (*each, 0.1 + 0.2 * i) for i, each in enumerate(repeated(model, optimizer, draw=labelled))
+    ]
+    return Case(step, calls, [model, optimizer])
+
+
+@case
+def amp_with_scaler() -> Case:
+    """A GradScaler that is on, with bfloat16 so that it works on a CPU."""
+    model = resnet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer, scaler])
+
+
+@case
+def averaged_model() -> Case:
+    """torch.optim.swa_utils, updated in the step."""
+    model = resnet()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model: Any, averaged: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = classify(model, optimizer, x, y)
+        averaged.update_parameters(model)
+        return loss
+
+    fixed = (model, averaged, optimizer)
+    return Case(step, repeated(*fixed, draw=labelled), fixed)
+
+
+@case
+def averaged_model_between_calls() -> Case:
+    model = resnet()
+    averaged = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Case(
+        classify,
+        repeated(model, optimizer, draw=labelled),
+        [model, averaged, optimizer],
+        lambda index, loss: averaged.update_parameters(model),
+    )
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization, as its best-known implementation is written."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **kwargs: Any) -> None:
+        super().__init__(params, {"rho": rho, "adaptive": False, **kwargs})
+        self.base_optimizer = base(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        grad_norm = self._grad_norm()
+        for group in self.param_groups:
+            scale = group["rho"] / (grad_norm + 1e-12)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.state[p]["old_p"] = p.data.clone()
+                e_w = (torch.pow(p, 2) if group["adaptive"] else 1.0) * p.grad * scale.to(p)
+                p.add_(e_w)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def _grad_norm(self) -> Tensor:
+        device = self.param_groups[0]["params"][0].device
+        return torch.norm(
+            torch.stack(
+                [
+                    ((torch.abs(p) if group["adaptive"] else 1.0) * p.grad).norm(p=2).to(device)
+                    for group in self.param_groups
+                    for p in group["params"]
+                    if p.grad is not None
+                ]
+            ),
+            p=2,
+        )
+
+
+@case
+def sharpness_aware() -> Case:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.first_step(zero_grad=True)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.second_step(zero_grad=True)
+        return loss
+
+    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.cls = nn.Parameter(torch.zeros(1, 1, 16))
+        self.position = nn.Parameter(torch.randn(1, 5, 16) * 0.02)
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 32, 0.1, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1) + self.position
+        return self.head(self.encoder(x)[:, 0])
+
+
+@case
+def vision_transformer() -> Case:
+    model = ViT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return Case(
+        classify,
+        repeated(model, optimizer, draw=labelled),
+        [model, optimizer],
+        lambda index, loss: schedule.step(),
+    )
+
+
+@case
+def masked_autoencoder() -> Case:
+    """Patches are shuffled by an argsort of noise."""
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Linear(12, 16),
+            "encoder": nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+            "decoder": nn.Linear(16, 12),
+        }
+    )
+    model.mask_token = nn.Parameter(torch.zeros(1, 1, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        patches = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).reshape(4, 16, 12)
+        n, length, _ = patches.shape
+        keep = int(length * 0.25)
+        noise = torch.rand(n, length)
+        shuffle = torch.argsort(noise, dim=1)
+        restore = torch.argsort(shuffle, dim=1)
+        kept = shuffle[:, :keep]
+        seen = torch.gather(model["embed"](patches), 1, kept.unsqueeze(-1).repeat(1, 1, 16))
+        mask = torch.ones([n, length])
+        mask[:, :keep] = 0
+        mask = torch.gather(mask, dim=1, index=restore)
+        h = model["encoder"](seen)
+        h = torch.cat([h, model.mask_token.repeat(n, length - keep, 1)], dim=1)
+        h = torch.gather(h, 1, restore.unsqueeze(-1).repeat(1, 1, 16))
+        loss = ((model["decoder"](h) - patches) ** 2).mean(dim=-1)
+        loss = (loss * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+
+
+@case
+def segmentation() -> Case:
+    """A small U-Net with a Dice loss and class weights that are a global tensor."""
+    model = nn.ModuleDict(
+        {
+            "down": nn.Conv2d(3, 8, 3, 2, 1),
+            "up": nn.ConvTranspose2d(8, 8, 2, 2),
+            "out": nn.Conv2d(11, 2, 1),
+        }
+    )
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4, momentum=0.9, foreach=True)
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        h = model["up"](F.relu(model["down"](x)))
+        logits = model["out"](torch.cat([x, F.interpolate(h, x.shape[2:], mode="bilinear")], 1))
+        target = (x.mean(1) > 0.5).long()
+        soft = F.softmax(logits, 1)
+        hot = F.one_hot(target, 2).permute(0, 3, 1, 2).float()
+        dice = (2 * (soft * hot).sum() + 1e-6) / (soft.sum() + hot.sum() + 1e-6)
+        loss = F.cross_entropy(logits, target, weight=PIXEL_WEIGHTS) + 1 - dice
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+
+
+PIXEL_WEIGHTS = torch.tensor([0.3, 0.7])
+
+
+@case
+def detection_losses() -> Case:
+    """Anchors that match are chosen by a mask: as many as there are in each batch."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), nn.Conv2d(8, 9, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(model: Any, optimizer: Any, x: Tensor, boxes: Tensor, labels: Tensor) -> Tensor:
+        out = model(x).permute(0, 2, 3, 1).reshape(-1, 9)
+        positive = labels > 0
+        box_loss = F.smooth_l1_loss(out[positive][:, :4], boxes[positive], reduction="sum")
+        class_loss = F.cross_entropy(out[:, 4:], labels)
+        loss = class_loss + box_loss / positive.sum().clamp(min=1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    calls = [
+        (model, optimizer, torch.rand(2, 3, 4, 4), torch.rand(32, 4), torch.randint(0, 5, (32,)))
+        for _ in range(STEPS)
+    ]
+    return Case(step, calls, [model, optimizer])
+
+
+@case
+def mean_teacher() -> Case:
+    """Semi-supervised: labels of -1 are left out, the teacher is updated by the step number."""
+    model = resnet()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(model: Any, teacher: Any, optimizer: Any, x: Any, y: Any, global_step: int) -> Tensor:
+        out = model(x)
+        with torch.no_grad():
+            goal = teacher(x + torch.randn_like(x) * 0.1).softmax(1)
+        loss = F.cross_entropy(out, y, ignore_index=-1) + F.mse_loss(out.softmax(1), goal)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        alpha = min(1 - 1 / (global_step + 1), 0.99)
+        for ema, parameter in zip(teacher.parameters(), model.parameters(), strict=True):
+            ema.data.mul_(alpha).add_(parameter.data, alpha=1 - alpha)
+        return loss
+
+    fixed = (model, teacher, optimizer)
+    calls = [(*each, i) for i, each in enumerate(repeated(*fixed, draw=labelled))]
+    return Case(step, calls, fixed)

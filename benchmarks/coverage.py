@@ -1,0 +1,199 @@
+"""Which training loops graphopt captures: published kinds of them, each in a process of its own.
+
+    python benchmarks/coverage.py                       all cases, as a table
+    python benchmarks/coverage.py vision styles.logged  families or single cases
+    python benchmarks/coverage.py --write               into docs/coverage.md as well
+
+Every case is a loop as people publish it, in a small size (`benchmarks/cases`). It is run eagerly
+and through `graphopt.compile`, from the same seed, and everything that it leaves is compared bit
+for bit: results, parameters, buffers, optimizer state, random numbers. A refusal is shown with its
+reason and line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from cases import Build, Case, cases, tensors_of
+
+import graphopt
+from graphopt.errors import GraphOptError
+
+TIMEOUT = 120.0
+PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
+
+
+@dataclass
+class Outcome:
+    """What became of one case.
+
+    Attributes:
+        verdict: "bitwise", "differs", "refused", "failed" (another error) or "too long".
+        reason: of a refusal or a failure.
+        captures: how many graphs the calls needed.
+        nodes: of the last graph.
+        seconds: CPU seconds of the first call.
+    """
+
+    name: str
+    verdict: str
+    reason: str = ""
+    captures: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+
+
+def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainStep | None, float]:
+    """Run all calls of a case. Returns everything it leaves, and CPU seconds of the first call."""
+    step = graphopt.compile(case.step) if compiled else None
+    results: list[object] = []
+    first = 0.0
+    for index, args in enumerate(case.calls):
+        begin = time.process_time()
+        result = (step or case.step)(*args)
+        first = first or time.process_time() - begin
+        # Numbers and tensors are kept as they are now.
+        results.append([tensor.clone() for tensor in tensors_of(result)])
+        if case.after is not None:
+            case.after(index, result)
+    if step is not None:
+        step.flush()
+    left = [*results, list(case.state), torch.random.get_rng_state()]
+    return [tensor.detach() for tensor in tensors_of(left)], step, first
+
+
+def judged(name: str, build: Build) -> Outcome:
+    """Run a case both ways and compare."""
+    torch.manual_seed(0)
+    expected, _, _ = run(build(), compiled=False)
+    torch.manual_seed(0)
+    case = build()  # kept: a step forgets the graphs of models that are gone
+    try:
+        left, step, seconds = run(case, compiled=True)
+    except GraphOptError as error:
+        return Outcome(name, "refused", str(error))
+    assert step is not None
+    outcome = Outcome(name, "bitwise", seconds=seconds)
+    outcome.captures = len(step.captures)
+    outcome.nodes = len(step.captures[-1].graph_module.graph.nodes)
+    if len(left) != len(expected):
+        outcome.verdict, outcome.reason = "differs", f"{len(left)} tensors, not {len(expected)}"
+        return outcome
+    for index, (a, b) in enumerate(zip(left, expected, strict=True)):
+        if a.dtype != b.dtype or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
+            outcome.verdict, outcome.reason = "differs", f"tensor {index} of {len(left)}"
+            break
+    return outcome
+
+
+def _child(name: str, build: Build, end: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        outcome = judged(name, build)
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        if os.environ.get("COVERAGE_TRACEBACK"):
+            text += "\n" + traceback.format_exc()
+        outcome = Outcome(name, "failed", text)
+    end.send(asdict(outcome))
+
+
+def in_process(name: str, build: Build) -> Outcome:
+    """`judged` in a forked process that ends after `TIMEOUT` seconds."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(name, build, there))
+    process.start()
+    there.close()
+    try:
+        if not here.poll(TIMEOUT):
+            process.kill()
+            return Outcome(name, "too long", f"more than {TIMEOUT:.0f} s")
+        return Outcome(**here.recv())
+    except EOFError:
+        return Outcome(name, "failed", f"the process ended with {process.exitcode}")
+    finally:
+        process.join()
+
+
+def chosen(names: Sequence[str]) -> dict[str, Build]:
+    """The cases of these families, or with these names; all where there are none."""
+    found = cases()
+    if not names:
+        return found
+    return {n: b for n, b in found.items() if n in names or n.partition(".")[0] in names}
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """The outcomes as a table in Markdown."""
+    rows = ["| case | outcome | captures | nodes | CPU s |", "|---|---|---:|---:|---:|"]
+    for each in outcomes:
+        if each.verdict == "bitwise":
+            figures = f"{each.captures} | {each.nodes} | {each.seconds:.1f}"
+            rows.append(f"| {each.name} | bitwise | {figures} |")
+        else:
+            rows.append(f"| {each.name} | {each.verdict}: {_short(each.reason)} | | | |")
+    return rows
+
+
+def _short(reason: str) -> str:
+    first = reason.strip().split("\n", 1)[0]
+    return first.partition(": ")[2] or first
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """The figures of all cases in one sentence."""
+    bitwise = [each for each in outcomes if each.verdict == "bitwise"]
+    wrong = sum(each.verdict == "differs" for each in outcomes)
+    per_node = [1000 * each.seconds / each.nodes for each in bitwise if each.nodes]
+    text = f"{len(bitwise)} of {len(outcomes)} captured and bitwise, {wrong} captured and not"
+    if not per_node:
+        return text
+    return f"{text}; CPU seconds per 1,000 nodes: median {median(per_node):.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="families or cases")
+    parser.add_argument("--write", action="store_true", help="write docs/coverage.md")
+    parser.add_argument("--json", type=Path, help="write the outcomes there")
+    parser.add_argument("--reasons", action="store_true", help="show refusals in full")
+    options = parser.parse_args()
+    outcomes = []
+    for name, build in chosen(options.names).items():
+        outcome = in_process(name, build)
+        outcomes.append(outcome)
+        line = f"{name:44} {outcome.verdict:9} {outcome.captures:2} {outcome.nodes:5}"
+        print(f"{line} {outcome.seconds:5.1f}", flush=True)
+        if outcome.reason and (options.reasons or outcome.verdict in ("failed", "differs")):
+            print("    " + outcome.reason.strip().replace("\n", "\n    "), flush=True)
+    print(summary(outcomes))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
+    if options.write:
+        _write(outcomes)
+
+
+def _write(outcomes: Sequence[Outcome]) -> None:
+    before = PAGE.read_text().partition("<!-- cases -->")[0] if PAGE.exists() else "# Coverage\n\n"
+    text = [before.rstrip("\n"), "", "<!-- cases -->", "", summary(outcomes) + ".", ""]
+    PAGE.write_text("\n".join([*text, *table(outcomes), ""]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""How many graphs a training step keeps, and what happens where it needs more.
+
+A graph holds for shapes, arguments and settings; a step whose batches come in many lengths needs
+many. Where one cause would go on for ever, an error says so before time and memory are gone. Graphs
+of other modes (train and eval, `no_sync`, other settings) are few and come back: of these, those
+not used for longest are dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphopt.errors import CaptureError
+
+MODE = "mode"
+SHAPE = "shape"
+VALUE = "value"
+
+_CURES = {
+    SHAPE: "pad the batch, or sort it into buckets of a few lengths",
+    VALUE: "pass it as a tensor, or as a number that the step only computes with; decide outside"
+    " the step what depends on it",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a step was captured again.
+
+    Attributes:
+        kind: `MODE`, `SHAPE` or `VALUE`.
+        name: of what changed; empty for a mode.
+        said: the reason in full.
+    """
+
+    kind: str
+    name: str
+    said: str
+
+    @classmethod
+    def of_shape(cls, reason: str) -> Cause:
+        return cls(SHAPE, reason.partition(":")[0], reason)
+
+    @classmethod
+    def of_value(cls, reason: str) -> Cause:
+        return cls(VALUE, reason.partition(" became ")[0].partition(": ")[0], reason)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.kind, self.name)
+
+
+def dropped(causes: Sequence[Cause | None], new: Cause | None, limit: int, step: str) -> int | None:
+    """Which graph to drop before another one is made; None where there is room.
+
+    Args:
+        causes: of the graphs there are, those used last first; None for the first capture.
+        new: why another one is needed.
+        limit: of graphs.
+        step: its name.
+
+    Raises:
+        CaptureError: shapes or values have used up the limit.
+    """
+    if len(causes) < limit:
+        return None
+    modes = [i for i, cause in enumerate(causes) if cause is None or cause.kind == MODE]
+    often = Counter(cause.key for cause in (*causes, new) if cause is not None)
+    (kind, name), count = often.most_common(1)[0] if often else ((MODE, ""), 0)
+    if kind == MODE or (modes and count < limit // 2):
+        return modes[-1] if modes else len(causes) - 1
+    said = next(c.said for c in (new, *causes) if c is not None and c.key == (kind, name))
+    raise CaptureError(
+        f"{step} needs a graph for each {'shape' if kind == SHAPE else 'value'} of"
+        f" {name}: {count} of at most {limit} (the last change: {said})",
+        hint=f"{_CURES[kind]}; or allow more: graphopt.compile(max_graphs={2 * limit})",
+    )

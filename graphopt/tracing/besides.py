@@ -1,0 +1,181 @@
+"""What a step uses besides its arguments: modules, optimizers and tensors that it closes over.
+
+    step ──trace──▶ uses a tensor that is no input ──▶ whose is it?
+                      of a module that the step has reached ──▶ the module becomes an input
+                      it stands in a place that the step has read ──▶ the tensor becomes an input
+                    steps an optimizer that is no input ──▶ the optimizer becomes an input
+
+The trace that finds something goes on with a stand-in, to find the rest, and is then done anew
+with what was found. How the step got there is guarded (`outside`): where another object stands
+there later, the step is captured anew. Nothing is copied: a graph reads and writes the tensors
+themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.source import current_user_line
+
+
+@dataclass
+class Besides:
+    """Objects and tensors outside the arguments that a graph works on, each with its path.
+
+    Attributes:
+        objects: modules and optimizers. Not kept alive.
+        tensors: those that belong to none of them.
+        counts: keys of parameter groups in which an optimizer counts.
+        plain: numbers among the arguments are no inputs of the graph, but constants.
+    """
+
+    objects: list[tuple[str, weakref.ref[Any]]] = field(default_factory=list)
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    counts: frozenset[str] = frozenset()
+    plain: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.objects or self.tensors or self.counts or self.plain)
+
+    def live(self) -> list[tuple[str, Any]] | None:
+        """The objects; None where one is gone."""
+        found = [(name, reference()) for name, reference in self.objects]
+        return None if any(value is None for _, value in found) else found
+
+    def joined(self, other: Besides) -> Besides:
+        """All that is in either."""
+        return Besides(
+            [*self.objects, *other.objects],
+            [*self.tensors, *other.tensors],
+            self.counts | other.counts,
+            self.plain or other.plain,
+        )
+
+
+class MoreInputs(Exception):
+    """A trace has found that the step works on more than its inputs."""
+
+    def __init__(self, besides: Besides) -> None:
+        super().__init__("the step works on more than its inputs")
+        self.besides = besides
+
+
+class Finder:
+    """Looks for what one trace uses and has not been given.
+
+    Args:
+        record: what the step has read outside, and how.
+        known: modules and optimizers that are inputs (by id).
+    """
+
+    def __init__(self, record: Record, known: set[int], mode: Any) -> None:
+        self._record, self._known, self._mode = record, set(known), mode
+        self._stand_ins: dict[int, torch.Tensor] = {}
+        self.found = Besides()
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Something to go on with in place of a real tensor; None where nothing leads to it that
+        a guard could hold."""
+        if id(tensor) not in self._stand_ins:
+            if not self._find(tensor):
+                return None
+            self._stand_ins[id(tensor)] = _compat.to_fake(self._mode, tensor)
+        return self._stand_ins[id(tensor)]
+
+    def _find(self, tensor: torch.Tensor) -> bool:
+        owner = self._owner(tensor)
+        if owner is not None:
+            self._add(*owner)
+            return True
+        optimizer = self._optimizer_over(tensor)
+        if optimizer is not None:  # `zero_grad` comes first; the module is reached later
+            self._add(*optimizer)
+            return True
+        path = self._record.path_to(tensor)
+        if path is None or tensor.grad_fn is not None:
+            return False
+        self.found.tensors.append((path, tensor))
+        return True
+
+    def unknown(self, tensor: torch.Tensor) -> CaptureError:
+        """Why a tensor that nothing stands for cannot be used."""
+        what = f"(shape {list(tensor.shape)}, {tensor.dtype})"
+        if tensor.grad_fn is not None:
+            reason = f"it uses a tensor {what} that was computed with gradients outside the step"
+            hint = "compute it inside the step, or keep tensor.detach()"
+        elif self._record.is_outside(tensor):
+            reason = (
+                f"it uses a tensor from outside its arguments {what}, which would be baked in as a"
+                " constant"
+            )
+            hint = (
+                "pass it, or the module that owns it, as an argument of the step, or register it as"
+                " a buffer of the model"
+            )
+        else:
+            reason = (
+                f"it makes a tensor {what} in a way that is not seen, such as torch.Tensor([…]),"
+                " torch.from_numpy or torch.load, which would be baked in as a constant"
+            )
+            hint = "torch.tensor(values) of numbers is seen; make others outside, and pass them"
+        return CaptureError(reason, location=str(current_user_line()), hint=hint)
+
+    def optimizer(self, optimizer: Optimizer) -> bool:
+        """The step steps an optimizer. Returns whether it is one that the step has reached."""
+        path = self._record.path_to(optimizer)
+        if path is not None:
+            self._add(path, optimizer)
+        return path is not None
+
+    def count(self, key: str) -> None:
+        """An optimizer counts in this entry of a parameter group."""
+        self.found.counts |= {key}
+
+    def owners_of(self, tensors: list[torch.Tensor]) -> None:
+        """Parameters to which only an optimizer has led may belong to a module that is used."""
+        for tensor in tensors:
+            owner = self._owner(tensor)
+            if owner is not None:
+                self._add(*owner)
+
+    def _add(self, path: str, value: Any) -> None:
+        if id(value) not in self._known:
+            self._known.add(id(value))
+            self.found.objects.append((path, weakref.ref(value)))
+
+    def _owner(self, tensor: torch.Tensor) -> tuple[str, nn.Module] | None:
+        """The outermost module among those reached that has a tensor."""
+        owners = [each for each in self._modules() if _has(each[1], tensor)]
+        return max(owners, key=lambda each: len(list(each[1].modules())), default=None)
+
+    def _optimizer_over(self, tensor: torch.Tensor) -> tuple[str, Optimizer] | None:
+        """An optimizer among those reached that updates a tensor, and is no input yet."""
+        for value, path in self._record.paths():
+            if isinstance(value, Optimizer) and id(value) not in self._known:
+                groups = value.param_groups
+                if any(each is tensor for group in groups for each in group["params"]):
+                    return path, value
+        return None
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for value, path in self._record.paths():
+            if isinstance(value, nn.Module):
+                yield path, value
+
+
+def _has(module: nn.Module, tensor: torch.Tensor) -> bool:
+    if any(each is tensor for each in module.parameters()):
+        return True
+    if any(each is tensor for each in module.buffers()):
+        return True
+    return any(value is tensor for each in module.modules() for value in list(vars(each).values()))

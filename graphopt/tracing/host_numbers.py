@@ -1,0 +1,360 @@
+"""Numbers that are known before a call: settings and counts of optimizers, numeric arguments.
+
+    lr, betas, state["step"], batch_idx  ──▶  0-dim float64 inputs of the graph
+    arithmetic and `math` on them        ──▶  nodes that compute with Python numbers
+    comparisons of them                  ──▶  answered now; the answer is a condition of the graph
+    all else (`range(n)`, text, sizes)   ──▶  the number itself, under the condition that it is it
+
+So a graph holds for all values that give the same answers, which is found out before a call runs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.tracing.numbers import (
+    Notes,
+    TracedFloat,
+    as_read,
+    current_notes,
+    noted,
+    record,
+)
+from graphopt.tracing.replace import replaced
+from graphopt.tracing.source import is_torch_file
+
+EXACT = 2**53
+"""Integers below are numbers in float64 themselves."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Number `index` among those that the graph takes."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Term:
+    """A function of other expressions."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def evaluate(expression: Any, values: Sequence[Any]) -> Any:
+    """The value of an expression: a leaf, a term or a constant."""
+    if isinstance(expression, Leaf):
+        return values[expression.index]
+    if isinstance(expression, Term):
+        return expression.function(*(evaluate(each, values) for each in expression.args))
+    return expression
+
+
+def leaves_of(expression: Any) -> Iterator[int]:
+    """All numbers that an expression depends on."""
+    if isinstance(expression, Leaf):
+        yield expression.index
+    for arg in expression.args if isinstance(expression, Term) else ():
+        yield from leaves_of(arg)
+
+
+def first_leaf(expression: Any) -> int | None:
+    """The first number that an expression depends on."""
+    return next(leaves_of(expression), None)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A comparison with the answer that the trace was given."""
+
+    compare: Callable[[Any, Any], Any]
+    left: Any
+    right: Any
+    answer: bool
+
+    def holds(self, values: Sequence[Any]) -> bool:
+        try:
+            now = self.compare(evaluate(self.left, values), evaluate(self.right, values))
+        except (ArithmeticError, ValueError, TypeError):  # such as an order of complex numbers
+            return False
+        return bool(now) is self.answer
+
+
+@dataclass
+class Conditions:
+    """What was asked about such numbers in the traces of one capture."""
+
+    all: list[Condition] = field(default_factory=list)
+
+    def add(self, condition: Condition) -> None:
+        if condition not in self.all:
+            self.all.append(condition)
+
+
+class HostNumber(TracedFloat):
+    """A number inside the trace whose value is known before each call.
+
+    Args:
+        symbolic: what stands for it in the graph.
+        value: the number at capture.
+        expression: how it is computed from the numbers that the graph takes.
+        conditions: where answers are noted.
+        notes: of the trace that it belongs to.
+    """
+
+    def __init__(
+        self,
+        symbolic: torch.SymFloat,
+        value: Any,
+        expression: Any,
+        conditions: Conditions,
+        notes: Notes,
+    ) -> None:
+        torch.SymFloat.__init__(self, symbolic.node)
+        self.value = value
+        self.expression = expression
+        self.conditions = conditions
+        self.notes = notes
+
+    # `isinstance(number, int)` in a step gets the answer that it gets for the number.
+    __class__ = property(lambda self: _class_of(self))
+
+    def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return _known(function, args)
+
+    def exactly(self) -> Any:
+        """The number, which the graph holds for alone from now on."""
+        if isinstance(self.expression, (Leaf, Term)):
+            self.conditions.add(Condition(_same_number, self.expression, self.value, True))
+        return self.value
+
+    def handed_out(self, text: bool = False) -> Any:
+        """The number, for Python code to do with it what it likes."""
+        self.notes.hand_out(leaves_of(self.expression), text)
+        return self.exactly()
+
+    def __getattr__(self, name: str) -> Any:
+        """What numbers have and symbolic ones do not, such as `bit_length`."""
+        if name.startswith("_") or "value" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.handed_out(), name)
+
+    def __bool__(self) -> bool:
+        return (
+            bool(self.value)
+            if self.notes is not current_notes()
+            else bool(_compared(operator.ne, self, 0))
+        )
+
+    def __hash__(self) -> int:
+        if is_torch_file(sys._getframe(1).f_code.co_filename):
+            return id(self)
+        return hash(self.handed_out())
+
+
+def _class_of(number: Any) -> type:
+    value = vars(number).get("value")
+    return HostNumber if value is None else type(value)
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    """Whether two numbers are one, and of one sign where they are zero."""
+    return type(a) is type(b) and a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
+
+
+class ScheduledFloat(HostNumber):
+    """A number that the graph takes as it is, such as a learning rate.
+
+    Args:
+        tensor: the 0-dim float64 input; fused optimizers take it as `tensor_lr`.
+    """
+
+    def __init__(
+        self,
+        symbolic: torch.SymFloat,
+        tensor: torch.Tensor,
+        value: Any,
+        index: int,
+        conditions: Conditions,
+        notes: Notes,
+    ) -> None:
+        HostNumber.__init__(self, symbolic, value, Leaf(index), conditions, notes)
+        self.tensor = tensor
+
+
+def is_host_number(value: Any) -> bool:
+    """Whether a value is known before each call, and traced."""
+    return issubclass(type(value), HostNumber)
+
+
+def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | None:
+    """`function(*args)` of host numbers and constants as a host number, as one node; None where
+    something else is among them."""
+    numbers = [arg for arg in args if is_host_number(arg)]
+    if not numbers or len(numbers) < sum(isinstance(arg, torch.SymFloat) for arg in args):
+        return None
+    if not all(isinstance(arg, (int, float)) for arg in args):
+        return None
+    value = function(*(arg.value if is_host_number(arg) else arg for arg in args))
+    if type(value) not in (int, float):
+        return None
+    expressions = tuple(arg.expression if is_host_number(arg) else arg for arg in args)
+    term, conditions = Term(function, expressions), numbers[0].conditions
+    if function in _POWERS and (type(value) is int or type(args[1]) is not int):
+        # Signs decide whether a power is an integer, a fraction or complex.
+        conditions.add(Condition(_is_of, term, type(value), True))
+    symbolic = _compat.record_number(function, tuple(args))
+    number = HostNumber(symbolic, value, term, conditions, numbers[0].notes)
+    noted(number)
+    return number
+
+
+_POWERS = (operator.pow, builtins.pow)
+
+
+def _is_of(value: Any, kind: type) -> bool:
+    return type(value) is kind
+
+
+def _compared(compare: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    if left.notes is not current_notes():  # of a trace that is over, in a cache of the program's
+        return NotImplemented
+    other = right.value if is_host_number(right) else right
+    if type(other) not in (int, float, bool):
+        return NotImplemented
+    answer = bool(compare(left.value, other))
+    expression = right.expression if is_host_number(right) else right
+    left.conditions.add(Condition(compare, left.expression, expression, answer))
+    return answer
+
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        answer = _compared(compare, self, other)
+        if answer is NotImplemented and isinstance(other, torch.SymFloat):
+            return as_read(getattr(torch.SymFloat, f"__{compare.__name__}__")(self, other))
+        return answer
+
+    return method
+
+
+def _unary(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda self: record(function, self)
+
+
+def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: HostNumber, *args: Any) -> Any:
+        if is_torch_file(sys._getframe(1).f_code.co_filename):
+            return function(self.exactly(), *args)
+        return function(self.handed_out(text=function in _TEXTS), *args)
+
+    return method
+
+
+_TEXTS = (str, repr, format)
+
+
+for _compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+    setattr(HostNumber, f"__{_compare.__name__}__", _comparison(_compare))
+for _function in (operator.neg, operator.pos, operator.abs):
+    setattr(HostNumber, f"__{_function.__name__}__", _unary(_function))
+for _name, _call in (
+    *(("int", int), ("float", float), ("index", operator.index), ("str", str), ("repr", repr)),
+    *(("format", format), ("round", round), ("trunc", math.trunc), ("floor", math.floor)),
+    *(("ceil", math.ceil), ("complex", complex)),
+):
+    setattr(HostNumber, f"__{_name}__", _exact(_call))
+for _name in ("as_integer_ratio", "is_integer", "hex", "conjugate"):
+    setattr(HostNumber, _name, _exact(operator.methodcaller(_name)))
+for _name in ("__copy__", "__deepcopy__"):
+    setattr(HostNumber, _name, lambda self, memo=None: self)
+
+
+_SMOOTH = ("sqrt", "pow", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan",
+           "tanh", "floor", "ceil", "fabs")  # fmt: skip
+_MATH: tuple[Any, ...] = tuple(getattr(math, name) for name in _SMOOTH)
+
+
+def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(*args: Any) -> Any:
+        if any(issubclass(type(arg), TracedFloat) for arg in args):
+            return record(function, *args)
+        return function(*args)
+
+    return traced
+
+
+@contextmanager
+def traced_math() -> Iterator[None]:
+    """While active, functions of `math` on traced numbers become nodes."""
+    with replaced(*((math, f.__name__, _traced(f)) for f in _MATH)):
+        yield
+
+
+PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
+    {*_MATH, builtins.int, operator.neg, operator.pos, operator.abs, operator.floordiv,
+     operator.mod}
+)  # fmt: skip
+"""What nodes of numbers may call besides `numbers.ARITHMETIC`."""
+
+_ON_NUMBERS = frozenset(
+    {"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "rsub",
+     "radd", "rmul", "rdiv", "rtruediv", "truediv", "rpow", "iadd", "isub", "imul", "itruediv",
+     "lerp", "addcmul", "addcdiv", "full_like", "fill"}
+)  # fmt: skip
+"""Torch functions that take an integer for the floating-point number that it is equal to, where
+their tensors are of floating point."""
+
+
+def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a torch function in which integers are themselves, where the function might do
+    something else with a floating-point number."""
+    if not _any_integer((args, kwargs)):
+        return args, kwargs
+    name = getattr(function, "__name__", "").removeprefix("_foreach_").strip("_")
+    if name in _ON_NUMBERS and _all_floating((args, kwargs)):
+        return args, kwargs
+    return _concrete(args), _concrete(kwargs)
+
+
+def _any_integer(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_any_integer, value))
+    if isinstance(value, dict):
+        return any(map(_any_integer, value.values()))
+    if isinstance(value, slice):
+        return any(map(_any_integer, (value.start, value.stop, value.step)))
+    return is_host_number(value) and isinstance(value.value, int)
+
+
+def _all_floating(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point()
+    if isinstance(value, (list, tuple)):
+        return all(map(_all_floating, value))
+    if isinstance(value, dict):
+        return all(map(_all_floating, value.values()))
+    return True
+
+
+def _concrete(value: Any) -> Any:
+    if is_host_number(value):
+        return value.exactly() if isinstance(value.value, int) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_concrete, value))
+    if isinstance(value, dict):
+        return {key: _concrete(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*map(_concrete, (value.start, value.stop, value.step)))
+    return value

@@ -1,0 +1,130 @@
+"""What a step closes over, on two ranks: averaged and begun alike, as what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from gloo import Pool, pool
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    with pool(2) as started:
+        yield started
+
+
+class Whole(nn.Module):
+    """The model and what belongs to none, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return loss_of(self.net, self.scale, x)
+
+
+def loss_of(net: nn.Module, scale: Tensor, x: Tensor) -> Tensor:
+    loss: Tensor = (net(x) * scale.exp()).pow(2).mean()
+    return loss
+
+
+def trained(rank: int, closed: bool) -> list[Tensor]:
+    torch.manual_seed(rank)  # the ranks do not begin alike by themselves
+    whole = Whole()
+    net, scale = whole.net, whole.scale
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, scale, x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def given(whole: Any, optimizer: Any, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = whole(x)  # its buffers are sent from rank 0, as those of `net`
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    closing, passing = graphopt.compile(step), graphopt.compile(given)
+    losses = []
+    for i in range(4):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * rank + i))
+        losses.append(closing(x) if closed else passing(whole, optimizer, x))
+    return [each.detach().clone() for each in (*losses, *whole.state_dict().values())]
+
+
+def both(rank: int) -> tuple[bool, list[float]]:
+    closed, given = trained(rank, True), trained(rank, False)
+    return all(map(torch.equal, closed, given)), closed[4].tolist()
+
+
+def accumulated(rank: int) -> tuple[list[Tensor], list[float]]:
+    """The first call averages nothing, and begins with rank 0's values all the same."""
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphopt.compile
+    def step(x: Tensor, update: bool) -> Tensor:
+        loss: Tensor = model(x).pow(2).mean()
+        loss.backward()
+        if update:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    losses = []
+    for i in range(4):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(i))
+        if i % 2:
+            losses.append(step(x, True))
+        else:
+            with step.no_sync():
+                losses.append(step(x, False))
+    return [each.detach() for each in losses], model.weight.flatten().tolist()
+
+
+def test_all_begin_alike_where_the_first_call_averages_nothing(ranks: Pool) -> None:
+    (losses, mine), (others, theirs) = ranks.run(accumulated)
+    assert all(map(torch.equal, losses, others))  # of equal data
+    assert mine == theirs
+
+
+def in_backward(rank: int) -> str:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphopt.compile
+    def step(x: Tensor) -> None:
+        handle = model.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+        model(x).sum().backward()
+        handle.remove()
+
+    try:
+        step(torch.ones(5, 4) + rank)
+    except graphopt.GraphOptError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_within_the_backward_is_refused(ranks: Pool) -> None:
+    assert all("within the backward" in said for said in ranks.run(in_backward))
+
+
+@pytest.mark.slow
+def test_closed_over_is_as_given(ranks: Pool) -> None:
+    (same, mine), (other, theirs) = ranks.run(both)
+    assert same
+    assert other
+    assert mine == theirs
