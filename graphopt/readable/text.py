@@ -8,10 +8,8 @@ from torch import fx
 
 from graphopt.graph_utils import is_collective, is_operator
 from graphopt.iter_graph import IterGraph
-from graphopt.readable.rows import MARKS, Row, readable_bytes, sections, sent_bytes
-
-_TEXT_WIDTH = 64
-_SHAPE_WIDTH = 16
+from graphopt.listing import MARKS, Listing, heading, listing_text, readable_bytes
+from graphopt.readable.rows import sections, sent_bytes
 
 
 def graph_text(
@@ -32,12 +30,13 @@ def graph_text(
         places: say where nodes come from.
         phase: show the calls of this phase only.
     """
+    return listing_text(listing_of(graph, phase=phase), bytes=bytes, places=places)
+
+
+def listing_of(graph: fx.GraphModule | fx.Graph, *, phase: str | None = None) -> Listing:
+    """A graph as rows, or the calls of one phase. Nothing is said of what collectives take."""
     plain = graph_of(graph)
-    lines = [*summary(plain), ""]
-    for title, rows in sections(plain, phase=phase):
-        lines.append(heading(title))
-        lines += [line(row, bytes=bytes, places=places) for row in rows]
-    return "\n".join(lines) + "\n"
+    return Listing(list(summary(plain)), list(sections(plain, phase=phase)))
 
 
 def compact_text(graph: fx.GraphModule | fx.Graph) -> str:
@@ -54,10 +53,6 @@ def compact_text(graph: fx.GraphModule | fx.Graph) -> str:
 
 def graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
     return graph.graph if isinstance(graph, fx.GraphModule) else graph
-
-
-def heading(title: str) -> str:
-    return f"── {title} ──"
 
 
 def summary(graph: fx.Graph) -> Iterator[str]:
@@ -81,21 +76,3 @@ def summary(graph: fx.Graph) -> Iterator[str]:
 def counted(number: int, what: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def line(row: Row, *, bytes: bool, places: bool) -> str:
-    """One row in columns."""
-    return "".join(text for _, text in cells(row, bytes=bytes, places=places)).rstrip()
-
-
-def cells(row: Row, *, bytes: bool, places: bool) -> Iterator[tuple[str, str]]:
-    """The columns of a row, padded, each with its name."""
-    yield "marks", f"{row.marks:<3}"
-    yield "text", f"{row.text:<{_TEXT_WIDTH}}  "
-    yield "shape", f"{row.shape:<{_SHAPE_WIDTH}}  "
-    if bytes:
-        yield "size", f"{'' if row.size is None else readable_bytes(row.size):>10}  "
-    if row.note:
-        yield "note", f"{row.note}  "
-    if places:
-        yield "place", row.place

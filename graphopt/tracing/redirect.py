@@ -24,9 +24,10 @@ from torch.overrides import TorchFunctionMode
 from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing import fused, numbers
-from graphopt.tracing.source import SourceLine, current_user_line
+from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
 
