@@ -40,6 +40,7 @@ class PassRecord:
         changes_numerics: whether the pass is one that may change the bits of the results.
         skipped: it was disabled, and did not run.
         stage: it is no pass but another stage of the list, such as capture or finalize.
+        difference: what it changed, as unified text; empty for a stage.
         launches: stands for all launches of collectives that it has left, in order: what has to be
             the same on all ranks.
 
@@ -62,6 +63,7 @@ class PassRecord:
     changes_numerics: bool = False
     skipped: bool = False
     stage: bool = False
+    difference: str = field(default="", repr=False, compare=False)
     launches: str = field(default="", repr=False, compare=False)
 
     @property

@@ -8,7 +8,7 @@ from torch import fx
 
 from graphopt.graph_utils import is_collective, is_operator
 from graphopt.iter_graph import IterGraph
-from graphopt.listing import MARKS, Listing, heading, listing_text, readable_bytes
+from graphopt.listing import MARKS, Listing, Row, heading, listing_text, readable_bytes
 from graphopt.readable.rows import sections, sent_bytes
 
 
@@ -45,10 +45,14 @@ def compact_text(graph: fx.GraphModule | fx.Graph) -> str:
     lines = []
     for title, rows in sections(graph_of(graph), shorten=False):
         lines.append(heading(title))
-        for row in rows:
-            parts = (f"{row.marks} {row.text}".strip(), row.shape, row.note)
-            lines.append("  ".join(part for part in parts if part))
+        lines += map(compact_line, rows)
     return "\n".join(lines) + "\n"
+
+
+def compact_line(row: Row) -> str:
+    """A row of `compact_text`."""
+    parts = (f"{row.marks} {row.text}".strip(), row.shape, row.note)
+    return "  ".join(part for part in parts if part)
 
 
 def graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:

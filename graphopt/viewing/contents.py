@@ -147,5 +147,9 @@ def _passes(
         yield {
             "name": record.name,
             "text": [str(record), ""],
-            "diff": list(diffs.get(key, ())),
+            "diff": list(diffs.get(key) or _difference(record)),
         }
+
+
+def _difference(record: PassRecord) -> list[str]:
+    return str(getattr(record, "difference", "")).splitlines()  # older files have none
