@@ -42,7 +42,12 @@ def cells(row: Row, *, bytes: bool, places: bool) -> Iterator[tuple[str, str]]:
 
 
 def readable_bytes(count: int) -> str:
-    """A number of bytes for a person: ``512 B``, ``1.5 KiB``, ``3.0 MiB``."""
+    """A number of bytes for a person: ``512 B``, ``1.5 KiB``, ``3.0 MiB``.
+
+    >>> from graphopt.readable import readable_bytes
+    >>> readable_bytes(3 << 20)
+    '3.0 MiB'
+    """
     if count < 1024:
         return f"{count} B"
     amount, unit = float(count), "B"

@@ -108,7 +108,13 @@ class PassRecord:
 
 
 class Report(list[PassRecord]):
-    """Records, first to last, which notebooks show as a table."""
+    """Records, first to last, which notebooks show as a table.
+
+    >>> from graphopt.manager import records_of
+    >>> _ = graphopt.PassManager("schedule_comm_wait").run(gm)
+    >>> "<table>" in graphopt.manager.Report(records_of(gm))._repr_html_()
+    True
+    """
 
     def _repr_html_(self) -> str:
         heads = ["pass", "options", "outcome", "ms", *Counts._fields]
@@ -145,7 +151,13 @@ def applied_passes(gm: fx.GraphModule) -> list[str]:
 
 
 def records_of(gm: fx.GraphModule) -> Report:
-    """Records of the stages that a graph module went through, passes included, first to last."""
+    """Records of the stages that a graph module went through, passes included, first to last.
+
+    >>> from graphopt.manager import records_of
+    >>> _ = graphopt.PassManager("schedule_comm_wait").run(gm)
+    >>> [record.name for record in records_of(gm)]
+    ['schedule_comm_wait']
+    """
     return Report(_as_record(record) for record in gm.meta.get(META_KEY, ()))
 
 

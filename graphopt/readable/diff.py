@@ -33,12 +33,28 @@ def graph_diff(
     Args:
         before, after: graphs, or their `compact_text`, which stays as it is when a graph changes.
         names: what the two are called in the first lines.
+
+    >>> from graphopt.readable import compact_text, graph_diff
+    >>> before = compact_text(gm)
+    >>> graphopt.PassManager("comm_fusion_with_concat").run(gm)[0].changes
+    2
+    >>> print(graph_diff(before, gm, ("separate", "fused")).splitlines()[0])
+    --- separate
     """
     return text_diff(_text(before), _text(after), names)
 
 
 def text_diff(before: str, after: str, names: tuple[str, str]) -> str:
-    """The difference between two texts as unified text; empty where there is none."""
+    """The difference between two texts as unified text; empty where there is none.
+
+    >>> from graphopt.readable import text_diff
+    >>> print(text_diff("old", "new", ("before", "after")), end="")
+    --- before
+    +++ after
+    @@ -1,1 +1,1 @@
+    -old
+    +new
+    """
     return sequence_diff(before.splitlines(), after.splitlines(), str, names)
 
 

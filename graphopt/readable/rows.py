@@ -185,7 +185,13 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def sent_bytes(node: fx.Node) -> int:
-    """Bytes of the tensors that a collective is launched with."""
+    """Bytes of the tensors that a collective is launched with.
+
+    >>> from graphopt.graph_utils import find_nodes, is_collective
+    >>> from graphopt.readable import sent_bytes
+    >>> [sent_bytes(node) for node in find_nodes(gm.graph, is_collective)]
+    [8, 32]
+    """
     inputs = [source.meta.get("val") for source in node.all_input_nodes]
     return sum(_bytes(tensor) for tensor in tensors_in(inputs))
 

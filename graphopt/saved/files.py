@@ -87,7 +87,13 @@ def load_graph(path: str | Path) -> fx.GraphModule:
 
 def load_description(path: str | Path) -> fx.GraphModule:
     """As `load_graph`, in much less time, for those who only look at the graph: it cannot be
-    rewritten or run, since the tensors in its metadata cannot be computed with."""
+    rewritten or run, since the tensors in its metadata cannot be computed with.
+
+    >>> from graphopt.readable import graph_text
+    >>> graphopt.saved.save_graph(gm, "step.pt")
+    >>> graph_text(graphopt.saved.load_description("step.pt")) == graph_text(gm)
+    True
+    """
     return _load(path, DescriptionDecoder)
 
 

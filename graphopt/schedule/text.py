@@ -14,7 +14,13 @@ _HEADS = ("launch", "sends", "time", "distance", "exposed", "waited for by", "pa
 def collectives_text(step: SimulatedStep) -> str:
     """Per collective: bytes, predicted time, nodes from launch to wait, how long compute stands
     still for it, who forces the wait, and whose gradients or values are sent. Empty for a step
-    without collectives."""
+    without collectives.
+
+    >>> from graphopt.schedule import collectives_text
+    >>> text = collectives_text(graphopt.simulate(gm, world_size=2))
+    >>> text.splitlines()[1].split()[:2]
+    ['launch', 'sends']
+    """
     if not step.collectives:
         return ""
     rows = [_HEADS, *(tuple(_cells(slot)) for slot in step.collectives)]
