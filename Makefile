@@ -49,7 +49,7 @@ check-newest:
 
 docs: $(DOCS_READY)
 	rm -rf docs/api
-	$(RUN) -m pdoc --docformat google --output-directory docs/api $(DOCUMENTED)
+	$(RUN) docs/reference.py $(DOCUMENTED)
 
 lint: $(TEST_READY)
 	$(RUN) -m ruff check .

@@ -29,6 +29,6 @@ def difference(before: Snapshot, gm: fx.GraphModule, name: str) -> str:
 
 def _text(node: fx.Node) -> str:
     if node.op == "output":
-        return f"output: {argument(node.args, shorten=True)}"
+        return f"output: {argument(node.args, shorten=False)}"
     late = node.graph.late if isinstance(node.graph, IterGraph) else {}
-    return compact_line(row_of(node, late))
+    return compact_line(row_of(node, late, shorten=False))
