@@ -10,6 +10,7 @@ TEST_READY := $(VENV)/installed-test
 DOCS_READY := $(VENV)/installed-docs
 SOURCES := graphopt passes lowering
 DOCUMENTED := graphopt graphopt.comm graphopt.cost graphopt.graph_utils graphopt.hooks graphopt.host \
+	graphopt.iter_graph graphopt.manager \
 	graphopt.lowering graphopt.optim graphopt.partition graphopt.pipelining graphopt.readable \
 	graphopt.rewriting graphopt.saved graphopt.schedule graphopt.testing graphopt.verify graphopt.viewing
 # What random cases of `make test-all` are made from.
@@ -48,7 +49,7 @@ check-newest:
 
 docs: $(DOCS_READY)
 	rm -rf docs/api
-	$(RUN) -m pdoc --docformat google --output-directory docs/api $(DOCUMENTED)
+	$(RUN) docs/reference.py $(DOCUMENTED)
 
 lint: $(TEST_READY)
 	$(RUN) -m ruff check .

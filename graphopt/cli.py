@@ -379,8 +379,8 @@ def view(
     dumps: Annotated[
         Path | None,
         typer.Option(
-            help="Show what passes changed: the folder of `optimize --dump`, which alone has the"
-            " graphs before and after each pass. Without it, passes are listed with their records."
+            help="Show what passes changed by the files in this folder of `optimize --dump`, in"
+            " place of what the graph's records keep of it."
         ),
     ] = None,
     dot: Annotated[bool, typer.Option("--dot", help="Write FILE.dot, for Graphviz.")] = False,

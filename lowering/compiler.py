@@ -82,6 +82,10 @@ class Options:
         cudagraphs: replay the steady state as CUDA graphs.
         min_ops: regions with fewer ATen operators stay as they are.
         static_memory: keep the memory that compiled code uses on the CPU from one call to the next.
+
+    >>> from graphopt.lowering import Options
+    >>> Options(max_autotune=True).config()["max_autotune"]
+    True
     """
 
     random: bool = False

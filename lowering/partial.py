@@ -112,6 +112,15 @@ def partial_lower(
 
     Returns:
         `gm`.
+
+    >>> from graphopt.lowering import partial_lower
+    >>> class Deep(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.tanh(torch.exp(x.cos() * 2) + x.sin())
+    >>> captured = graphopt.capture(lambda m, x: m(x), Deep(), torch.ones(8))
+    >>> lowered = partial_lower(captured.graph_module, min_ops=3)
+    >>> [node.target for node in lowered.graph.nodes if node.op == "call_module"]
+    ['subgraph_0']
     """
     options = options or Options()
     lowering = Lowering(dumper=dumper, options=options)

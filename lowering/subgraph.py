@@ -43,6 +43,14 @@ class LoweredSubgraph(nn.Module):
     Attributes:
         graph_module: `body`.
         failure: why the region is not compiled, None while nothing has failed.
+
+    >>> from graphopt.lowering import LoweredSubgraph, partial_lower
+    >>> def wave(model, x):
+    ...     return torch.tanh(torch.exp(x.cos() * 2) + x.sin())
+    >>> gm = graphopt.capture(wave, torch.nn.Identity(), torch.ones(8)).graph_module
+    >>> region = partial_lower(gm, min_ops=3).subgraph_0
+    >>> isinstance(region, LoweredSubgraph), region.failure
+    (True, None)
     """
 
     def __init__(

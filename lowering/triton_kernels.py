@@ -36,6 +36,11 @@ class TritonKernel:
         spills: bytes per thread that go to and from memory for lack of registers.
         num_warps: warps per block.
         regions: numbers of the regions that launch it.
+
+    >>> gm = graphopt.capture(lambda m, x: m(x).exp(), torch.nn.Tanh(), torch.ones(8)).graph_module
+    >>> (kernel,) = graphopt.lowering.compile_triton(gm, min_ops=1)
+    >>> kernel.spills, kernel.cubin[1:4]
+    (0, b'ELF')
     """
 
     name: str
@@ -103,6 +108,14 @@ def compile_triton(
     Raises:
         LoweringError: Triton is not installed, the target is not known, or something cannot be
             lowered: the message names the node and the user's line.
+
+    >>> from graphopt.lowering import compile_triton
+    >>> def wave(model, x):
+    ...     return torch.tanh(torch.exp(x.cos() * 2) + x.sin())
+    >>> gm = graphopt.capture(wave, torch.nn.Identity(), torch.ones(8)).graph_module
+    >>> (kernel,) = compile_triton(gm, "cuda:90", min_ops=3)
+    >>> kernel.name.startswith("triton_poi_fused"), ".target sm_90" in kernel.ptx
+    (True, True)
     """
     report = lower_to_triton(gm, target, min_ops=min_ops)
     if report.failures:

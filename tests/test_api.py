@@ -7,6 +7,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +22,10 @@ from graphopt.testing import fake_ranks
 ROOT = Path(__file__).resolve().parent.parent
 HELPERS = (ROOT / "docs" / "helpers.md").read_text()
 FIXTURE = re.compile(r"\bgm\b")
-ELSEWHERE = {
-    "comm": "CommBlock get_all_comm_blocks get_comm_block parameters_of replace_collective"
-    " updates_of wait_of",
-    "cost": "CostModel",
-    "graph_utils": "call_function_with_meta find_all_descendants find_nodes get_output get_outputs"
-    " move_after move_before",
-    "hooks": "InductorPass backend inductor_pass inductor_passes",
-    "optim": "AdamArgs ForeachAddBlock FusedAdamBlock FusedOptimizerBlock"
-    " get_all_fused_optimizer_blocks get_fused_optimizer_block gradients_of split_fused_optimizer",
-    "partition": "Partition partition_graph split_module",
-    "pipelining": "LossReducer LossWrapper MultiUseParameterConfig Pipe PipeInfo PipeSequential"
-    " Reducer Replicated SplitPoint TensorChunkSpec TrivialLossWrapper annotate_split_points"
-    " balanced merge_chunks pipe_split pipeline split_args_kwargs_into_chunks stage_backward",
-    "saved": "load_graph save_graph",
-    "schedule": "Timeline",
-    "testing": "FakeRanks StepUnderTest check_pass fake_ranks",
-    "verify": "DependencyReport EquivalenceReport check_captured check_dependencies"
-    " check_equivalence dependency_graph",
-    "viewing": "dot_text view_page",
-}
-"""Names besides `graphopt.__all__` whose examples are run, by module. Those that compile, measure
-or need several processes have tests of their own only."""
+MODULES = re.search(r"^DOCUMENTED := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.M)
+assert MODULES is not None
+PUBLIC = MODULES.group(1).replace("\\", " ").split()
+"""Modules of which `make docs` writes pages: each lists its public names."""
 
 
 def captured_step() -> fx.GraphModule:
@@ -73,14 +56,30 @@ def example_of(name: str, value: Any) -> doctest.DocTest | None:
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    yield from ((f"graphopt.{name}", getattr(graphopt, name)) for name in graphopt.__all__)
-    for folder, names in ELSEWHERE.items():
-        module = importlib.import_module(f"graphopt.{folder}")
-        yield from ((f"graphopt.{folder}.{name}", getattr(module, name)) for name in names.split())
+    """Functions, classes and objects of graphopt's that are public, by name. What torch defines,
+    and constants, need no example."""
+    for name in PUBLIC:
+        module = importlib.import_module(name)
+        for entry in module.__all__:
+            value = getattr(module, entry)
+            if getattr(value, "__module__", type(value).__module__).startswith("graphopt"):
+                yield f"{name}.{entry}", value
 
 
-@pytest.mark.parametrize("name", [name for name, _ in public()])
+SLOW = ("lowering.LoweredSubgraph", "lowering.compile_triton", "lowering.TritonKernel")
+
+
+def names() -> list[Any]:
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if name.endswith(SLOW) else name
+        for name, _ in public()
+    ]
+
+
+@pytest.mark.parametrize("name", names())
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "riton" in name and find_spec("triton") is None:
+        pytest.skip("needs Triton")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRAPHOPT_DUMP", "")  # what an example sets is taken back
     monkeypatch.delenv("GRAPHOPT_DUMP")

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import gloo
 import graphopt
+from graphopt.graph_utils import get_outputs
 from graphopt.host import is_host_call
+from graphopt.manager import PassRegistry
 from graphopt.optim import gradients_of
 from graphopt.passes import log_gradient_norms
 from graphopt.testing import StepUnderTest, check_pass, fake_ranks
@@ -152,3 +154,38 @@ def test_on_real_ranks() -> None:
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert all(map(torch.equal, mine, theirs))
+
+
+def test_callback_takes_nodes_in_a_pass() -> None:
+    """`graphopt.callback` itself: behind the nodes, where no insertion point is active."""
+    seen: list[Any] = []
+
+    @graphopt.graph_optimization_pass(registry=PassRegistry())
+    def log(gm: Any) -> int:
+        outputs = get_outputs(gm.graph)
+        inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        graphopt.callback(seen.append, outputs.results[0])
+        graphopt.callback(lambda *values: seen.append(len(values) - len(inputs)), *inputs)
+        with gm.graph.inserting_before(outputs.updates[0]):
+            graphopt.callback(lambda value: seen.append("active"), outputs.results[0])
+        return 3
+
+    model = nn.Linear(2, 2)
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    compiled = graphopt.compile(step, pipeline=[log])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = compiled(model, optimizer, torch.ones(3, 2))
+    assert len(seen) == 6
+    assert seen[0] == 0 and torch.equal(seen[4], loss) and "active" in seen
+    other = graphopt.capture(lambda m, x: m(x), model, torch.ones(3, 2)).graph_module
+    nodes = [next(iter(gm.graph.nodes)) for gm in (other, compiled.graph_module)]
+    with pytest.raises(ValueError, match="nodes of several graphs"):
+        graphopt.callback(print, *nodes)

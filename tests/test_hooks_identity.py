@@ -167,6 +167,32 @@ def test_a_pass_that_changes_a_list_of_its_module_is_not_cached(
     assert "the_pass changes the list SEEN of its module" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("declared", "statement", "what"),
+    [
+        ("COUNT = 0", "global COUNT; COUNT += 1", "COUNT"),
+        ("COUNT = {'n': 0}", "COUNT['n'] += 1", "the dict COUNT"),
+        ("COUNT = set()", "COUNT.add(node)", "the set COUNT"),
+        ("COUNT = {}", "COUNT.update(n=1)", "the dict COUNT"),
+    ],
+)
+def test_a_pass_that_counts_is_not_cached(
+    files: Files, caplog: pytest.LogCaptureFixture, declared: str, statement: str, what: str
+) -> None:
+    """Its uuid would change with each run, or stay while it becomes another pass."""
+    files.replace(files.name, "LIMIT = 3", f"LIMIT = 3\n{declared}")
+    files.replace(files.name, "        used(node)", f"        used(node)\n        {statement}")
+    with caplog.at_level("INFO", "graphopt"):
+        assert files.uuid() is None
+    assert f"the_pass changes {what} of its module" in caplog.text
+
+
+def test_a_constant_key_is_not_a_change(files: Files) -> None:
+    files.replace(files.name, "LIMIT = 3", "LIMIT = 3\nKEY = 'mark'")
+    files.replace(files.name, "        used(node)", "        used(node); node.meta[KEY] = 1")
+    assert isinstance(files.uuid(), str)
+
+
 def test_a_list_that_is_only_read_counts_by_its_values(files: Files) -> None:
     files.replace(files.name, "LIMIT = 3", "LIMIT = 3\nSEEN = [0]")
     files.replace(files.name, "        used(node)", "        used(node), SEEN[0], len(SEEN)")

@@ -18,10 +18,9 @@ import graphopt
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, find_nodes, get_output, is_collective
 from graphopt.iter_graph import IterGraphModule
-from graphopt.readable import compact_text, graph_diff, graph_text
+from graphopt.listing.terminal import print_diff, print_listing
+from graphopt.readable import compact_text, graph_diff, graph_text, listing_of, readable_bytes
 from graphopt.readable.diff import matches, text_diff
-from graphopt.readable.rows import readable_bytes
-from graphopt.readable.terminal import print_diff, print_graph
 from graphopt.tracing import SourceLine
 from zoo import MODELS, OPTIMIZERS, train_step
 
@@ -288,8 +287,8 @@ def printed(target: Console) -> str:
 
 def test_print_in_colour_says_the_same(step: IterGraphModule) -> None:
     plain, coloured = console(), console(force_terminal=True, color_system="truecolor")
-    print_graph(step, plain)
-    print_graph(step, coloured)
+    print_listing(listing_of(step), plain)
+    print_listing(listing_of(step), coloured)
     assert printed(plain) == graph_text(step)
     assert "\x1b[" in printed(coloured)
     assert re.sub(r"\x1b\[[\d;]*m", "", printed(coloured)) == graph_text(step)

@@ -113,6 +113,126 @@ def test_attention_with_dropout_stays() -> None:
     assert check_pass(attention_step, arguments, fuse_attention).changes == 0
 
 
+P = 0.25
+KEPT = torch.empty(4, 4, dtype=torch.bool, device="meta")
+
+
+class Dropped(nn.Module):
+    """Attention with dropout, and a mask that is filled in or learned."""
+
+    def __init__(self, masking: str, dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.masking, self.p = nn.Linear(16, 48), masking, dropout
+        self.register_buffer("hidden", torch.triu(torch.ones(6, 6, dtype=torch.bool), 1))
+        self.bias = nn.Parameter(torch.randn(1, 2, 6, 6)) if masking == "learned" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(2, 6, 2, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-2, -1) * 8**-0.5
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.masking == "fill":
+            scores = scores.masked_fill(self.hidden, -math.inf)
+        weights = F.dropout(torch.softmax(scores, -1), self.p) if self.p else scores.softmax(-1)
+        return (weights @ v).transpose(1, 2).reshape(x.shape)
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return F.dropout(torch.softmax(q @ k.transpose(-2, -1) * scale, -1), P) @ v
+
+
+def dropped_and_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(mask, -math.inf)
+    return F.dropout(torch.softmax(scores, -1), P) @ v
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1) * scale + mask, -1) @ v
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **more: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, **more)
+
+
+def fused_dropped(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return sdpa(q, k, v, scale, dropout_p=P)
+
+
+def other_share(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return sdpa(q, k, v, scale, dropout_p=2 * P)
+
+
+def without_dropout(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return sdpa(q, k, v, scale)
+
+
+def dropped_twice(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return F.dropout(sdpa(q, k, v, scale, dropout_p=P), P)
+
+
+def fused_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return sdpa(q, k, v, scale, dropout_p=P, attn_mask=~mask)
+
+
+def turned_round(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return sdpa(q, k, v, scale, dropout_p=P, attn_mask=mask)
+
+
+def fused_biased(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return sdpa(q, k, v, scale, attn_mask=mask)
+
+
+def scaled_bias(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return sdpa(q, k, v, scale, attn_mask=mask * 1.01)
+
+
+def bias_cut_off(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return sdpa(q, k, v, scale, attn_mask=mask.detach())
+
+
+def half_the_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return sdpa(q, k, v, scale, attn_mask=(mask + mask.detach()) / 2)
+
+
+@pytest.mark.parametrize(
+    ("masking", "pattern", "replacement", "message"),
+    [
+        ("", dropped, fused_dropped, None),
+        ("", dropped, other_share, r"result 0 of what stands for dropped differs on random"),
+        ("", dropped, without_dropout, r"the random numbers of %bernoulli are not drawn any more"),
+        ("", dropped, dropped_twice, r"draws random numbers that were not drawn before"),
+        ("fill", dropped_and_masked, fused_masked, None),
+        ("fill", dropped_and_masked, turned_round, r"differs on random inputs"),
+        ("learned", biased, fused_biased, None),
+        ("learned", biased, scaled_bias, r"the gradient of mask of what stands for biased differs"),
+        ("learned", biased, half_the_gradient, r"the gradient of mask of what stands for biased"),
+        ("learned", biased, bias_cut_off, r"no gradient flows to 'mask' in bias_cut_off"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_dropout_and_masks_are_compared(
+    masking: str, pattern: Any, replacement: Any, message: str | None
+) -> None:
+    """Values and gradients, with the same random numbers drawn."""
+    torch.manual_seed(0)
+    model = Dropped(masking, 0.0 if pattern is biased else P)
+    arguments = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 6, 16)
+    learned = ("mask",) if masking == "learned" else ()
+    examples: dict[str, Any] = {"q": 4, "k": 4, "v": 4, "mask": 4 if learned else KEPT}
+
+    @graphopt.graph_optimization_pass(registry=PassRegistry(), changes_numerics=True)
+    def exchange(gm: Any) -> int:
+        names = {name: examples[name] for name in examples if name != "mask" or masking}
+        given = ("q", "k", "v", *learned)
+        return graphopt.rewrite(gm, pattern, replacement, gradients=given, examples=names)
+
+    if message is None:
+        check_pass(attention_step, arguments, exchange, changes=1, idempotent=False)
+        return
+    with pytest.raises(graphopt.GraphOptError, match=message):
+        check_pass(attention_step, arguments, exchange)
+
+
 def test_attention_without_backward_is_fused() -> None:
     def evaluate(model: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():

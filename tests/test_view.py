@@ -20,9 +20,10 @@ import graphopt
 from graphopt import cli
 from graphopt.graph_utils import call_function_with_meta, get_output
 from graphopt.manager import records_of
-from graphopt.saved import save_graph
+from graphopt.saved import load_description, load_graph, save_graph
 from graphopt.testing import fake_ranks
 from graphopt.viewing import dot_text, trace_page, view_page
+from graphopt.viewing.contents import contents_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -45,6 +46,9 @@ const wait = () => new Promise(done => setTimeout(done, 30));
   out.end = document.querySelector("#rows .room").lastChild?.textContent;
   const box = byId("search"); box.value = "aten.add"; box.dispatchEvent(new Event("input"));
   out.found = shown.length;
+  box.value = "↻"; box.dispatchEvent(new Event("input"));
+  out.late = shown.map(line => nodes[lines[line]][N.name]);
+  if (shown.length) { pick(lines[shown[0]]); out.lateDetails = byId("details").textContent; }
   if (nodes.length) pick(nodes.length - 1, true);
   await wait();
   out.details = byId("details").textContent;
@@ -122,6 +126,56 @@ def test_page_in_a_browser(module: graphopt.IterGraphModule, tmp_path: Path) -> 
     assert seen["changes"] == 4  # the record, an empty line, and two of the difference
     assert seen["picked"] == 1 and "operator" in seen["details"]
     assert not seen["injected"]
+
+
+@pytest.fixture(scope="module")
+def late() -> graphopt.IterGraphModule:
+    """A step whose waits and updates run one iteration late."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fake_ranks(2):
+        captured = graphopt.capture(train_step, model, optimizer, torch.randn(3, 6))
+        gm = graphopt.IterGraphModule(captured.graph_module)
+        graphopt.PassManager(
+            "remove_copy_from_optimizer -> comm_fusion_with_concat(bucket_size_mb=0.0001)"
+            " -> iter_move_grads_and_optimizers"
+        ).run(gm)
+    assert gm.graph.late
+    return gm
+
+
+@needs_browser
+def test_late_work_in_a_browser(late: graphopt.IterGraphModule, tmp_path: Path) -> None:
+    seen = looked_at(view_page(late), tmp_path)
+    assert seen["late"] == [node.name for node in late.graph.nodes if node in late.graph.late]
+    first = next(node for node in late.graph.nodes if node in late.graph.late)
+    assert f"late → before %{late.graph.late[first].name}" in seen["lateDetails"]
+
+
+@needs_browser
+def test_derived_graphs_in_a_browser(late: graphopt.IterGraphModule, tmp_path: Path) -> None:
+    """The graphs that run: they have all nodes, and none of them is late."""
+    for part in ("setup", "main", "drain"):
+        gm = getattr(late, f"{part}_gm")
+        seen = looked_at(view_page(gm, part), tmp_path)
+        assert seen["nodes"] == sum(node.op != "output" for node in gm.graph.nodes)
+        assert seen["late"] == []
+
+
+def test_what_passes_changed_needs_no_dumps(late: graphopt.IterGraphModule, tmp_path: Path) -> None:
+    """Of each pass that changed something, also after the graph was saved and loaded."""
+    save_graph(late, tmp_path / "step.pt")
+    for gm in (late, load_graph(tmp_path / "step.pt"), load_description(tmp_path / "step.pt")):
+        passes = {entry["name"]: entry["diff"] for entry in contents_of(gm, "")["passes"]}
+        fused = passes["comm_fusion_with_concat"]
+        assert fused[:2] == [
+            "--- before comm_fusion_with_concat",
+            "+++ after comm_fusion_with_concat",
+        ]
+        assert any(line.startswith("+") and "aten.cat.default" in line for line in fused)
+        moved = passes["iter_move_grads_and_optimizers"]
+        assert any(line.startswith("+") and "late → before" in line for line in moved)
+        assert passes["remove_copy_from_optimizer"] == []
 
 
 @needs_browser

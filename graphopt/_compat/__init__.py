@@ -676,6 +676,23 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """While active, fake tensors do not log what an operator raises, with a trace of their own."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    refuse: Callable[[logging.LogRecord], bool] = lambda record: False  # noqa: E731
+    logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)
+
+
+def inserts_at_end(graph: fx.Graph) -> bool:
+    """Whether no insertion point is active in a graph."""
+    return bool(graph._insert == graph._root.prepend)
+
+
 # ---------------------------------------------------------------------------- costs
 
 

@@ -163,7 +163,12 @@ def get_all_comm_blocks(
 
 
 def kind_of(node: fx.Node) -> str:
-    """Name of the operator that a launch calls, without namespace and overload."""
+    """Name of the operator that a launch calls, without namespace and overload.
+
+    >>> from graphopt.comm import get_all_comm_blocks, kind_of
+    >>> [kind_of(block.comm_node) for block in get_all_comm_blocks(gm)]
+    ['all_reduce', 'all_reduce']
+    """
     name: str = node.target._schema.name  # type: ignore[union-attr]
     return name.removeprefix(f"{COLLECTIVE_NAMESPACE}::")
 
@@ -199,12 +204,22 @@ def parameters_of(gm: fx.GraphModule, block: CommBlock) -> tuple[str, ...]:
 
 
 def late_nodes(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
-    """Nodes that run one iteration late, with their destinations; none in a plain graph."""
+    """Nodes that run one iteration late, with their destinations; none in a plain graph.
+
+    >>> from graphopt.comm import late_nodes
+    >>> len(late_nodes(gm.graph))
+    0
+    """
     return graph.late if isinstance(graph, IterGraph) else {}
 
 
 def located(node: fx.Node) -> str:
-    """A node and the user's line it comes from, as error messages show them."""
+    """A node and the user's line it comes from, as error messages show them.
+
+    >>> from graphopt.comm import get_all_comm_blocks, located
+    >>> "all_reduce" in located(get_all_comm_blocks(gm)[0].comm_node)
+    True
+    """
     source = node.meta.get("source")
     return f"  > {node.format_node()}" + (f"\n  from:  {source}" if source is not None else "")
 

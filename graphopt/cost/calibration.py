@@ -63,6 +63,13 @@ def calibrate(
     Raises:
         SpmdMismatchError: not all ranks of the group called it.
         FileError: `table` is given and cannot be written.
+
+    >>> model = torch.nn.Linear(4, 4)
+    >>> captured = graphopt.capture(lambda m, x: m(x).tanh(), model, torch.ones(2, 4))
+    >>> inputs = [*model.parameters(), torch.ones(2, 4)]
+    >>> costs = graphopt.cost.calibrate(captured.graph_module, inputs, table="costs.json")
+    >>> graphopt.simulate(captured.graph_module, costs).step_seconds > 0
+    True
     """
     path = _cache_file() if table is None else place(table)
     channel = _channel(group, timeout)

@@ -49,6 +49,10 @@ class Collective(NamedTuple):
             all-gather, not one rank's share.
         ranks: in its group.
         group: name of the group.
+
+    >>> from graphopt.cost import Collective
+    >>> Collective("all_reduce", 1 << 20, 2, "0").ranks
+    2
     """
 
     kind: str
@@ -64,6 +68,11 @@ class Transfer(NamedTuple):
         latency: seconds before anything is on the link.
         transfer: seconds that it keeps its links busy, alone on them.
         links: names of what it shares with other groups.
+
+    >>> from graphopt.cost import collective_of, default_cost_model
+    >>> launch = graphopt.comm.get_all_comm_blocks(gm)[0].comm_node
+    >>> default_cost_model(gm.graph).transfer(launch, 2).seconds > 0
+    True
     """
 
     latency: float
@@ -81,6 +90,10 @@ def collective_of(node: fx.Node, ranks: int | None = None) -> Collective:
 
     Args:
         ranks: of its group, where the group itself is not there to be asked (a saved graph).
+
+    >>> from graphopt.cost import collective_of
+    >>> collective_of(graphopt.comm.get_all_comm_blocks(gm)[0].comm_node, 2).kind
+    'all_reduce'
     """
     sent = _nbytes([source.meta.get("val") for source in node.all_input_nodes])
     received = _nbytes(node.meta.get("val"))
@@ -111,6 +124,10 @@ class Network:
         start: seconds that each collective takes on top, whatever its size and ranks.
         links: by group, what it shares with others; a group that is not named takes one link that
             all of these share.
+
+    >>> from graphopt.cost import NETWORKS, Network
+    >>> all(isinstance(network, Network) for network in NETWORKS.values())
+    True
     """
 
     name: str
@@ -170,6 +187,10 @@ class CollectiveTable:
         points: by kind and number of ranks, in order of bytes.
         links: as of `Network`.
         fallback: for kinds and numbers of ranks without points.
+
+    >>> from graphopt.cost import Collective, CollectiveTable, NETWORKS
+    >>> callable(CollectiveTable)
+    True
     """
 
     points: Mapping[tuple[str, int], tuple[Point, ...]]

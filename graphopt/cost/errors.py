@@ -6,4 +6,9 @@ from graphopt.errors import GraphOptError
 
 
 class CostTableError(GraphOptError, ValueError):
-    """Costs that cannot be used: a damaged file, a name that nobody knows, a negative time."""
+    """Costs that cannot be used: a damaged file, a name that nobody knows, a negative time.
+
+    >>> from graphopt.cost import CostTableError
+    >>> issubclass(CostTableError, graphopt.GraphOptError)
+    True
+    """

@@ -134,7 +134,13 @@ class CostModel:
 
 def default_cost_model(graph: fx.Graph) -> CostModel:
     """Presets by what a graph shows, the same on every machine: GPUs of a data sheet where its
-    tensors are on CUDA, else one core; groups of up to eight ranks share a machine."""
+    tensors are on CUDA, else one core; groups of up to eight ranks share a machine.
+
+    >>> from graphopt.cost import default_cost_model
+    >>> costs = default_cost_model(gm.graph)
+    >>> graphopt.simulate(gm, costs, world_size=2).step_seconds > 0
+    True
+    """
     devices = {
         tensor.device.type
         for node in graph.nodes

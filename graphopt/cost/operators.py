@@ -22,7 +22,13 @@ _LONGEST_KEY = 160
 
 
 def operator_key(node: fx.Node) -> str:
-    """What the time of a call depends on, as text: operator, dtypes, shapes, strides, options."""
+    """What the time of a call depends on, as text: operator, dtypes, shapes, strides, options.
+
+    >>> from graphopt.cost import operator_key
+    >>> (total,) = graphopt.graph_utils.get_outputs(gm.graph).results
+    >>> operator_key(total)
+    'aten.sum.default(f32[3, 2])'
+    """
 
     def described(value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -54,6 +60,10 @@ class OperatorTable:
         seconds: by `operator_key`.
         machine: where they were measured (`machine_name`).
         fallback: device of the roofline.
+
+    >>> from graphopt.cost import OperatorTable
+    >>> OperatorTable({}, machine="this one").lacks(gm.graph)
+    True
     """
 
     seconds: dict[str, float]

@@ -39,6 +39,10 @@ class Device:
         bytes_per_second: of memory.
         launch_seconds: added to each operator that does something.
         efficiency: share of the peak rates that operators reach.
+
+    >>> from graphopt.cost import DEVICES, Device
+    >>> all(isinstance(device, Device) for device in DEVICES.values())
+    True
     """
 
     name: str
@@ -105,7 +109,13 @@ class RooflineCost:
 
 
 def roofline_seconds(node: fx.Node, device: Device) -> float:
-    """Seconds that one node computes; 0 for inputs, views, Python numbers, launches and waits."""
+    """Seconds that one node computes; 0 for inputs, views, Python numbers, launches and waits.
+
+    >>> from graphopt.cost import DEVICES, roofline_seconds
+    >>> (total,) = graphopt.graph_utils.get_outputs(gm.graph).results
+    >>> roofline_seconds(total, DEVICES["cpu"]) > 0
+    True
+    """
     if is_free(node):
         return 0.0
     sources = [source.meta.get("val") for source in node.all_input_nodes]

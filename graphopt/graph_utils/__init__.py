@@ -78,7 +78,12 @@ is_view = may_alias
 
 def is_needed(node: fx.Node) -> bool:
     """Whether a node must stay although nobody uses its result: it updates state, other ranks join
-    it, or later random numbers depend on it."""
+    it, or later random numbers depend on it.
+
+    >>> from graphopt.graph_utils import find_nodes, is_needed
+    >>> [node.name for node in find_nodes(gm.graph, is_needed)][-1]
+    'output'
+    """
     if node.is_impure() or is_collective(node) or is_wait(node) or is_random(node):
         return True
     return any(state.op in ("placeholder", "get_attr") for state in written(node))
@@ -88,6 +93,12 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
     """Remove nodes without users or effects. Returns how many.
 
     `fx.Graph.eliminate_dead_code` would remove collectives that other ranks will join.
+
+    >>> from graphopt.graph_utils import eliminate_dead_code
+    >>> with gm.graph.inserting_before(gm.graph.output_node()):
+    ...     dead = gm.graph.call_function(torch.ops.aten.t.default, (gm.graph.output_node().prev,))
+    >>> eliminate_dead_code(gm.graph)
+    1
     """
     dead = [n for n in reversed(graph.nodes) if not n.users and not is_needed(n)]
     removed = 0
@@ -104,6 +115,14 @@ def remove_identities(graph: fx.Graph) -> None:
     """Forward what only renames a value: `detach`, `alias`, and `copy` of the same kind of tensor.
 
     Values never change in a functional graph, so that sharing them cannot be seen.
+
+    >>> from graphopt.graph_utils import remove_identities
+    >>> graph = torch.fx.Graph()
+    >>> copy = graph.call_function(torch.ops.aten.detach.default, (graph.placeholder("x"),))
+    >>> _ = graph.output(copy)
+    >>> remove_identities(graph)
+    >>> [node.name for node in graph.nodes]
+    ['x', 'output']
     """
     for node in graph.nodes:
         if is_operator(node.target, "aten::detach", "aten::alias"):
@@ -114,7 +133,13 @@ def remove_identities(graph: fx.Graph) -> None:
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """Autocast off: casts are nodes of a graph, and must not happen once more around them."""
+    """Autocast off: casts are nodes of a graph, and must not happen once more around them.
+
+    >>> from graphopt.graph_utils import without_autocast
+    >>> with torch.autocast("cpu"), without_autocast():
+    ...     torch.is_autocast_enabled("cpu")
+    False
+    """
     stack = ExitStack()
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
@@ -123,7 +148,14 @@ def without_autocast() -> AbstractContextManager[object]:
 
 
 def environment() -> tuple[Any, ...]:
-    """Modes of torch that change what operators run."""
+    """Modes of torch that change what operators run.
+
+    >>> from graphopt.graph_utils import environment
+    >>> with torch.no_grad():
+    ...     without = environment()
+    >>> without == environment()
+    False
+    """
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -234,7 +266,8 @@ def call_function_with_meta(
     if like is not None:
         node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}
     try:
-        node.meta["val"] = evaluate(target, args, kwargs, _fake_mode(graph))
+        with _compat.quiet_fakes():
+            node.meta["val"] = evaluate(target, args, kwargs, _fake_mode(graph))
     except Exception as error:  # operators raise what they like
         text = _refused_call(node, error)
         graph.erase_node(node)
@@ -271,6 +304,11 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = Non
 
     Args:
         mode: the FakeTensorMode of what is made from no tensor, as by ``aten.scalar_tensor``.
+
+    >>> from graphopt.graph_utils import evaluate
+    >>> weight = next(n for n in gm.graph.nodes if n.meta.get("fqn") == "weight")
+    >>> evaluate(torch.ops.aten.t.default, (weight,), {}).shape
+    torch.Size([4, 2])
     """
     if target is operator.getitem and isinstance(args[0], fx.Node):
         return args[0].meta["val"][args[1]]
@@ -284,14 +322,24 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = Non
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors among the leaves of a nest."""
+    """Tensors among the leaves of a nest.
+
+    >>> from graphopt.graph_utils import tensors_in
+    >>> [len(t) for t in tensors_in(([torch.ones(2)], {"other": torch.ones(3)}, 4))]
+    [2, 3]
+    """
     for leaf in _compat.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie side by side in memory, each once."""
+    """Whether the elements of a tensor lie side by side in memory, each once.
+
+    >>> from graphopt.graph_utils import is_dense
+    >>> is_dense(torch.ones(2, 3).t()), is_dense(torch.ones(3)[::2])
+    (True, False)
+    """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -303,7 +351,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def same_kind(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes hold tensors of one shape, stride, dtype and device."""
+    """Whether two nodes hold tensors of one shape, stride, dtype and device.
+
+    >>> from graphopt.graph_utils import find_nodes, is_copy, same_kind
+    >>> update = find_nodes(gm.graph, is_copy)[0]
+    >>> same_kind(*update.args[:2])
+    True
+    """
     x, y = a.meta.get("val"), b.meta.get("val")
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False

@@ -33,6 +33,9 @@ def graph_kind(gm: fx.GraphModule) -> str | None:
         "joint" (forward and backward in one), "forward", "backward" or "inference" (nothing needs
         a gradient). None for a whole training step, and for a graph that was given to Inductor
         without AOTAutograd.
+
+    >>> graphopt.hooks.graph_kind(gm) is None  # the graph of a whole step
+    True
     """
     kind: str | None = gm.meta.get(_KIND)
     return kind

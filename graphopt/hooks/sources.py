@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -25,8 +26,10 @@ logger = logging.getLogger("graphopt")
 
 _CHANGING = frozenset(
     {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort", "__setitem__"}
+    | {"add", "discard", "popitem", "setdefault", "update"}
+    | {"appendleft", "extendleft", "popleft", "rotate", "subtract"}
 )
-"""Methods of lists that change them."""
+"""Methods of lists, sets, dicts, deques and counters that change them."""
 
 _ELSEWHERE = frozenset({"graphopt", "torch", "functorch", *sys.stdlib_module_names})
 """Packages whose versions are part of an identity anyway."""
@@ -112,8 +115,9 @@ class _Loaded:
         names = set(_names(function.__code__))
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
-            if isinstance(value, list) and name in _changed_names(function.__code__):
-                self.changed = f"{function.__qualname__} changes the list {name} of its module"
+            if _is_changed(name, value, function.__code__):
+                what = f"the {type(value).__name__} {name}" if _is_container(value) else name
+                self.changed = f"{function.__qualname__} changes {what} of its module"
             if has_literal(value):
                 self.parts.add(f"{function.__module__}.{name} = {literal(value)}")
             elif isinstance(value, ModuleType) and not _elsewhere(value.__name__):
@@ -129,13 +133,28 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _is_container(value: object) -> bool:
+    return isinstance(value, (list, dict, set, bytearray, deque))
+
+
+def _is_changed(name: str, value: object, code: CodeType) -> bool:
+    """Whether code puts something else behind a global name, or changes the container there."""
+    return name in _rebound_names(code) or (_is_container(value) and name in _changed_names(code))
+
+
+def _rebound_names(code: CodeType) -> set[str]:
+    """Names of globals that code assigns to."""
+    steps = dis.get_instructions(code)
+    found = {s.argval for s in steps if s.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return found.union(*map(_rebound_names, inner))
+
+
 def _changed_names(code: CodeType) -> set[str]:
-    """Names of globals that code changes, by a method of lists or by assigning to items."""
+    """Names of globals that code changes, by a method of containers or by assigning to items."""
     found: set[str] = set()
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "NOP")]
     for index, step in enumerate(steps):
-        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            found.add(step.argval)
         if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
             continue
         following = steps[index + 1 : index + 4]

@@ -12,6 +12,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from graphopt.host.counts import Counts, Place
 from graphopt.host.functions import is_same, name_of
 from graphopt.host.modes import Modes
 from graphopt.host.running import current_run
+
+__all__ = ["HostCall", "host_call_of", "insert_callback", "is_host_call"]
 
 NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 """What Python numbers are that a graph computes, while it is traced."""
@@ -50,6 +53,11 @@ class HostCall:
         counts: how often places were reached; all graphs of one step share them.
         first: no update of state comes before it in the program.
         last: no update of state follows it in the program.
+
+    >>> from graphopt.host import host_call_of, insert_callback
+    >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
+    >>> host_call_of(insert_callback(gm.graph, print, loss, every=10)).every
+    10
     """
 
     def __init__(
@@ -156,13 +164,25 @@ has_side_effect(_AnyHostCall())
 
 
 def host_call_of(node: fx.Node) -> HostCall | None:
-    """The target of a node that calls a function of the user's; None for any other node."""
+    """The target of a node that calls a function of the user's; None for any other node.
+
+    >>> from graphopt.host import host_call_of
+    >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
+    >>> host_call_of(loss) is None
+    True
+    """
     target = node.target
     return target if isinstance(target, HostCall) else None
 
 
 def is_host_call(node: fx.Node) -> bool:
-    """Whether a node calls a function of the user's."""
+    """Whether a node calls a function of the user's.
+
+    >>> from graphopt.host import insert_callback, is_host_call
+    >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
+    >>> is_host_call(loss), is_host_call(insert_callback(gm.graph, print, loss))
+    (False, True)
+    """
     return isinstance(node.target, HostCall)
 
 
@@ -170,18 +190,41 @@ def insert_callback(
     graph: fx.Graph, fn: Callable[..., Any], *arguments: Any, every: int = 1
 ) -> fx.Node:
     """Call `fn(*arguments)` in every step, at the graph's insertion point: `graphopt.callback` of
-    a pass.
+    a pass. Where no insertion point is active, the call stands behind the nodes among `arguments`.
 
     Args:
         arguments: nodes, pytrees of them with constants, and any other objects.
         every: see `graphopt.callback`.
+
+    >>> from graphopt.host import insert_callback
+    >>> norms = []
+    >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
+    >>> insert_callback(gm.graph, norms.append, loss)
+    callback
     """
-    call = HostCall(fn, arguments, every)
+    return insert_call(graph, HostCall(fn, arguments, every))
+
+
+def insert_call(graph: fx.Graph, call: HostCall) -> fx.Node:
+    """`insert_callback` of a call that has been made."""
     values = call.take_values()
-    like = next((value for value in values if isinstance(value, fx.Node)), None)
-    node = call_function_with_meta(graph, call, tuple(values), like=like)
+    nodes = [value for value in values if isinstance(value, fx.Node)]
+    with _insertion_point(graph, nodes):
+        like = nodes[0] if nodes else None
+        node = call_function_with_meta(graph, call, tuple(values), like=like)
     node.meta.setdefault("phase", "forward")
     return node
+
+
+def _insertion_point(graph: fx.Graph, nodes: Sequence[fx.Node]) -> AbstractContextManager[object]:
+    """The active one, if there is one; else behind `nodes`."""
+    if not _compat.inserts_at_end(graph):
+        return nullcontext()
+    behind = max(nodes, default=None)
+    if behind is not None and behind.op != "placeholder":
+        return graph.inserting_after(behind)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    return graph.inserting_before(first)
 
 
 def note_order(graph: fx.Graph, updates: Sequence[fx.Node]) -> None:

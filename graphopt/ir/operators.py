@@ -192,42 +192,82 @@ def _elements(name: str, wait: bool, reduction: str, pointwise: bool) -> str:
 
 
 def is_operator(target: object, *names: str) -> bool:
-    """Whether a node target is an overload of one of the operators, such as ``aten::copy_``."""
+    """Whether a node target is an overload of one of the operators, such as ``aten::copy_``.
+
+    >>> from graphopt.graph_utils import find_nodes, is_operator
+    >>> find_nodes(gm.graph, lambda node: is_operator(node.target, "aten::sum", "aten::mean"))
+    [sum_1, sum_2]
+    """
     return isinstance(target, _compat.OpOverload) and target._schema.name in names
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether a node replaces the whole value of its first argument by that of its second."""
+    """Whether a node replaces the whole value of its first argument by that of its second.
+
+    >>> from graphopt.graph_utils import find_nodes, is_copy
+    >>> [str(node.args[0]) for node in find_nodes(gm.graph, is_copy)][:2]
+    ['weight', 'bias']
+    """
     return operator_of(node).copies
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a functional collective."""
+    """Whether a node waits for a functional collective.
+
+    >>> from graphopt.graph_utils import find_nodes, is_wait
+    >>> find_nodes(gm.graph, is_wait)
+    [wait_tensor, wait_tensor_1]
+    """
     return operator_of(node).wait
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node launches a functional collective."""
+    """Whether a node launches a functional collective.
+
+    >>> from graphopt.graph_utils import find_nodes, is_collective
+    >>> find_nodes(gm.graph, is_collective)
+    [all_reduce, all_reduce_1]
+    """
     return operator_of(node).collective
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node picks one of several results."""
+    """Whether a node picks one of several results.
+
+    >>> from graphopt.graph_utils import find_nodes, is_item
+    >>> all(is_item(n) for n in gm.graph.nodes if n.name.startswith('getitem'))
+    True
+    """
     return operator_of(node).item
 
 
 def is_pointwise(target: object) -> bool:
-    """Whether a node target computes each element of its result from one of each operand."""
+    """Whether a node target computes each element of its result from one of each operand.
+
+    >>> from graphopt.graph_utils import is_pointwise
+    >>> is_pointwise(torch.ops.aten.add.Tensor), is_pointwise(torch.ops.aten.mm.default)
+    (True, False)
+    """
     return row(target).pointwise
 
 
 def may_alias(node: fx.Node) -> bool:
-    """Whether the result, or an item of it, may share memory with an argument."""
+    """Whether the result, or an item of it, may share memory with an argument.
+
+    >>> from graphopt.graph_utils import find_nodes, may_alias
+    >>> find_nodes(gm.graph, may_alias)[0]
+    t
+    """
     return operator_of(node).may_alias
 
 
 def is_list_operator(node: fx.Node) -> bool:
-    """Whether a node computes, in place or not, one thing for each entry of lists of tensors."""
+    """Whether a node computes, in place or not, one thing for each entry of lists of tensors.
+
+    >>> from graphopt.graph_utils import find_nodes, is_list_operator
+    >>> find_nodes(gm.graph, is_list_operator)
+    [_foreach_add, _fused_adam]
+    """
     known = operator_of(node)
     return known.listed and not known.collective and not known.wait
 
@@ -242,7 +282,12 @@ def fused_optimizer(target: Any) -> str | None:
 
 def argument(node: fx.Node, name: str) -> Any:
     """The argument of an operator call that its schema calls `name`: its default, where it is not
-    given; None if the operator has none such."""
+    given; None if the operator has none such.
+
+    >>> from graphopt.comm import argument, get_all_comm_blocks
+    >>> argument(get_all_comm_blocks(gm)[0].comm_node, "reduce_op")
+    'sum'
+    """
     assert isinstance(node.target, _compat.OpOverload)
     for index, parameter in enumerate(node.target._schema.arguments):
         if parameter.name != name:
@@ -263,7 +308,14 @@ def argument_at(node: fx.Node, index: int) -> Any:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node may draw from a random number generator, or reads or writes its state."""
+    """Whether a node may draw from a random number generator, or reads or writes its state.
+
+    >>> from graphopt.graph_utils import find_nodes, is_random
+    >>> dropout = torch.nn.Dropout(0.5)
+    >>> graph = graphopt.capture(lambda m, x: m(x), dropout, torch.ones(3)).graph_module.graph
+    >>> find_nodes(graph, is_random)
+    [bernoulli]
+    """
     return operator_of(node).random
 
 
@@ -277,7 +329,13 @@ def draws(node: fx.Node) -> bool:
 
 def written(node: fx.Node) -> list[fx.Node]:
     """Arguments that a node updates in place; of a call of compiled code by `meta["writes"]`,
-    positions of arguments."""
+    positions of arguments.
+
+    >>> from graphopt.graph_utils import find_nodes, is_copy, written
+    >>> update = find_nodes(gm.graph, is_copy)[0]
+    >>> list(written(update))
+    [weight]
+    """
     if node.op in ("call_module", "call_method"):
         return [node.args[index] for index in node.meta.get("writes", ())]
     found: list[fx.Node] = []

@@ -22,7 +22,12 @@ def get_output(graph: fx.Graph) -> fx.Node:
 
 
 class Outputs(NamedTuple):
-    """The three parts of a captured graph's output, as lists of nodes and constants."""
+    """The three parts of a captured graph's output, as lists of nodes and constants.
+
+    >>> from graphopt.graph_utils import Outputs, get_outputs
+    >>> isinstance(get_outputs(gm.graph), Outputs)
+    True
+    """
 
     results: list[Any]
     updates: list[fx.Node]
@@ -49,7 +54,12 @@ def get_outputs(graph: fx.Graph) -> Outputs:
 
 
 def follows_output_convention(graph: fx.Graph) -> bool:
-    """Whether a graph returns ``(user results, state updates, carried values)``, each a list."""
+    """Whether a graph returns ``(user results, state updates, carried values)``, each a list.
+
+    >>> from graphopt.graph_utils import follows_output_convention
+    >>> follows_output_convention(gm.graph)
+    True
+    """
     returned = get_output(graph).args[0]
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         return False
@@ -61,5 +71,12 @@ def _is_copy(value: object) -> bool:
 
 
 def set_outputs(graph: fx.Graph, outputs: Outputs) -> None:
-    """Let a graph return `outputs`."""
+    """Let a graph return `outputs`.
+
+    >>> from graphopt.graph_utils import get_outputs, set_outputs
+    >>> outputs = get_outputs(gm.graph)
+    >>> set_outputs(gm.graph, outputs._replace(results=[]))
+    >>> get_outputs(gm.graph).results
+    []
+    """
     get_output(graph).args = (tuple(outputs),)

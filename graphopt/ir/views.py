@@ -116,7 +116,13 @@ def outer_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]
 
 
 def view_tail(node: fx.Node) -> list[fx.Node]:
-    """`node` and the views of it, directly or through views."""
+    """`node` and the views of it, directly or through views.
+
+    >>> from graphopt.comm import get_all_comm_blocks, view_tail
+    >>> wait = get_all_comm_blocks(gm)[0].wait_nodes[0]
+    >>> view_tail(wait) is not None
+    True
+    """
     found = [node]
     for member in found:  # grows while it is read
         found += [user for user in member.users if is_only_view(user, member)]
@@ -129,7 +135,12 @@ def is_only_view(user: fx.Node, node: fx.Node) -> bool:
 
 
 def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that read the storage of `root`, directly or through views of it."""
+    """Nodes that read the storage of `root`, directly or through views of it.
+
+    >>> from graphopt.graph_utils import find_nodes, is_wait, readers_through_views
+    >>> len(list(readers_through_views(find_nodes(gm.graph, is_wait)[0]))) > 0
+    True
+    """
     found: set[fx.Node] = set()
     pending = [root]
     while pending:

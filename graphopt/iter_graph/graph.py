@@ -131,6 +131,11 @@ def copy_graph(
     Returns:
         The copy, with the same node names in the same order, and the copy of each node. Metadata
         dictionaries are copied, the values in them (`meta["val"]`) are shared.
+
+    >>> from graphopt.iter_graph import copy_graph
+    >>> copied, copies = copy_graph(gm.graph)
+    >>> [node.name for node in copied.nodes] == [node.name for node in copies]
+    True
     """
     late = graph.late if isinstance(graph, IterGraph) else {}
     make = into or (IterGraph if isinstance(graph, IterGraph) else fx.Graph)

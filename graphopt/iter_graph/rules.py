@@ -56,7 +56,12 @@ def why_now_everywhere(state: fx.Node) -> str | None:
 
 
 def check_late(graph_module: fx.GraphModule) -> list[str]:
-    """What is wrong with the late nodes of a graph, one text each; none for a plain GraphModule."""
+    """What is wrong with the late nodes of a graph, one text each; none for a plain GraphModule.
+
+    >>> from graphopt.iter_graph import check_late
+    >>> check_late(gm)
+    []
+    """
     late: Mapping[fx.Node, fx.Node] = getattr(graph_module.graph, "late", {})
     if not late:
         return []

@@ -52,6 +52,13 @@ class PassContext:
         index: its place there.
         before: the graph module before the pass; not to be changed.
         record: complete in `after_pass`, except for what other callbacks add.
+
+    >>> from graphopt.manager import PassCallback
+    >>> class Nodes(PassCallback):
+    ...     def before_pass(self, context):
+    ...         print(len(context.gm.graph.nodes) == context.record.nodes_before)
+    >>> _ = graphopt.PassManager("schedule_comm_wait", callbacks=[Nodes()]).run(gm)
+    True
     """
 
     gm: fx.GraphModule
@@ -68,6 +75,13 @@ class PassCallback:
 
     An exception in `before_pass` or `after_pass` ends the run, with the graph as before the pass.
     So does an edit of the graph in `after_pass`: it would not be checked.
+
+    >>> from graphopt.manager import PassCallback
+    >>> class Names(PassCallback):
+    ...     def after_pass(self, context):
+    ...         print(context.pass_.name)
+    >>> _ = graphopt.PassManager("schedule_comm_wait", callbacks=[Names()]).run(gm)
+    schedule_comm_wait
     """
 
     def before_pass(self, context: PassContext) -> None:

@@ -42,6 +42,10 @@ class Pass:
         options: its options by name, in the order of the signature.
         doc: first line of the function's docstring.
         source: ``file:line`` of the function.
+
+    >>> pass_ = graphopt.registry.get("schedule_comm_wait")
+    >>> pass_.name, pass_.changes_numerics
+    ('schedule_comm_wait', False)
     """
 
     def __init__(

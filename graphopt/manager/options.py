@@ -17,7 +17,15 @@ REQUIRED: Any = inspect.Parameter.empty
 
 
 class PassArgumentError(PipelineSyntaxError, TypeError):
-    """A pass is given something that it does not take."""
+    """A pass is given something that it does not take.
+
+    >>> from graphopt.manager import PassArgumentError
+    >>> try:
+    ...     graphopt.PassManager("schedule_comm_wait(no_such_option=3)")
+    ... except PassArgumentError as error:
+    ...     print("refused")
+    refused
+    """
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,10 @@ class Option:
         name: as in the signature.
         type: its annotation; `typing.Any` where there is none.
         default: `REQUIRED` where there is none.
+
+    >>> option = graphopt.registry.get("comm_fusion_with_concat").options["bucket_size_mb"]
+    >>> option.default, option.required
+    (25, False)
     """
 
     name: str

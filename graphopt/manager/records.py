@@ -40,6 +40,7 @@ class PassRecord:
         changes_numerics: whether the pass is one that may change the bits of the results.
         skipped: it was disabled, and did not run.
         stage: it is no pass but another stage of the list, such as capture or finalize.
+        difference: what it changed, as unified text; empty for a stage.
         launches: stands for all launches of collectives that it has left, in order: what has to be
             the same on all ranks.
 
@@ -62,6 +63,7 @@ class PassRecord:
     changes_numerics: bool = False
     skipped: bool = False
     stage: bool = False
+    difference: str = field(default="", repr=False, compare=False)
     launches: str = field(default="", repr=False, compare=False)
 
     @property
@@ -106,7 +108,13 @@ class PassRecord:
 
 
 class Report(list[PassRecord]):
-    """Records, first to last, which notebooks show as a table."""
+    """Records, first to last, which notebooks show as a table.
+
+    >>> from graphopt.manager import records_of
+    >>> _ = graphopt.PassManager("schedule_comm_wait").run(gm)
+    >>> "<table>" in graphopt.manager.Report(records_of(gm))._repr_html_()
+    True
+    """
 
     def _repr_html_(self) -> str:
         heads = ["pass", "options", "outcome", "ms", *Counts._fields]
@@ -143,7 +151,13 @@ def applied_passes(gm: fx.GraphModule) -> list[str]:
 
 
 def records_of(gm: fx.GraphModule) -> Report:
-    """Records of the stages that a graph module went through, passes included, first to last."""
+    """Records of the stages that a graph module went through, passes included, first to last.
+
+    >>> from graphopt.manager import records_of
+    >>> _ = graphopt.PassManager("schedule_comm_wait").run(gm)
+    >>> [record.name for record in records_of(gm)]
+    ['schedule_comm_wait']
+    """
     return Report(_as_record(record) for record in gm.meta.get(META_KEY, ()))
 
 

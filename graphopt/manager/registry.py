@@ -141,7 +141,12 @@ _DEFAULT = PassRegistry()
 
 
 def default_registry() -> PassRegistry:
-    """The registry in which `graph_optimization_pass` declares passes unless told otherwise."""
+    """The registry in which `graph_optimization_pass` declares passes unless told otherwise.
+
+    >>> from graphopt.manager import default_registry
+    >>> default_registry() is graphopt.registry
+    True
+    """
     return _DEFAULT
 
 

@@ -23,6 +23,7 @@ from graphopt.manager.callbacks import (
     dump_of,
 )
 from graphopt.manager.declaration import Pass
+from graphopt.manager.differences import difference
 from graphopt.manager.failures import crash, refusal
 from graphopt.manager.options import bind
 from graphopt.manager.order import check_order
@@ -262,6 +263,7 @@ def _finish(context: PassContext) -> None:
             made_by = (*node.meta.get("provenance", ()), record.name)
             node.meta = {**node.meta, "provenance": made_by}
         gm.recompile()
+        record.difference = difference(before, gm, record.name)
     record.after = count(gm.graph)
     record.launches = launches_digest(gm.graph)
     add_record(gm, record)

@@ -78,6 +78,16 @@ class Snapshot:
             and (not _same(_content(node), content) or node.meta.get("val") is not meta.get("val"))
         ]
 
+    def edited_nodes(self) -> list[fx.Node]:
+        """`changed_nodes`, and nodes that are late now or no longer."""
+        late = _late(self._gm.graph)
+        changed = {node for node, _ in self.changed_nodes()}
+        return [
+            node
+            for node, _, _ in self._nodes
+            if node in changed or late.get(node) is not self._late.get(node)
+        ]
+
     def changed_constants(self) -> list[Problem]:
         """Constants of the module that stand behind their names no longer."""
         return [

@@ -38,7 +38,12 @@ class Step(NamedTuple):
 
 
 class Pipeline(tuple[Step, ...]):
-    """Passes with their options, in order. `str` of it is text that parses back to it."""
+    """Passes with their options, in order. `str` of it is text that parses back to it.
+
+    >>> pipeline = graphopt.parse_pipeline("comm_fusion_with_concat -> schedule_comm_wait")
+    >>> len(pipeline), pipeline[1].pass_.name
+    (2, 'schedule_comm_wait')
+    """
 
     __slots__ = ()
 

@@ -123,6 +123,10 @@ class ListOptimizerBlock:
         nodes: its list operators without the step counter, in graph order.
         grads: the gradients that they start from, in the order in which they are first read.
         copies: the copies of its results into state, in graph order.
+
+    >>> from graphopt.optim import ListOptimizerBlock, get_all_fused_optimizer_blocks
+    >>> [isinstance(b.optim, ListOptimizerBlock) for b in get_all_fused_optimizer_blocks(gm)]
+    [False]
     """
 
     nodes: list[fx.Node]

@@ -20,7 +20,12 @@ from graphopt.ir.operators import is_list_of_tensors, is_list_operator
 
 
 class OptimizerSplitError(GraphOptError, ValueError):
-    """An optimizer cannot be found or divided as asked."""
+    """An optimizer cannot be found or divided as asked.
+
+    >>> from graphopt.optim import OptimizerSplitError
+    >>> issubclass(OptimizerSplitError, graphopt.GraphOptError)
+    True
+    """
 
 
 @dataclass(frozen=True)

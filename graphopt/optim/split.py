@@ -41,6 +41,10 @@ def split_updates(
     Raises:
         OptimizerSplitError: a set holds what is no node of the graph, sets overlap, an operator on
             the way works in place, or an operator to divide runs late. Nothing is changed.
+
+    >>> from graphopt.optim import gradients_of, split_updates
+    >>> len(gradients_of(gm))
+    2
     """
     division = Division(gm.graph, gradient_sets)
     division.apply()

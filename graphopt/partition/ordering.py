@@ -19,6 +19,10 @@ class PartitionCycleError(PartitionError):
     Attributes:
         cycle: names of the partitions, each of which has to run before the next, and the last
             before the first.
+
+    >>> from graphopt.partition import PartitionCycleError
+    >>> issubclass(PartitionCycleError, graphopt.GraphOptError)
+    True
     """
 
     def __init__(self, cycle: Sequence[Partition], dependencies: Dependencies) -> None:

@@ -45,6 +45,17 @@ def build_stage(
         PartitionError: `info` is not that of a pipe, the module is wrapped in
             DistributedDataParallel, or lacks a parameter that several stages hold.
         ValueError: there is no such stage.
+
+    >>> import torch.distributed as dist
+    >>> from graphopt.pipelining import SplitPoint, annotate_split_points, build_stage, pipeline
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    >>> _ = annotate_split_points(model, {"1": SplitPoint.BEGINNING})
+    >>> pipe = pipeline(model, mb_args=(torch.ones(2, 4),))
+    >>> stage = build_stage(pipe.get_stage_module(1), 1, pipe.info(), "cpu")
+    >>> stage.is_last
+    True
+    >>> dist.destroy_process_group()
     """
     pipe = _pipe_of(info)
     if isinstance(module, DistributedDataParallel):

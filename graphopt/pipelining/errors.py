@@ -13,7 +13,12 @@ _HINT = (
 
 
 class ModuleCaptureError(CaptureError):
-    """A module cannot be exported as one graph. `__cause__` is what export raised."""
+    """A module cannot be exported as one graph. `__cause__` is what export raised.
+
+    >>> from graphopt.pipelining import ModuleCaptureError
+    >>> issubclass(ModuleCaptureError, graphopt.GraphOptError)
+    True
+    """
 
     def __init__(self, module: str, cause: BaseException) -> None:
         first = next((line for line in str(cause).splitlines() if line.strip()), "")
@@ -25,7 +30,12 @@ class ModuleCaptureError(CaptureError):
 
 
 class LostGradientError(CaptureError):
-    """Stages would compute other gradients than the model does."""
+    """Stages would compute other gradients than the model does.
+
+    >>> from graphopt.pipelining import LostGradientError
+    >>> issubclass(LostGradientError, graphopt.GraphOptError)
+    True
+    """
 
     def __init__(self, reason: str, *, location: str | None, hint: str) -> None:
         super().__init__(reason, location=location, hint=hint)
@@ -42,6 +52,10 @@ class StageCompileError(CaptureError):
 
     Attributes:
         stage: its index.
+
+    >>> from graphopt.pipelining import StageCompileError
+    >>> issubclass(StageCompileError, graphopt.GraphOptError)
+    True
     """
 
     def __init__(self, stage: int, reason: str, *, hint: str | None = None) -> None:

@@ -20,6 +20,9 @@ def reduce_replicated_gradients(*stages: Stage) -> None:
     To be called on every rank of the pipeline after `schedule.step` and before the optimizer's,
     with all stages that the rank holds. The sum is formed in the order of stages, so that all
     replicas get the same bits.
+
+    >>> from graphopt.pipelining import reduce_replicated_gradients
+    >>> reduce_replicated_gradients()  # of a rank without stages
     """
     by_index = {stage.stage_index: stage for stage in stages}
     replicas = {replica for stage in stages for replica in stage.replicas}

@@ -39,6 +39,15 @@ class Stage(PipelineStage):
     Attributes:
         submod: the module; its parameters and buffers have the model's names.
         replicas: the parameters that this and other stages hold.
+
+    >>> import torch.distributed as dist
+    >>> from graphopt.pipelining import Stage
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> module = torch.nn.Linear(4, 2)
+    >>> stage = Stage.from_module(module, 1, 2, "cpu", input_args=(torch.ones(2, 4),))
+    >>> stage.is_last, stage.submod is not None
+    (True, True)
+    >>> dist.destroy_process_group()
     """
 
     def __init__(

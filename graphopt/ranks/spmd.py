@@ -102,6 +102,13 @@ def check_spmd(
 
     Raises:
         SpmdMismatchError: naming the rank and the first difference, or the ranks that did not come.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(2, 2)
+    >>> captured = graphopt.capture(lambda m, x: m(x), model, torch.ones(2, 2))
+    >>> graphopt.verify.check_spmd(captured.graph_module)
+    >>> dist.destroy_process_group()
     """
     channel = Channel(_compat.group_or_default(group), "check_spmd", timeout)
     with channel.meeting() as meeting:

@@ -1,17 +1,18 @@
 """Graphs as text that a person wants to read: one graph, or two compared.
 
-`graphopt.readable.terminal` prints both in colour. It is not imported here: the library it uses
-draws from Python's random generator when it is imported, which a training program would notice.
+`graphopt.listing.terminal` prints both in colour.
 """
 
+from graphopt.listing import readable_bytes
 from graphopt.readable.diff import graph_diff, text_diff
-from graphopt.readable.rows import readable_bytes, sent_bytes
-from graphopt.readable.text import compact_text, graph_text
+from graphopt.readable.rows import sent_bytes
+from graphopt.readable.text import compact_text, graph_text, listing_of
 
 __all__ = [
     "compact_text",
     "graph_diff",
     "graph_text",
+    "listing_of",
     "readable_bytes",
     "sent_bytes",
     "text_diff",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 from torch import fx
 
@@ -19,6 +20,7 @@ from graphopt.readable.text import compact_text
 _CONTEXT = 3
 
 Match = tuple[int, int]
+Line = TypeVar("Line", bound=Hashable)
 
 
 def graph_diff(
@@ -31,19 +33,47 @@ def graph_diff(
     Args:
         before, after: graphs, or their `compact_text`, which stays as it is when a graph changes.
         names: what the two are called in the first lines.
+
+    >>> from graphopt.readable import compact_text, graph_diff
+    >>> before = compact_text(gm)
+    >>> graphopt.PassManager("comm_fusion_with_concat").run(gm)[0].changes
+    2
+    >>> print(graph_diff(before, gm, ("separate", "fused")).splitlines()[0])
+    --- separate
     """
     return text_diff(_text(before), _text(after), names)
 
 
 def text_diff(before: str, after: str, names: tuple[str, str]) -> str:
-    """The difference between two texts as unified text; empty where there is none."""
-    old, new = before.splitlines(), after.splitlines()
+    """The difference between two texts as unified text; empty where there is none.
+
+    >>> from graphopt.readable import text_diff
+    >>> print(text_diff("old", "new", ("before", "after")), end="")
+    --- before
+    +++ after
+    @@ -1,1 +1,1 @@
+    -old
+    +new
+    """
+    return sequence_diff(before.splitlines(), after.splitlines(), str, names)
+
+
+def sequence_diff(
+    old: Sequence[Line], new: Sequence[Line], text: Callable[[Line], str], names: tuple[str, str]
+) -> str:
+    """The difference between two sequences as unified text; empty where there is none.
+
+    Args:
+        old, new: lines, or whatever is equal where the lines are.
+        text: a line; asked for those alone that are part of the difference.
+        names: what the two are called in the first lines.
+    """
     changes = list(_changes(list(matches(old, new)), len(old), len(new)))
     if not changes:
         return ""
     lines = [f"--- {names[0]}", f"+++ {names[1]}"]
     for hunk in _hunks(changes):
-        lines += _hunk_lines(hunk, old, new)
+        lines += _hunk_lines(hunk, old, new, text)
     return "\n".join(lines) + "\n"
 
 
@@ -51,7 +81,7 @@ def _text(graph: fx.GraphModule | fx.Graph | str) -> str:
     return graph if isinstance(graph, str) else compact_text(graph)
 
 
-def matches(old: Sequence[str], new: Sequence[str]) -> Iterator[Match]:
+def matches(old: Sequence[Line], new: Sequence[Line]) -> Iterator[Match]:
     """Positions of equal lines, increasing in both."""
     found: list[Match] = []
     pending = [(0, len(old), 0, len(new))]
@@ -78,7 +108,7 @@ def matches(old: Sequence[str], new: Sequence[str]) -> Iterator[Match]:
 
 
 def _anchors(
-    old: Sequence[str], new: Sequence[str], window: tuple[int, int, int, int]
+    old: Sequence[Line], new: Sequence[Line], window: tuple[int, int, int, int]
 ) -> list[Match]:
     """Lines that occur once in each part: the longest sequence in the same order."""
     a, a_end, b, b_end = window
@@ -88,7 +118,7 @@ def _anchors(
     return _longest_increasing(pairs)
 
 
-def _once(counts: Counter[str], line: str, where: dict[str, int]) -> bool:
+def _once(counts: Counter[Line], line: Line, where: dict[Line, int]) -> bool:
     return counts[line] == 1 and line in where
 
 
@@ -133,18 +163,20 @@ def _hunks(changes: list[Change]) -> Iterator[list[Change]]:
     yield hunk
 
 
-def _hunk_lines(hunk: list[Change], old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+def _hunk_lines(
+    hunk: list[Change], old: Sequence[Line], new: Sequence[Line], text: Callable[[Line], str]
+) -> Iterator[str]:
     before = min(_CONTEXT, hunk[0][0])
     after = min(_CONTEXT, len(old) - hunk[-1][1])
     a, a_end = hunk[0][0] - before, hunk[-1][1] + after
     b, b_end = hunk[0][2] - before, hunk[-1][3] + after
     yield f"@@ -{_range(a, a_end)} +{_range(b, b_end)} @@"
     for i, i_end, j, j_end in hunk:
-        yield from (f" {text}" for text in old[a:i])
-        yield from (f"-{text}" for text in old[i:i_end])
-        yield from (f"+{text}" for text in new[j:j_end])
+        yield from (f" {text(line)}" for line in old[a:i])
+        yield from (f"-{text(line)}" for line in old[i:i_end])
+        yield from (f"+{text(line)}" for line in new[j:j_end])
         a = i_end
-    yield from (f" {text}" for text in old[a:a_end])
+    yield from (f" {text(line)}" for line in old[a:a_end])
 
 
 def _range(start: int, end: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
 from typing import Any
@@ -24,14 +23,7 @@ from graphopt.graph_utils import (
     tensors_in,
 )
 from graphopt.iter_graph import IterGraph
-
-LAUNCH, WAIT, UPDATE, LATE = "▶", "■", "●", "↻"
-MARKS = {
-    LAUNCH: "launch of a collective",
-    WAIT: "wait for it",
-    UPDATE: "state update",
-    LATE: "runs one iteration late",
-}
+from graphopt.listing import LATE, LAUNCH, UPDATE, WAIT, Row, Section
 
 _SHORT = {
     torch.float64: "f64",
@@ -48,31 +40,6 @@ _SHORT = {
     torch.complex128: "c128",
 }
 _ITEMS_SHOWN = 4
-
-
-@dataclass
-class Row:
-    """One node, or one part of the output.
-
-    Attributes:
-        marks: some of `MARKS`.
-        text: name, operator and arguments.
-        shape: dtypes and shapes of what it computes.
-        size: its bytes; None for views and numbers.
-        note: where it runs, if late.
-        place: module path or qualified name, source line, pass that made it.
-    """
-
-    text: str
-    marks: str = ""
-    shape: str = ""
-    size: int | None = None
-    note: str = ""
-    place: str = ""
-
-
-Section = tuple[str, list[Row]]
-"""A heading with rows below."""
 
 
 def sections(
@@ -218,7 +185,13 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def sent_bytes(node: fx.Node) -> int:
-    """Bytes of the tensors that a collective is launched with."""
+    """Bytes of the tensors that a collective is launched with.
+
+    >>> from graphopt.graph_utils import find_nodes, is_collective
+    >>> from graphopt.readable import sent_bytes
+    >>> [sent_bytes(node) for node in find_nodes(gm.graph, is_collective)]
+    [8, 32]
+    """
     inputs = [source.meta.get("val") for source in node.all_input_nodes]
     return sum(_bytes(tensor) for tensor in tensors_in(inputs))
 
@@ -247,15 +220,3 @@ def _output(graph: fx.Graph, shorten: bool) -> Iterator[Row]:
     yield Row(f"results: {argument(outputs.results, shorten)}")
     yield Row(f"updates: {argument(outputs.updates, shorten)}")
     yield Row(f"carried: {argument(outputs.carried, shorten)}")
-
-
-def readable_bytes(count: int) -> str:
-    """A number of bytes for a person: ``512 B``, ``1.5 KiB``, ``3.0 MiB``."""
-    if count < 1024:
-        return f"{count} B"
-    amount, unit = float(count), "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):  # noqa: B007
-        amount /= 1024
-        if amount < 1024:
-            break
-    return f"{amount:.1f} {unit}"

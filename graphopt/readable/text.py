@@ -8,10 +8,8 @@ from torch import fx
 
 from graphopt.graph_utils import is_collective, is_operator
 from graphopt.iter_graph import IterGraph
-from graphopt.readable.rows import MARKS, Row, readable_bytes, sections, sent_bytes
-
-_TEXT_WIDTH = 64
-_SHAPE_WIDTH = 16
+from graphopt.listing import MARKS, Listing, Row, heading, listing_text, readable_bytes
+from graphopt.readable.rows import sections, sent_bytes
 
 
 def graph_text(
@@ -31,33 +29,48 @@ def graph_text(
         bytes: say how large values are.
         places: say where nodes come from.
         phase: show the calls of this phase only.
+
+    >>> from graphopt.readable import graph_text
+    >>> print(graph_text(gm).splitlines()[0])
+    49 nodes, 2 collectives of 40 B in all, 2 state updates, 0 late nodes
+    """
+    return listing_text(listing_of(graph, phase=phase), bytes=bytes, places=places)
+
+
+def listing_of(graph: fx.GraphModule | fx.Graph, *, phase: str | None = None) -> Listing:
+    """A graph as rows, or the calls of one phase. Nothing is said of what collectives take.
+
+    >>> from graphopt.readable import listing_of
+    >>> [title for title, rows in listing_of(gm, phase="forward").sections]
+    ['forward']
     """
     plain = graph_of(graph)
-    lines = [*summary(plain), ""]
-    for title, rows in sections(plain, phase=phase):
-        lines.append(heading(title))
-        lines += [line(row, bytes=bytes, places=places) for row in rows]
-    return "\n".join(lines) + "\n"
+    return Listing(list(summary(plain)), list(sections(plain, phase=phase)))
 
 
 def compact_text(graph: fx.GraphModule | fx.Graph) -> str:
     """A graph for comparison: all arguments, no padding, and nothing that moves with the user's
-    source (lines, module paths). What tests expect and what differences are taken of."""
+    source (lines, module paths). What tests expect and what differences are taken of.
+
+    >>> from graphopt.readable import compact_text
+    >>> "%sum_1 = aten.sum.default(%addmm)  f32[]" in compact_text(gm)
+    True
+    """
     lines = []
     for title, rows in sections(graph_of(graph), shorten=False):
         lines.append(heading(title))
-        for row in rows:
-            parts = (f"{row.marks} {row.text}".strip(), row.shape, row.note)
-            lines.append("  ".join(part for part in parts if part))
+        lines += map(compact_line, rows)
     return "\n".join(lines) + "\n"
+
+
+def compact_line(row: Row) -> str:
+    """A row of `compact_text`."""
+    parts = (f"{row.marks} {row.text}".strip(), row.shape, row.note)
+    return "  ".join(part for part in parts if part)
 
 
 def graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
     return graph.graph if isinstance(graph, fx.GraphModule) else graph
-
-
-def heading(title: str) -> str:
-    return f"── {title} ──"
 
 
 def summary(graph: fx.Graph) -> Iterator[str]:
@@ -81,21 +94,3 @@ def summary(graph: fx.Graph) -> Iterator[str]:
 def counted(number: int, what: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def line(row: Row, *, bytes: bool, places: bool) -> str:
-    """One row in columns."""
-    return "".join(text for _, text in cells(row, bytes=bytes, places=places)).rstrip()
-
-
-def cells(row: Row, *, bytes: bool, places: bool) -> Iterator[tuple[str, str]]:
-    """The columns of a row, padded, each with its name."""
-    yield "marks", f"{row.marks:<3}"
-    yield "text", f"{row.text:<{_TEXT_WIDTH}}  "
-    yield "shape", f"{row.shape:<{_SHAPE_WIDTH}}  "
-    if bytes:
-        yield "size", f"{'' if row.size is None else readable_bytes(row.size):>10}  "
-    if row.note:
-        yield "note", f"{row.note}  "
-    if places:
-        yield "place", row.place

@@ -198,7 +198,9 @@ def _examples_traced(graph: fx.Graph, rule: Rule) -> Iterator[Pattern]:
     if failure is not None and not traced:
         raise RewriteError(
             f"the pattern {rule.name} cannot be traced: {type(failure).__name__}: {failure}",
-            hint='examples={"x": torch.empty(2, 3)} says what a parameter is like',
+            hint='examples={"x": torch.empty(2, 3)} says what a parameter is like; a number of'
+            f" dimensions stands for a tensor whose sizes are all {_SIZE}, and so should sizes be"
+            " beside it",
         ) from failure
 
 

@@ -41,6 +41,12 @@ class Match:
         incoming: the gradients of the results; empty without a backward side.
         results, gradients: the nodes that give these.
         nodes: all nodes of the pattern, in graph order.
+
+    >>> def has_three_columns(match):
+    ...     return match.inputs["x"].meta["val"].shape[-1] == 3
+    >>> gm = graphopt.capture(lambda m, x: m(x).relu(), torch.nn.ReLU(), torch.ones(2)).graph_module
+    >>> graphopt.rewrite(gm, lambda x: x.relu().relu(), lambda x: x.relu(), where=has_three_columns)
+    0
     """
 
     inputs: Mapping[str, Any]

@@ -28,7 +28,15 @@ from graphopt.graph_utils import (
 
 
 class RewriteError(GraphOptError, ValueError):
-    """A pattern or a replacement cannot be used. Nothing was changed."""
+    """A pattern or a replacement cannot be used. Nothing was changed.
+
+    >>> from graphopt.rewriting import RewriteError
+    >>> try:
+    ...     graphopt.rewrite(gm, lambda x: x, lambda x: x + 0)
+    ... except RewriteError as error:
+    ...     print("computes nothing" in str(error))
+    True
+    """
 
     def __init__(self, reason: str, hint: str | None = None) -> None:
         super().__init__(reason if hint is None else f"{reason}\n  hint:  {hint}")
@@ -134,8 +142,17 @@ class _Call:
         with torch.enable_grad():
             results = self._results(tensors)
             through = [tensors[name] for name in self._gradients]
-            found = torch.autograd.grad(results, through, flat[len(self._names) :])
-        return [*results, *found]
+            seeds = flat[len(self._names) :]
+            found = torch.autograd.grad(results, through, seeds, allow_unused=True)
+        return [*results, *map(self._flowing, self._gradients, found)]
+
+    def _flowing(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor:
+        if gradient is None:
+            raise RewriteError(
+                f"no gradient flows to {name!r} in {_name(self._function)}",
+                hint=f"leave {name!r} out of gradients=, or let the result depend on it",
+            )
+        return gradient
 
     def _results(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         return _tensors(self._function, self._function(**tensors, **self._numbers))

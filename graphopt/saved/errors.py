@@ -6,4 +6,13 @@ from graphopt.errors import GraphOptError
 
 
 class SavedGraphError(GraphOptError, ValueError):
-    """A graph cannot be saved, or a file does not hold a graph that can be loaded."""
+    """A graph cannot be saved, or a file does not hold a graph that can be loaded.
+
+    >>> from graphopt.saved import SavedGraphError, load_graph
+    >>> torch.save([1, 2], "other.pt")
+    >>> try:
+    ...     load_graph("other.pt")
+    ... except SavedGraphError as error:
+    ...     print("does not hold a graph" in str(error))
+    True
+    """

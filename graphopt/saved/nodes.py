@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.source import SourceLine
 from graphopt.iter_graph import IterGraph
 from graphopt.saved.arguments import decode, decode_target, encode, encode_target, not_saved
 from graphopt.saved.errors import SavedGraphError
 from graphopt.saved.source import decode_line, encode_line
 from graphopt.saved.values import ValueDecoder, ValueEncoder
-from graphopt.tracing.source import SourceLine
 
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 
@@ -119,7 +119,7 @@ def _is_identifier(text: object) -> bool:
 
 
 def _encode_meta(meta: Mapping[str, Any], values: ValueEncoder) -> dict[str, Any]:
-    """What docs/ir.md lists, and whatever else is a plain number or text."""
+    """What docs/ir.md lists, and whatever else is a plain number, a text, or a tuple of texts."""
     encoded: dict[str, Any] = {}
     for key, value in meta.items():
         if key == "val":
@@ -128,8 +128,8 @@ def _encode_meta(meta: Mapping[str, Any], values: ValueEncoder) -> dict[str, Any
             encoded.setdefault("lines", {})[key] = encode_line(value)
         elif key == "nn_module_stack":
             encoded["modules"] = [[path, *_module(entry)] for path, entry in value.items()]
-        elif key == "provenance":
-            encoded["provenance"] = list(value)
+        elif _is_texts(value):
+            encoded.setdefault("texts", {})[key] = list(value)
         elif isinstance(value, (bool, int, float, str)):
             encoded.setdefault("plain", {})[key] = value
     return encoded
@@ -141,11 +141,16 @@ def _decode_meta(data: dict[str, Any], values: ValueDecoder) -> dict[str, Any]:
         meta[key] = decode_line(line)
     if "modules" in data:
         meta["nn_module_stack"] = {path: (name, kind) for path, name, kind in data["modules"]}
-    if "provenance" in data:
+    if "provenance" in data:  # as the first files of this version had it
         meta["provenance"] = tuple(data["provenance"])
+    meta.update({key: tuple(texts) for key, texts in data.get("texts", {}).items()})
     if "val" in data:
         meta["val"] = values.decode(data["val"])
     return meta
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
 
 def _module(entry: Any) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from graphopt.tracing.source import SourceLine
+from graphopt.ir.source import SourceLine
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,13 @@ class Send:
         nbytes: that a rank sends.
         due: position in the graph of the first node of the next iteration that needs it.
         now: whether some rank waits for it within the step.
+
+    >>> from graphopt.comm import get_all_comm_blocks
+    >>> from graphopt.schedule import Send
+    >>> launches = [block.comm_node for block in get_all_comm_blocks(gm)]
+    >>> sends = [Send(launch, nbytes=8, due=due) for due, launch in enumerate(launches)]
+    >>> [send.due for send in sends]
+    [0, 1]
     """
 
     launch: fx.Node
@@ -52,7 +59,15 @@ class Send:
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """What is sent as it comes, in that order, and then what was held back, most urgent first."""
+    """What is sent as it comes, in that order, and then what was held back, most urgent first.
+
+    >>> from graphopt.comm import get_all_comm_blocks
+    >>> from graphopt.schedule import LaunchOrder, Send
+    >>> launches = [block.comm_node for block in get_all_comm_blocks(gm)]
+    >>> sends = [Send(launch, nbytes=8, due=due) for due, launch in enumerate(launches)]
+    >>> [send.due for send in LaunchOrder((sends[1],), (sends[0],)).sends]
+    [1, 0]
+    """
 
     at_once: tuple[Send, ...]
     held: tuple[Send, ...]
@@ -70,6 +85,14 @@ def hold_back(sends: Sequence[Send], share: float) -> LaunchOrder:
     Args:
         sends: in the order in which the backward makes what they send.
         share: of all bytes, from 0 to below 1.
+
+    >>> from graphopt.comm import get_all_comm_blocks
+    >>> from graphopt.schedule import Send, hold_back
+    >>> launches = [block.comm_node for block in get_all_comm_blocks(gm)]
+    >>> sends = [Send(launch, nbytes=8, due=due) for due, launch in enumerate(launches)]
+    >>> order = hold_back(sends, share=0.5)
+    >>> len(order.at_once), len(order.held)
+    (1, 1)
     """
     held: list[Send] = []
     owed = 0.0
@@ -83,6 +106,15 @@ def hold_back(sends: Sequence[Send], share: float) -> LaunchOrder:
 
 
 def apply_launch_order(order: LaunchOrder) -> None:
-    """Move what is held back behind the last launch that is not."""
+    """Move what is held back behind the last launch that is not.
+
+    >>> from graphopt.comm import get_all_comm_blocks
+    >>> from graphopt.schedule import Send, apply_launch_order, hold_back
+    >>> launches = [block.comm_node for block in get_all_comm_blocks(gm)]
+    >>> sends = [Send(launch, nbytes=8, due=due) for due, launch in enumerate(launches)]
+    >>> apply_launch_order(hold_back(sends, share=0.0))
+    >>> [block.comm_node for block in get_all_comm_blocks(gm)] == launches
+    True
+    """
     if order.held:
         move_after([send.launch for send in order.held], order.at_once[-1].launch)

@@ -16,6 +16,10 @@ class Schedule:
 
     Attributes:
         order: every node of the graph, once.
+
+    >>> from graphopt.schedule import Schedule
+    >>> len(Schedule(tuple(gm.graph.nodes)).order) == len(gm.graph.nodes)
+    True
     """
 
     order: tuple[fx.Node, ...]
@@ -38,7 +42,12 @@ class Schedule:
 
 
 def apply_schedule(graph: fx.Graph, schedule: Schedule) -> int:
-    """Put the nodes of a graph into the order of `schedule`. Returns how many had to move."""
+    """Put the nodes of a graph into the order of `schedule`. Returns how many had to move.
+
+    >>> from graphopt.schedule import Schedule, apply_schedule
+    >>> apply_schedule(gm.graph, Schedule(tuple(gm.graph.nodes)))
+    0
+    """
     moved = 0
     previous: fx.Node | None = None
     for node in schedule.order:

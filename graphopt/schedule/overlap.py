@@ -60,6 +60,12 @@ def overlap_schedule(
 
     Raises:
         ScheduleError: the graph has late nodes.
+
+    >>> from graphopt.cost import default_cost_model
+    >>> from graphopt.schedule import Schedule, overlap_schedule
+    >>> found = overlap_schedule(gm.graph, default_cost_model(gm.graph), world_size=2)
+    >>> found is None or isinstance(found, Schedule)
+    True
     """
     program = program_of(graph, cost_model, world_size)
     if not program.messages:

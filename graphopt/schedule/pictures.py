@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from graphopt.readable.rows import readable_bytes
+from graphopt.listing import readable_bytes
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, SimulatedStep
 
 _MOST_BLOCKS = 3000

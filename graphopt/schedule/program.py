@@ -41,6 +41,12 @@ class Message:
         lag: 1 where it is waited for in the next iteration, else 0.
         waits: its wait nodes.
         reader: the first node that reads what it received, None if nobody does.
+
+    >>> from graphopt.cost import default_cost_model
+    >>> from graphopt.schedule import program_of
+    >>> program = program_of(gm.graph, default_cost_model(gm.graph), world_size=2)
+    >>> [message.nbytes for message in program.messages]
+    [8, 32]
     """
 
     index: int
@@ -78,6 +84,12 @@ class Program:
         messages: all collectives, in launch order.
         launched: the message of each launch.
         waited: the message of each wait.
+
+    >>> from graphopt.cost import default_cost_model
+    >>> from graphopt.schedule import program_of
+    >>> program = program_of(gm.graph, default_cost_model(gm.graph), world_size=2)
+    >>> len(program.order) > 10
+    True
     """
 
     order: list[fx.Node]
@@ -105,6 +117,12 @@ def program_of(graph: fx.Graph, cost_model: CostModel, world_size: int | None = 
 
     Raises:
         CostTableError: a cost is negative or not finite.
+
+    >>> from graphopt.cost import default_cost_model
+    >>> from graphopt.schedule import program_of
+    >>> program = program_of(gm.graph, default_cost_model(gm.graph), world_size=2)
+    >>> len(program.messages)
+    2
     """
     late = late_nodes(graph)
     order = list(steady_order(graph))

@@ -51,7 +51,14 @@ def simulate(
 
 
 def simulate_program(program: Program, slowdown: float = 0.0) -> Timeline:
-    """The steady state of a program."""
+    """The steady state of a program.
+
+    >>> from graphopt.cost import default_cost_model
+    >>> from graphopt.schedule import program_of, simulate_program
+    >>> program = program_of(gm.graph, default_cost_model(gm.graph), world_size=2)
+    >>> simulate_program(program).step_seconds > 0
+    True
+    """
     machine = _Machine(slowdown)
     actions = _actions(program)
     ends, durations = [0.0], list[float]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphopt.readable.rows import readable_bytes
+from graphopt.listing import readable_bytes
 from graphopt.schedule.pictures import parameters_text, reader_text
 from graphopt.schedule.steps import CollectiveSlot, SimulatedStep
 
@@ -14,7 +14,13 @@ _HEADS = ("launch", "sends", "time", "distance", "exposed", "waited for by", "pa
 def collectives_text(step: SimulatedStep) -> str:
     """Per collective: bytes, predicted time, nodes from launch to wait, how long compute stands
     still for it, who forces the wait, and whose gradients or values are sent. Empty for a step
-    without collectives."""
+    without collectives.
+
+    >>> from graphopt.schedule import collectives_text
+    >>> text = collectives_text(graphopt.simulate(gm, world_size=2))
+    >>> text.splitlines()[1].split()[:2]
+    ['launch', 'sends']
+    """
     if not step.collectives:
         return ""
     rows = [_HEADS, *(tuple(_cells(slot)) for slot in step.collectives)]

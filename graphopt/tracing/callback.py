@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.host import HostCall
+from graphopt.host import HostCall, insert_call
 from graphopt.host.counts import EagerCounts, place_of
 from graphopt.host.functions import traced_in
 from graphopt.tracing.replace import original
@@ -22,7 +23,8 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
 
     In a step that graphopt captures, the call is a node of the graph. It runs in each step, in the
     order of the program, with the values of that step, and no pass removes or moves it across
-    another. In eager code it is a plain call of `fn`, now.
+    another. In eager code it is a plain call of `fn`, now. In a pass, with nodes of its graph in
+    place of tensors, the call is put into the graph, as by `graphopt.host.insert_callback`.
 
     `fn` gets copies of the tensors, without autograd history: they are its own, to keep or to
     change. It is not traced, so it may do what it likes (`.item()`, `print`, append to a list),
@@ -65,6 +67,10 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
         call(*map(_detached, call.take_values()))
         return
     call = HostCall(fn, tensors, every)
+    graphs = {value.graph for value in call.values if isinstance(value, fx.Node)}
+    if graphs:
+        _insert(call, list(graphs))
+        return
     if every > 1:
         call.place = place_of(sys._getframe(1))
         call.counts = _counts.of(call.place)
@@ -72,6 +78,12 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
 
 
 _counts = EagerCounts()
+
+
+def _insert(call: HostCall, graphs: Sequence[fx.Graph]) -> None:
+    if len(graphs) > 1:
+        raise ValueError("graphopt.callback is given nodes of several graphs")
+    insert_call(graphs[0], call)
 
 
 def _refuse_traced(fn: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
-from graphopt.tracing.source import SourceLine
+from graphopt.ir.source import SourceLine
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
-from graphopt.tracing.source import SourceLine, in_step, user_line_of
+from graphopt.tracing.source import in_step, user_line_of
 
 _LOG = (
     "do it in a function that every step calls: graphopt.callback(function, loss.item()), or return"

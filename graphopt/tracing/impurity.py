@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import (
-    SourceLine,
     current_user_line,
     inside_step,
     is_library_file,

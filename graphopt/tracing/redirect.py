@@ -24,12 +24,13 @@ from torch.overrides import TorchFunctionMode
 from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing import fused, host_numbers, numbers, sparse
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.impurity import taken_for_a_number
 from graphopt.tracing.rebinding import Rebinding
-from graphopt.tracing.source import SourceLine, current_user_line
+from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
 

@@ -7,35 +7,19 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from graphopt import _compat
+from graphopt.ir.source import SourceLine
 
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _GRAPHOPT = str(Path(__file__).resolve().parent.parent) + "/"
 _TRACE = _GRAPHOPT + "tracing/trace.py"
 _AROUND_OPTIMIZERS = "noticed"  # the step calls it in place of `optimizer.step`
 _FORWARD_CODE = _compat.module_call_code()
-
-
-@dataclass(frozen=True)
-class SourceLine:
-    """One line of a program. `code` is the stripped text, empty where the file cannot be read."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def code(self) -> str:
-        return linecache.getline(self.file, self.line).strip()
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}  {self.code}".rstrip()
 
 
 @lru_cache(maxsize=4096)

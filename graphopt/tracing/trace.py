@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt._compat.backward import is_in_backward
 from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
 from graphopt.tracing import impurity, numbers, reduction, rng, strides
 from graphopt.tracing.besides import Finder, MoreInputs
 from graphopt.tracing.call import Call
@@ -49,7 +50,7 @@ from graphopt.tracing.signature import (
     module_attributes,
     plain_objects,
 )
-from graphopt.tracing.source import SourceLine, current_user_line, user_line_of
+from graphopt.tracing.source import current_user_line, user_line_of
 from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.substitute import GeneratorStates, Traced, insert, preserved
 from graphopt.tracing.tagging import Tagger, tagged

@@ -32,7 +32,13 @@ PHASES = ("forward", "backward", "communication", "optimizer")
 
 @dataclass
 class SpecReport:
-    """The outcome of checking one graph: `problems` says what breaks the contract, and where."""
+    """The outcome of checking one graph: `problems` says what breaks the contract, and where.
+
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> report = graphopt.verify.check_captured(captured)
+    >>> report.ok, list(report.problems)
+    (True, [])
+    """
 
     problems: list[str] = field(default_factory=list)
 
@@ -65,7 +71,13 @@ def check_captured(captured: CapturedStep) -> SpecReport:
 
 
 def check_graph(graph: fx.Graph, inputs: Sequence[InputSpec]) -> SpecReport:
-    """`check_captured` for a bare graph and the description of its placeholders."""
+    """`check_captured` for a bare graph and the description of its placeholders.
+
+    >>> from graphopt.verify import check_graph
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> check_graph(captured.graph_module.graph, captured.inputs).ok
+    True
+    """
     report = SpecReport()
     for problems in (
         _placeholders(graph, inputs),

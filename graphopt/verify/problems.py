@@ -24,6 +24,11 @@ class Problem:
         nodes: the offending node first, then those it should agree with. Nodes that a pass removed
             are those of the graph before it.
         hint: what to do instead, or None.
+
+    >>> from graphopt.verify import Problem
+    >>> print(Problem("something is wrong", hint="do this"))
+    something is wrong
+      hint:      do this
     """
 
     message: str

@@ -43,6 +43,12 @@ def check_finalized(before: fx.GraphModule, after: fx.GraphModule) -> Equivalenc
     Args:
         before: a derived graph (setup, main, drain) in the captured dialect.
         after: what `graphopt.executable.finalize` made of it.
+
+    >>> import copy
+    >>> from graphopt.verify import check_finalized
+    >>> module = graphopt.IterGraphModule(gm)
+    >>> check_finalized(module.main_gm, copy.deepcopy(module.main_gm)).ok
+    True
     """
     return check_equivalence(before, after)
 
@@ -56,6 +62,13 @@ def check_divided(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceR
     Args:
         before: the graph as one.
         after: the graph that calls the submodules.
+
+    >>> from graphopt.verify import check_divided
+    >>> def part_of(node):
+    ...     return int(node.meta.get("phase") == "optimizer")
+    >>> parts = graphopt.partition.split_module(gm, gm, part_of)
+    >>> check_divided(gm, parts).ok
+    True
     """
     report = check_equivalence(in_one(before.graph), in_one(after.graph))
     if report.ok or other_launches(launches_of(before), launches_of(after)) is not None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import is_collective
+from graphopt.graph_utils import get_outputs, is_collective
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.replicas import Lockstep, ReplicatedStep
@@ -76,6 +76,8 @@ def verdict(before: fx.GraphModule, after: fx.GraphModule) -> str | None:
 
 def _trials(before: fx.GraphModule, after: fx.GraphModule) -> Iterator[Gap | None]:
     """Gaps of the trials that tell something, up to the first that finds one."""
+    if not _returns_as_much(before.graph, after.graph):
+        return  # equal numbers would not excuse it
     groups = _groups([before.graph, after.graph])
     count = max((max(ranks) + 1 for ranks in groups.values()), default=1)
     if not _is_small(before.graph, count) or not _is_small(after.graph, count):
@@ -91,6 +93,11 @@ def _trials(before: fx.GraphModule, after: fx.GraphModule) -> Iterator[Gap | Non
                 return
         if time.monotonic() > end:
             return
+
+
+def _returns_as_much(before: fx.Graph, after: fx.Graph) -> bool:
+    old, new = ([*map(len, get_outputs(graph))] for graph in (before, after))
+    return old == new
 
 
 def _groups(graphs: Sequence[fx.Graph]) -> Mapping[str, Sequence[int]]:

@@ -9,8 +9,9 @@ from torch import fx
 
 from graphopt.graph_utils import is_collective
 from graphopt.iter_graph import IterGraph
+from graphopt.listing import MARKS, readable_bytes
 from graphopt.manager import PassRecord, records_of
-from graphopt.readable.rows import MARKS, readable_bytes, row_of, target_text, title_of
+from graphopt.readable.rows import row_of, target_text, title_of
 from graphopt.readable.text import summary
 from graphopt.schedule.pictures import lanes_of, parameters_text, reader_text
 from graphopt.schedule.simulator import simulate
@@ -146,5 +147,9 @@ def _passes(
         yield {
             "name": record.name,
             "text": [str(record), ""],
-            "diff": list(diffs.get(key, ())),
+            "diff": list(diffs.get(key) or _difference(record)),
         }
+
+
+def _difference(record: PassRecord) -> list[str]:
+    return str(getattr(record, "difference", "")).splitlines()  # older files have none

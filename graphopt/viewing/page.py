@@ -38,6 +38,11 @@ def trace_page(text: str, title: str = "trace") -> str:
 
     Raises:
         FileError: it is no such trace.
+
+    >>> from graphopt.viewing import trace_page
+    >>> events = '[{"ph": "X", "name": "mm", "ts": 0, "dur": 5, "pid": 0, "tid": 0}]'
+    >>> trace_page(events).startswith("<!DOCTYPE html>")
+    True
     """
     try:
         events = json.loads(text)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.places import MISSING, Place
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.source import SourceLine, is_own_file
+from graphopt.tracing.source import is_own_file
 
 _FIXED = frozenset({object, type, torch.nn.Module, types.ModuleType})
 """Classes that nobody gives new attributes to hide those of their subclasses."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.outside.attributes import (
     attribute_place,
@@ -24,7 +25,6 @@ from graphopt.tracing.outside.attributes import (
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import Place, filled, is_value
 from graphopt.tracing.outside.record import Record, is_container, viewed
-from graphopt.tracing.source import SourceLine
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
 _CHANGING = frozenset(

@@ -8,9 +8,9 @@ from itertools import pairwise
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.places import Place
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.source import SourceLine
 
 _CALLED = (FunctionType, BuiltinFunctionType, type)
 _FILES = ("torch/nn/", "torch/optim/", "torch/functional.py", "torch/_tensor.py")

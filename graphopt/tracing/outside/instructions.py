@@ -16,12 +16,12 @@ from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
 from graphopt._compat.frames import NULL, Operands
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
 from graphopt.tracing.outside.calls import Calls
 from graphopt.tracing.outside.counting import counting_pairs
 from graphopt.tracing.outside.places import Place
 from graphopt.tracing.outside.record import Record, is_container, viewed
-from graphopt.tracing.source import SourceLine
 
 
 class Step(NamedTuple):

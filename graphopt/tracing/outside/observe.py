@@ -21,12 +21,13 @@ from torch import nn
 from graphopt import _compat
 from graphopt._compat import frames
 from graphopt._compat.untraced import OwnTracer, UntracedOperators
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions, Step, steps_of
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.source import SourceLine, is_library_file
+from graphopt.tracing.source import is_library_file
 
 _MODULE_CALL = _compat.module_call_code()
 _COUNTING = frozenset({Counter.update.__code__, Counter.subtract.__code__})

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from graphopt._compat.untraced import without_overrides
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.guard_values import is_plain, tensor_kind
-from graphopt.tracing.source import SourceLine
 
 MISSING = object()
 """Stands for what is not there."""

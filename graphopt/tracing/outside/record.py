@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
-from graphopt.tracing.source import SourceLine
 
 _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.outside.attributes import read_method
@@ -14,7 +15,6 @@ from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import Read
 from graphopt.tracing.outside.record import Record, is_container
-from graphopt.tracing.source import SourceLine
 
 _HINT = (
     "keep what changes from step to step in a buffer of the model (register_buffer), or pass it as"

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.text import Text
-from torch import fx
 
-from graphopt.readable.rows import LATE, LAUNCH, UPDATE, WAIT, Row, sections
-from graphopt.readable.text import cells, graph_of, graph_text, heading, summary
+from graphopt.listing.rows import LATE, LAUNCH, UPDATE, WAIT, Listing, Row
+from graphopt.listing.text import cells, heading, listing_text
 
 _STYLES = {"shape": "cyan", "size": "dim", "note": "magenta", "place": "dim"}
 _MARK_STYLES = {LAUNCH: "bold green", WAIT: "bold yellow", UPDATE: "blue", LATE: "bold magenta"}
 _DIFF_STYLES = {"-": "red", "+": "green", "@": "cyan"}
 
 
-def print_graph(
-    graph: fx.GraphModule | fx.Graph, console: Console, *, phase: str | None = None
-) -> None:
-    """Print `graph_text`, in colour where `console` has colours. Long rows are not broken."""
+def print_listing(listing: Listing, console: Console) -> None:
+    """Print a graph, in colour where `console` has colours. Long rows are not broken."""
     if console.color_system is None:
-        console.out(graph_text(graph, phase=phase), end="", highlight=False)
-        return
-    plain = graph_of(graph)
-    for text in (*summary(plain), ""):
+        console.out(listing_text(listing), end="", highlight=False)
+    else:
+        _print_coloured(listing, console)
+    console.out(listing.collectives, end="", highlight=False)
+
+
+def _print_coloured(listing: Listing, console: Console) -> None:
+    for text in (*listing.summary, ""):
         console.out(text, highlight=False)
-    for title, rows in sections(plain, phase=phase):
+    for title, rows in listing.sections:
         block = Text.assemble((heading(title), "bold"))
         for row in rows:
             block.append_text(_coloured(row))

@@ -1,0 +1,22 @@
+"""Lines of the user's program."""
+
+from __future__ import annotations
+
+import linecache
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """One line of a program. `code` is the stripped text, empty where the file cannot be read."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def code(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}  {self.code}".rstrip()

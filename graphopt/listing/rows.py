@@ -1,0 +1,58 @@
+"""What there is to say about each node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LAUNCH, WAIT, UPDATE, LATE = "▶", "■", "●", "↻"
+MARKS = {
+    LAUNCH: "launch of a collective",
+    WAIT: "wait for it",
+    UPDATE: "state update",
+    LATE: "runs one iteration late",
+}
+
+
+@dataclass
+class Row:
+    """One node, or one part of the output.
+
+    Attributes:
+        marks: some of `MARKS`.
+        text: name, operator and arguments.
+        shape: dtypes and shapes of what it computes.
+        size: its bytes; None for views and numbers.
+        note: where it runs, if late.
+        place: module path or qualified name, source line, pass that made it.
+    """
+
+    text: str
+    marks: str = ""
+    shape: str = ""
+    size: int | None = None
+    note: str = ""
+    place: str = ""
+
+
+Section = tuple[str, list[Row]]
+"""A heading with rows below."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A graph as rows.
+
+    Attributes:
+        summary: lines above: how large the graph is, and what the marks mean.
+        sections: in the order of the graph, a new one where the phase changes.
+        collectives: a table of them with their predicted times; empty where there are none.
+    """
+
+    summary: list[str]
+    sections: list[Section]
+    collectives: str = ""
+
+    def of_phase(self, phase: str) -> Listing:
+        """The calls of one phase under one heading, without collectives."""
+        rows = [row for title, rows in self.sections if title == phase for row in rows]
+        return Listing(self.summary, [(phase, rows)] if rows else [])

@@ -1,0 +1,58 @@
+"""A listing as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphopt.listing.rows import Listing, Row
+
+_TEXT_WIDTH = 64
+_SHAPE_WIDTH = 16
+
+
+def listing_text(listing: Listing, *, bytes: bool = True, places: bool = True) -> str:
+    """Summary, then one row per node under headings for the phases; collectives are left out."""
+    lines = [*listing.summary, ""]
+    for title, rows in listing.sections:
+        lines.append(heading(title))
+        lines += [line(row, bytes=bytes, places=places) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def heading(title: str) -> str:
+    return f"── {title} ──"
+
+
+def line(row: Row, *, bytes: bool, places: bool) -> str:
+    """One row in columns."""
+    return "".join(text for _, text in cells(row, bytes=bytes, places=places)).rstrip()
+
+
+def cells(row: Row, *, bytes: bool, places: bool) -> Iterator[tuple[str, str]]:
+    """The columns of a row, padded, each with its name."""
+    yield "marks", f"{row.marks:<3}"
+    yield "text", f"{row.text:<{_TEXT_WIDTH}}  "
+    yield "shape", f"{row.shape:<{_SHAPE_WIDTH}}  "
+    if bytes:
+        yield "size", f"{'' if row.size is None else readable_bytes(row.size):>10}  "
+    if row.note:
+        yield "note", f"{row.note}  "
+    if places:
+        yield "place", row.place
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes for a person: ``512 B``, ``1.5 KiB``, ``3.0 MiB``.
+
+    >>> from graphopt.readable import readable_bytes
+    >>> readable_bytes(3 << 20)
+    '3.0 MiB'
+    """
+    if count < 1024:
+        return f"{count} B"
+    amount, unit = float(count), "B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):  # noqa: B007
+        amount /= 1024
+        if amount < 1024:
+            break
+    return f"{amount:.1f} {unit}"

@@ -1,0 +1,45 @@
+"""Pages whose examples need something that their text takes for granted: each block runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+
+
+def test_iterations() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    names: dict[str, Any] = {"torch": torch, "model": model, "loader": [(torch.ones(4, 3), 0)] * 3}
+    step, reading = blocks("iterations.md")
+    exec(step, names)
+    summed = graphopt.compile(names["train_step"])
+    assert summed(lambda batch: model(batch).sum(), optimizer, torch.ones(4, 3)).shape == ()
+
+    @graphopt.compile
+    def train_step(model: nn.Module, optimizer: Any, inputs: Tensor, targets: int) -> None:
+        (model(inputs).sum() - targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    exec(reading, {**names, "optimizer": optimizer, "train_step": train_step})
+    assert all(bool((p.abs() <= 1).all()) for p in model.parameters())
+
+
+def test_verification(capsys: pytest.CaptureFixture[str]) -> None:
+    (listing,) = blocks("verification.md")
+    exec(listing, {})
+    assert len(capsys.readouterr().out.splitlines()) > 5
