@@ -40,6 +40,7 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.ranks.spmd import launches_digest
+from graphopt.runtime.collector import collector_paused
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.trial import module_of, verdict
@@ -132,6 +133,11 @@ class PassManager:
             GraphOptError: of another type, that a pass raised.
         """
         check_graph_module(gm)
+        # Graphs are cycles: what Python's collector would free meanwhile is not worth the looking.
+        with collector_paused():
+            return self._run(gm, proof)
+
+    def _run(self, gm: fx.GraphModule, proof: Proof | None) -> list[PassRecord]:
         indices = self._enabled()
         if not indices:
             return []

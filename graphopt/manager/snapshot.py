@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
 
-from graphopt.iter_graph import IterGraph, copy_graph
+from graphopt.iter_graph import IterGraph
+from graphopt.iter_graph.graph import empty_like
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import attribute
@@ -21,23 +23,27 @@ _PLAIN = (bool, int, float, str)
 would compute."""
 
 
+class NodeRecord(NamedTuple):
+    """What a node held: all that a copy of it is made of."""
+
+    content: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
 class Snapshot:
     """The state of a graph module when this is made.
 
-    Attributes:
-        graph: a copy of the graph, late marks included.
-        copies: node of the graph module -> its copy in `graph`.
+    What every node holds is noted at once, and the graph as it was is made of that when somebody
+    asks for it: nearly always nobody does.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._original = gm.graph
-        # garbage would be looked for, over and over, among growing numbers of new nodes
+        self._empty = empty_like(gm.graph)
         with collector_paused():
-            self.graph, copies = copy_graph(gm.graph)
             # Arguments are immutable: a changed node has other argument objects.
-            self._nodes = [(node, _content(node), dict(node.meta)) for node in gm.graph.nodes]
-        self.copies: Mapping[fx.Node, fx.Node] = MappingProxyType(copies)
+            self._nodes = {n: NodeRecord(_content(n), n.meta.copy()) for n in gm.graph.nodes}
         self._late = _late(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
         self.note_attributes()
@@ -47,6 +53,27 @@ class Snapshot:
     def note_attributes(self) -> None:
         """Take what the module and its submodules hold besides the graph as it is now."""
         self._modules = {module: _attributes(module) for module in self._gm.modules()}
+
+    @cached_property
+    def _copied(self) -> tuple[fx.Graph, Mapping[fx.Node, fx.Node]]:
+        # garbage would be looked for, over and over, among growing numbers of new nodes
+        with collector_paused():
+            copies: dict[fx.Node, fx.Node] = {}
+            for node, record in self._nodes.items():
+                copies[node] = _copy(self._empty, node, record, copies)
+        for node, destination in self._late.items():
+            cast(IterGraph, self._empty).mark_late(copies[node], copies[destination])
+        return self._empty, MappingProxyType(copies)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """A copy of the graph as it was, late marks included."""
+        return self._copied[0]
+
+    @property
+    def copies(self) -> Mapping[fx.Node, fx.Node]:
+        """Node of the graph module as it was -> its copy in `graph`."""
+        return self._copied[1]
 
     @property
     def correspondence(self) -> dict[fx.Node, fx.Node] | None:
@@ -59,23 +86,26 @@ class Snapshot:
         if graph is not self._original or len(graph.nodes) != len(self._nodes):
             return False
         return _late(graph) == self._late and all(
-            node is old and _same(_content(node), content) and _same_meta(node.meta, meta)
-            for node, (old, content, meta) in zip(graph.nodes, self._nodes, strict=True)
+            node is old and _same(_content(node), held.content) and _same_meta(node.meta, held.meta)
+            for node, (old, held) in zip(graph.nodes, self._nodes.items(), strict=True)
         )
 
     def new_nodes(self) -> Iterable[fx.Node]:
         """Nodes that were not there."""
-        return [node for node in self._gm.graph.nodes if node not in self.copies]
+        return [node for node in self._gm.graph.nodes if node not in self._nodes]
 
     def changed_nodes(self) -> list[tuple[fx.Node, Any]]:
         """Nodes with another operator, other arguments or another `meta["val"]`, and what the
         latter was."""
-        there = set(self._gm.graph.nodes)
+        nodes = ((node, self._nodes.get(node)) for node in self._gm.graph.nodes)
         return [
-            (node, meta.get("val"))
-            for node, content, meta in self._nodes
-            if node in there
-            and (not _same(_content(node), content) or node.meta.get("val") is not meta.get("val"))
+            (node, held.meta.get("val"))
+            for node, held in nodes
+            if held is not None
+            and (
+                not _same(_content(node), held.content)
+                or node.meta.get("val") is not held.meta.get("val")
+            )
         ]
 
     def changed_constants(self) -> list[Problem]:
@@ -96,6 +126,17 @@ class Snapshot:
         for module, attributes in self._modules.items():
             _restore_attributes(module, attributes)
         self._gm.graph = self.graph
+
+
+def _copy(
+    graph: fx.Graph, node: fx.Node, held: NodeRecord, copies: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """What a node was, at the end of another graph."""
+    name, target, args, kwargs = held.content
+    args, kwargs = fx.node.map_arg((args, kwargs), copies.__getitem__)
+    copy = graph.create_node(node.op, target, args, kwargs, name, node.type)
+    copy.meta.update(held.meta)
+    return copy
 
 
 def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
