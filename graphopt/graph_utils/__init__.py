@@ -285,9 +285,15 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = Non
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Tensors among the leaves of a nest."""
-    for leaf in _compat.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple):  # of torch's ways through a nest none is as short
+        for entry in value:
+            yield from tensors_in(entry)
+    elif value is not None:
+        for leaf in _compat.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

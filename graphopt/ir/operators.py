@@ -90,7 +90,13 @@ _GETITEM = Operator(aliases=((0,),), view=True, item=True)
 
 def operator_of(node: fx.Node) -> Operator:
     """The row of what a node calls. Modules and methods have none of their own."""
-    return row(node.target) if node.op == "call_function" else _PLAIN
+    if node.op != "call_function":
+        return _PLAIN
+    target = node.target
+    if target is operator.getitem:
+        return _GETITEM
+    known = _ROWS.get(id(target))
+    return row(target) if known is None else known[1]
 
 
 def row(target: Any) -> Operator:
@@ -307,6 +313,8 @@ def aliased(node: fx.Node) -> list[fx.Node]:
     known = operator_of(node)
     if known.item:
         return node.all_input_nodes[:1]
+    if not known.may_alias:
+        return []
     if is_operator(node.target, *DROPOUTS) and argument(node, "train") and argument(node, "p"):
         return []
     positions = dict.fromkeys(index for result in known.aliases for index in result)

@@ -144,7 +144,7 @@ def copy_graph(
     copy = empty_like(graph, into)
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        copies[node] = copy.node_copy(node, copies.__getitem__)
+        copies[node] = _compat.copy_node(copy, node, copies.__getitem__)
     if isinstance(copy, IterGraph):
         for node, destination in late.items():
             copy.mark_late(copies[node], copies[destination])

@@ -28,6 +28,7 @@ from graphopt.manager.options import bind
 from graphopt.manager.order import check_order
 from graphopt.manager.problems import Refused, refusing_what_fails
 from graphopt.manager.records import (
+    Counts,
     PassRecord,
     add_record,
     applied_passes,
@@ -154,9 +155,11 @@ class PassManager:
             gm.recompile()
         before = Snapshot(gm)
         records = []
+        counts = count(gm.graph)
         for index in indices:
-            context = self._context(gm, index, before)
+            context = self._context(gm, index, before, counts)
             self._apply(context, callbacks)
+            counts = context.record.after
             records.append(context.record)
             if context.record.changed and index != indices[-1]:
                 before = Snapshot(gm)
@@ -174,13 +177,15 @@ class PassManager:
         verification = [Verification(level, proof)] if level != "off" else []
         return [*self._callbacks, *filter(None, [dump]), *verification, Timing()]
 
-    def _context(self, gm: fx.GraphModule, index: int, before: Snapshot) -> PassContext:
+    def _context(
+        self, gm: fx.GraphModule, index: int, before: Snapshot, counts: Counts
+    ) -> PassContext:
         pass_, options = self.pipeline[index]
         arguments = bind(pass_.options, options, pass_.name)
         record = PassRecord(
             pass_.name, recorded_arguments(arguments), changes_numerics=pass_.changes_numerics
         )
-        record.before = count(gm.graph)
+        record.before = counts
         return PassContext(gm, pass_, arguments, self.pipeline, index, before, record)
 
     def _apply(self, context: PassContext, callbacks: Sequence[PassCallback]) -> None:
@@ -255,12 +260,13 @@ def _call(context: PassContext) -> None:
 def _finish(context: PassContext) -> None:
     """Check what a pass has left, clean it up, and complete the record."""
     gm, before, record = context.gm, context.before, context.record
-    found = find_problem(gm, before)
+    untouched = before.unchanged()
+    found = None if untouched else find_problem(gm, before)
     if found is not None:
         raise Refused([found])
-    inserted = [node.name for node in before.new_nodes()]
-    eliminate_dead_code(gm.graph)
-    record.changed = not before.unchanged()
+    inserted = [] if untouched else [node.name for node in before.new_nodes()]
+    removed = eliminate_dead_code(gm.graph)
+    record.changed = bool(removed) if untouched else not before.unchanged()
     if inserted and record.changes and not record.changed:
         _refuse_unread(context, inserted)
     if record.changed:
@@ -268,7 +274,7 @@ def _finish(context: PassContext) -> None:
             made_by = (*node.meta.get("provenance", ()), record.name)
             node.meta = {**node.meta, "provenance": made_by}
         gm.recompile()
-    record.after = count(gm.graph)
+    record.after = count(gm.graph) if record.changed else record.before
     record.launches = launches_digest(gm.graph)
     add_record(gm, record)
 

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx, nn
 
+from graphopt import _compat
+from graphopt.graph_utils import follows_output_convention
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify import Problem
-from graphopt.verify.equivalence import attribute
+from graphopt.verify.interface import kinds_returned
+from graphopt.verify.module_constants import attribute
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 
@@ -35,6 +38,12 @@ class Snapshot:
 
     What every node holds is noted at once, and the graph as it was is made of that when somebody
     asks for it: nearly always nobody does.
+
+    Attributes:
+        placeholders: targets of the placeholders.
+        annotated: whether all nodes have metadata.
+        functional: whether the graph is in the captured dialect, which updates by `copy_` only.
+        kinds_returned: of what kind results and carried values were.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -48,6 +57,8 @@ class Snapshot:
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
         self.note_attributes()
         self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+        self.kinds_returned = kinds_returned(gm.graph)
+        self.functional = follows_output_convention(gm.graph)
         self.annotated = all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
 
     def note_attributes(self) -> None:
@@ -76,9 +87,14 @@ class Snapshot:
         return self._copied[1]
 
     @property
+    def is_of_the_same_graph(self) -> bool:
+        """Whether the graph module still has the graph object that it had."""
+        return self._gm.graph is self._original
+
+    @property
     def correspondence(self) -> dict[fx.Node, fx.Node] | None:
         """Node of the graph module -> what it was before; None if its graph is another one."""
-        return dict(self.copies) if self._gm.graph is self._original else None
+        return dict(self.copies) if self.is_of_the_same_graph else None
 
     def unchanged(self) -> bool:
         """Whether the graph is still the same: nodes, arguments, metadata, late marks."""
@@ -132,11 +148,7 @@ def _copy(
     graph: fx.Graph, node: fx.Node, held: NodeRecord, copies: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
     """What a node was, at the end of another graph."""
-    name, target, args, kwargs = held.content
-    args, kwargs = fx.node.map_arg((args, kwargs), copies.__getitem__)
-    copy = graph.create_node(node.op, target, args, kwargs, name, node.type)
-    copy.meta.update(held.meta)
-    return copy
+    return _compat.copy_node(graph, node, copies.__getitem__, (*held.content, held.meta))
 
 
 def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:

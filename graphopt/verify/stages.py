@@ -16,17 +16,12 @@ from typing import Any
 from torch import fx
 
 from graphopt.iter_graph import IterGraphModule
-from graphopt.verify.equivalence import (
-    DerivedEvaluation,
-    DerivedEvaluations,
-    EquivalenceReport,
-    Proof,
-    check_equivalence,
-    differences,
-)
+from graphopt.verify.equivalence import EquivalenceReport, Proof, check_equivalence
 from graphopt.verify.evaluation import NotDecidedError, evaluate_graph
 from graphopt.verify.inlining import in_one
+from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations
 from graphopt.verify.launches import launches_of, other_launches
+from graphopt.verify.outcomes import differences
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Terms
 
@@ -113,7 +108,9 @@ class StageProof:
             logger.info("the graph %s is not compared: %s", name, error)
             return []
         try:
-            new = evaluate_graph(in_one(after.graph), terms, dict(known.inputs))
+            new = evaluate_graph(
+                in_one(after.graph), terms, dict(known.inputs), settled=known.settled
+            )
             found = list(differences(terms, known.evaluation, new))
             if found:
                 found = _differing(before, after.graph, terms, known.inputs)
