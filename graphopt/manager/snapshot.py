@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
@@ -185,13 +186,15 @@ def _content(node: fx.Node) -> tuple[Any, ...]:
 
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether all is equal, and written alike: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
-    return all(
+    return all(map(operator.is_, content, other)) or all(
         a is b or (a == b and repr(a) == repr(b)) for a, b in zip(content, other, strict=True)
     )
 
 
 def _same_meta(meta: dict[str, Any], other: dict[str, Any]) -> bool:
-    return meta.keys() == other.keys() and all(
+    if meta.keys() != other.keys():
+        return False
+    return all(map(operator.is_, meta.values(), other.values())) or all(
         meta[key] is value or (type(value) in _PLAIN and meta[key] == value)
         for key, value in other.items()
     )
