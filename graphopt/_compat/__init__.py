@@ -575,7 +575,8 @@ def copy_node(
     )  # fmt: skip
     copy = graph.create_node(node.op, target, name=name, type_expr=node.type)
     # the attribute of the class, past `Node.__setattr__`, which does book-keeping for targets
-    object.__setattr__(copy, "args", fx.node.map_arg(args, value_of))
+    if args:
+        object.__setattr__(copy, "args", fx.node.map_arg(args, value_of))
     if kwargs:
         object.__setattr__(copy, "kwargs", fx.node.map_arg(kwargs, value_of))
     copy.meta.update(meta)

@@ -110,7 +110,7 @@ class Verification(PassCallback):
     def before_pass(self, context: PassContext) -> None:
         if not self._prove or context.pass_.changes_numerics or not context.before.annotated:
             return
-        if self._proof.known is None:
+        if not self._proof.knows(context.gm.graph):
             with suppress(Exception):  # what is wrong is found, and told, when it is compared
                 self._proof.learn(context.gm)
 

@@ -108,12 +108,17 @@ class Proof:
     def forget(self) -> None:
         """Let nothing be known of the graph: it was changed by something that is not proven."""
         self._known: Evaluation | None = None
+        self._graph: fx.Graph | None = None
         self._derived: DerivedEvaluations = {}
 
     @property
     def known(self) -> Evaluation | None:
         """What the graph computes, if that is known."""
         return self._known
+
+    def knows(self, graph: fx.Graph) -> bool:
+        """Whether `known` is of this graph, as it was left by who changed it last."""
+        return self._known is not None and self._graph is graph
 
     def learn(self, graph: fx.GraphModule | fx.Graph) -> None:
         """Find out what a graph computes.
@@ -123,6 +128,7 @@ class Proof:
         """
         self.forget()
         self._known = evaluate_graph(graph, self.terms)
+        self._graph = _graph_of(graph)
 
     def compare(
         self,
@@ -172,7 +178,7 @@ class Proof:
         except NotDecidedError as error:
             return EquivalenceReport([error.problem])
         if not problems and not unknown:
-            self._known = new
+            self._known, self._graph = new, _graph_of(after)
         return EquivalenceReport(problems, reorders_sums=reorders_sums(old, new))
 
     @property
@@ -209,3 +215,7 @@ class Proof:
         problems = list(late_problems(graph, graphs, self.terms, step, found))
         self._derived = {} if problems else found
         return problems
+
+
+def _graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
+    return graph.graph if isinstance(graph, fx.GraphModule) else graph

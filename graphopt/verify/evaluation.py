@@ -154,7 +154,12 @@ class Settled(NamedTuple):
 
 def input_value(terms: Terms, node: fx.Node) -> Any:
     """An arbitrary value of a placeholder; one that is waited for is under way."""
-    value = fresh(terms, ("input", str(node.target)), node.meta.get("val"))
+    fake = node.meta.get("val")
+    known = (call for call in terms.recall.calls(node.name) if call.target == node.target)
+    value = next((call.value for call in known if not call.args and call.fake is fake), None)
+    if value is None:
+        value = fresh(terms, ("input", str(node.target)), fake)
+        terms.recall.note(node, (), {}, value, based=False)
     return Pending(value) if any(map(is_wait, node.users)) else value
 
 
@@ -230,7 +235,7 @@ class _Evaluator:
         calls = self._terms.recall.calls(node.name)
         if not calls or node in self._unknowns or node in self._sent_constants:
             return None
-        if node.op == "placeholder" and node.target in self._inputs:
+        if node.op == "placeholder":  # what it is follows from its readers as well
             return None
         target, fake = node.target, node.meta.get("val")
         for call in calls:
@@ -355,7 +360,7 @@ class _Evaluator:
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             given = self._inputs.get(str(node.target))
-            return self._input(node) if given is None else given
+            return input_value(self._terms, node) if given is None else given
         if node.op == "get_attr":
             return fresh(self._terms, ("attribute", str(node.target)), node.meta.get("val"))
         if node.op != "call_function":
@@ -375,12 +380,6 @@ class _Evaluator:
         if str(node.target).endswith("_mutation"):
             raise NotDecidedError("it updates arguments of which its schema does not speak", node)
         return self._call(node)
-
-    def _input(self, node: fx.Node) -> Any:
-        value = input_value(self._terms, node)
-        if not isinstance(value, Pending):  # which follows from its readers
-            self._terms.recall.note(node, (), {}, value, based=False)
-        return value
 
     def _module(self, node: fx.Node, body: fx.GraphModule | None, arguments: Any) -> Any:
         """A part of the graph that stands in a graph of its own: one that was divided off, or is

@@ -74,15 +74,13 @@ def _is_step_after_drain(
     What holds for every such state holds for the one that drain leaves. Where main does not go by
     this state, nothing is shown so, and `_any_iteration` has to tell.
     """
-    begun = {
+    updates = get_outputs(graphs["drain"].graph).updates
+    names = {str(cast(Any, update.args[0]).target) for update in updates}
+    given = carried | {
         str(node.target): fresh(terms, ("earlier input", str(node.target)), node.meta.get("val"))
         for node in graphs["drain"].graph.nodes
-        if node.op == "placeholder" and node.meta.get("kind") != CARRIED
+        if node.op == "placeholder" and str(node.target) in names
     }
-    names = {
-        str(cast(Any, node.args[0]).target) for node in get_outputs(graphs["drain"].graph).updates
-    }
-    given = carried | {name: value for name, value in begun.items() if name in names}
     drained = evaluate_graph(graphs["drain"], terms, given)
     if names != drained.states.keys() or drained.draws or drained.effects:
         return False

@@ -11,7 +11,7 @@ from torch import fx
 from graphopt.graph_utils import get_outputs
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder, Write
-from graphopt.ir.operators import draws
+from graphopt.ir.operators import draws, is_collective
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.problems import Problem
 from graphopt.verify.traits import traits_of
@@ -184,7 +184,7 @@ def waits(graph: fx.Graph, memory: MemoryOrder) -> Iterator[Problem]:
 def waits_of_launches(graph: fx.Graph) -> Iterator[Problem]:
     """As `waits`, but for reads of what is updated in place."""
     for node in graph.nodes:
-        if traits_of(node).collective:
+        if is_collective(node):
             yield from _waits_of(node)
 
 
