@@ -33,6 +33,7 @@ import graphopt
 from graphopt.demo.model import CharGPT, GPTSize
 from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule
+from graphopt.saved import load_graph
 from graphopt.stages import default_pipeline
 
 NODES = [1_000, 10_000, 36_000, 100_000]
@@ -115,7 +116,7 @@ def main() -> None:
     console = Console()
     results = []
     for path in options.graphs or ():
-        results.append(measure(graphopt.saved.load_graph(path), options.repeat))
+        results.append(measure(load_graph(path), options.repeat))
     for nodes in () if options.graphs else options.nodes:
         with console.status(f"about {nodes} nodes"):
             results.append(measure_capture(nodes, options.optimizer, options.repeat))

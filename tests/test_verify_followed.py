@@ -336,3 +336,46 @@ def test_a_value_that_is_computed_twice(before: int) -> None:
     count = len(gm.graph.nodes)
     graphopt.PassManager([declared(computed_twice)]).run(gm)
     assert len(gm.graph.nodes) > count
+
+
+# ---------------------------------------------------------------------------- parts of permutations
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+IN_PARTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "negated twice": (
+        lambda x, y: turned(x).sigmoid(),
+        lambda x, y: torch.cat([-(-turned(x))[:2], -(-turned(x))[2:]]).sigmoid(),
+    ),
+    "a product": (
+        lambda x, y: (turned(x) * turned(y)).sigmoid(),
+        lambda x, y: torch.cat(
+            [turned(x)[:2] * turned(y)[:2], turned(x)[2:] * turned(y)[2:]]
+        ).sigmoid(),
+    ),
+    "turned afterwards": (
+        lambda x, y: turned(x * y)[1:].sigmoid(),
+        lambda x, y: (turned(x)[1:] * turned(y)[1:]).sigmoid(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_elementwise_on_parts_of_what_is_permuted(name: str) -> None:
+    whole, parts = (captured(f, torch.randn(4, 6), torch.randn(4, 6)) for f in IN_PARTS[name])
+    assert check_equivalence(whole, parts).ok
+
+
+def test_other_parts_of_what_is_permuted() -> None:
+    tensors = torch.randn(4, 6), torch.randn(4, 6)
+    one = captured(lambda x, y: turned(x)[:2] * turned(y)[:2], *tensors)
+    for function in (
+        lambda x, y: turned(x)[:2] * turned(y)[1:3],
+        lambda x, y: turned(x)[1:3] * turned(y)[1:3],
+        lambda x, y: turned(x * y)[1:3],
+        lambda x, y: turned(x)[:2] * y.reshape(6, 4)[:2],
+    ):
+        assert not check_equivalence(one, captured(function, *tensors)).ok

@@ -244,15 +244,17 @@ def _each(
             continue
         bases, shape, order = inner
         base = _each(terms, target, args, bases, dtype)
-        found.append(Segment(terms.make(("permute", base, shape, order)), 0, runs[0].length))
+        term = terms.make(("permute", base, shape, order))
+        found.append(Segment(term, runs[0].start, runs[0].length))
     return terms.segments(found)
 
 
 def _same_permutation(terms: Terms, runs: Sequence[Segment]) -> tuple[Any, Any, Any] | None:
-    """What is permuted alike in all operands: an operator on each element may come before it."""
+    """What is permuted alike in all operands, of which the same elements are taken: an operator on
+    each element may come before it."""
     keys = [terms[run.term].key for run in runs]
     alike = all(key[0] == "permute" and key[2:] == keys[0][2:] for key in keys)
-    if not alike or any((r.start, r.length) != (0, elements(keys[0][2])) for r in runs):
+    if not alike or any(run.start != runs[0].start for run in runs):
         return None
     return [key[1] for key in keys], keys[0][2], keys[0][3]
 

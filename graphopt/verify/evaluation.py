@@ -205,7 +205,8 @@ class _Evaluator:
         """The value of a node, after which others may read it."""
         known = self._recalled(node)
         if known is not None:
-            self._contents.add(node, known.value, cast(Any, node.args[0]) if known.based else None)
+            base = node.args[0] if known.based else None
+            self._contents.add(node, known.value, cast("fx.Node | None", base))
             return known.value
         if node in self._unknowns:
             value, base = self._unknown(node), self._base(node)
@@ -219,8 +220,10 @@ class _Evaluator:
     def _item(self, node: fx.Node) -> tuple[Any, fx.Node | None]:
         """One of several results, and the node whose storage it shares: they are separate, but for
         views."""
-        source = cast(fx.Node, node.args[0])
+        source = node.args[0]
         value = self._picked(node, self._read(source, sent=True))
+        if not isinstance(source, fx.Node):
+            return value, None
         several = isinstance(source.meta.get("val"), (list, tuple))
         return value, None if several and not self._contents.is_alias(source) else source
 
@@ -241,9 +244,10 @@ class _Evaluator:
         for call in calls:
             if call.target is not target or call.fake is not fake:
                 continue
-            if self._are_given(node.args, call.args) and (
-                node.kwargs == call.kwargs == {} or self._is_given(node.kwargs, call.kwargs)
-            ):
+            plain = not node.kwargs and not call.kwargs
+            if not plain and not self._is_given(node.kwargs, call.kwargs):
+                continue
+            if self._are_given(node.args, call.args):
                 return call
         return None
 
