@@ -379,3 +379,16 @@ def test_other_parts_of_what_is_permuted() -> None:
         lambda x, y: turned(x)[:2] * y.reshape(6, 4)[:2],
     ):
         assert not check_equivalence(one, captured(function, *tensors)).ok
+
+
+def test_a_copy_is_what_is_copied() -> None:
+    """Of what it replaces only the layout is read; it is cast, and not broadcast."""
+    aten_copy, narrow = aten.copy.default, torch.empty(4, 6, dtype=torch.float16)
+    x = torch.randn(4, 6)
+
+    def copied(into: Tensor) -> fx.GraphModule:
+        return captured(lambda x: aten_copy(into.new_empty(into.shape), x).sigmoid(), x)
+
+    assert check_equivalence(captured(lambda x: x.sigmoid(), x), copied(torch.empty(4, 6))).ok
+    assert check_equivalence(captured(lambda x: x.half().sigmoid(), x), copied(narrow)).ok
+    assert not check_equivalence(captured(lambda x: x.sigmoid(), x), copied(narrow)).ok

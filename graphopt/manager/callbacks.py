@@ -30,7 +30,7 @@ from graphopt.runtime import places
 from graphopt.verify import Problem, structure
 from graphopt.verify.dependencies import DependencyCheck
 from graphopt.verify.equivalence import EquivalenceReport, Proof
-from graphopt.verify.evaluation import NotDecidedError
+from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.interface import changed_arguments, kinds_returned, returned_problems
 from graphopt.verify.matching import correspondence_by_name, same_nodes
 from graphopt.verify.metadata import KindsOfResults, changed_problems

@@ -24,7 +24,8 @@ from torch import fx
 from graphopt.errors import VerificationError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.verify.copies import is_copy_of
-from graphopt.verify.evaluation import Evaluation, NotDecidedError, evaluate_graph
+from graphopt.verify.evaluated import Evaluation, NotDecidedError
+from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations, late_problems
 from graphopt.verify.module_constants import of_constants
 from graphopt.verify.outcomes import differences, of_what_is_said, reorders_sums

@@ -17,7 +17,8 @@ from torch import fx
 from graphopt.graph_utils import get_outputs
 from graphopt.iter_graph.derive import CARRIED
 from graphopt.verify.calls import fresh
-from graphopt.verify.evaluation import Evaluation, Settled, evaluate_graph, input_value
+from graphopt.verify.evaluated import Evaluation, Settled, input_value
+from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.outcomes import of_outcomes
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Pending, Terms

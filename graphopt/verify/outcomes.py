@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.verify.difference import Difference
-from graphopt.verify.evaluation import Evaluation
+from graphopt.verify.evaluated import Evaluation
 from graphopt.verify.labels import signature_text
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Terms, canonical

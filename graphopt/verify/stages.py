@@ -17,7 +17,8 @@ from torch import fx
 
 from graphopt.iter_graph import IterGraphModule
 from graphopt.verify.equivalence import EquivalenceReport, Proof, check_equivalence
-from graphopt.verify.evaluation import NotDecidedError, evaluate_graph
+from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.inlining import in_one
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations
 from graphopt.verify.launches import launches_of, other_launches
