@@ -125,13 +125,14 @@ def trial(
     names = tuple(name for name, _ in edits)
     gm = IterGraphModule(of.gm)
     context = context_of(gm)
+    unedited = fx.GraphModule(gm, context.before.graph)
     verification = Verification("equivalence")
     verification.before_pass(context)
     touched = _edited(gm, edits, draw)
     if touched is None:
         return Verdict(names, "none")
     try:
-        changed = verify(context, verification)
+        changed = verify(context, verification, unedited)
     except Refused as refused:
         problems = refused.problems
         near = _near(touched)
@@ -176,7 +177,7 @@ def context_of(gm: fx.GraphModule) -> PassContext:
     return PassContext(gm, edit_of_a_trial, {}, Pipeline([]), 0, before, record)
 
 
-def verify(context: PassContext, verification: Verification) -> bool:
+def verify(context: PassContext, verification: Verification, unedited: fx.GraphModule) -> bool:
     """What a `PassManager` does when a pass has run. Returns whether anything has changed.
 
     Raises:
@@ -193,7 +194,7 @@ def verify(context: PassContext, verification: Verification) -> bool:
     gm.recompile()
     if is_finalized(before.graph):
         changed = changed_problems(before.new_nodes(), before.changed_nodes(), functional=False)
-        problems = [*changed, *check_finalized(fx.GraphModule(gm, before.graph), gm).problems]
+        problems = [*changed, *check_finalized(unedited, gm).problems]
         if problems:
             raise Refused(problems)
     else:

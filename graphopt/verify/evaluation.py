@@ -111,7 +111,13 @@ class _Evaluator:
         for node in self._graph.nodes:
             if node.op == "output":
                 break
-            value = self._taken_in(node)
+            try:
+                value = self._taken_in(node)
+            except NotDecidedError:
+                raise
+            except Exception as error:  # rules take it that arguments fit
+                what = f"{type(error).__name__}: {error}"
+                raise NotDecidedError(f"its arguments do not fit: {what}", node) from error
             made.append((node, value))
 
     def _taken_in(self, node: fx.Node) -> Any:

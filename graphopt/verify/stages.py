@@ -22,6 +22,7 @@ from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.inlining import in_one
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations
 from graphopt.verify.launches import launches_of, other_launches
+from graphopt.verify.module_constants import of_constants
 from graphopt.verify.outcomes import differences
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Terms
@@ -102,6 +103,10 @@ class StageProof:
         launches the same collectives in the same order."""
         known = self._known.pop(name, None)
         terms = self._proof.terms
+        owner = before.owning_module
+        exchanged = list(of_constants(owner, after)) if isinstance(owner, fx.GraphModule) else []
+        if exchanged:
+            return exchanged
         try:
             if known is None:
                 known = DerivedEvaluation(after, evaluate_graph(in_one(before), terms))
