@@ -120,11 +120,14 @@ def main() -> None:
             cases = [trials.case(*names, dialect) for names in trials.CASES]
             draw = Random(options.seed)
             legal = LEGAL_IN_PLACE if dialect == "finalized" else LEGAL
-            results[dialect] = {
-                "illegal": measure(cases, ILLEGAL, options.edits, draw, options.pairs),
-                "legal": measure(cases, legal, options.edits, draw, options.pairs),
-            }
-            console.print(f"{dialect}: {time.perf_counter() - start:.0f} s")
+            results[dialect] = {}
+            for sort, edits in (("illegal", ILLEGAL), ("legal", legal)):
+                found = measure(cases, edits, options.edits, draw, options.pairs)
+                results[dialect][sort] = found
+                _write(results, options.json)
+                seconds = time.perf_counter() - start
+                counts = ", ".join(f"{row} {found[row]}" for row in ROWS)
+                console.print(f"{dialect}, {sort}: {counts} ({seconds:.0f} s)")
     console.print(table_of(results))
     for dialect, found in results.items():
         for sort, column in found.items():
@@ -132,8 +135,12 @@ def main() -> None:
                 console.print(f"{dialect}, {sort}: {defect}", markup=False)
         for refusal in found["legal"]["refusals"]:
             console.print(f"{dialect}, legal, refused: {refusal}", markup=False)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+
+
+def _write(results: dict[str, dict[str, Any]], path: Path | None) -> None:
+    """What is known so far: a run may be cut off."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

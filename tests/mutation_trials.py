@@ -32,7 +32,7 @@ from graphopt.manager.wellformed import find_problem
 from graphopt.tracing.call import Call
 from graphopt.verify import check_finalized
 from graphopt.verify.metadata import changed_problems
-from replicas import Row, difference, random_inputs, run_steps
+from replica_runs import Row, difference, random_inputs, run_steps
 from zoo import MODELS, OPTIMIZERS, train_step
 
 CASES = [
@@ -124,12 +124,15 @@ def trial(
     """Edit a copy, verify it as a `PassManager` would, and run it if it is accepted."""
     names = tuple(name for name, _ in edits)
     gm = IterGraphModule(of.gm)
-    before = Snapshot(gm)
+    context = context_of(gm)
+    unedited = fx.GraphModule(gm, context.before.graph)
+    verification = Verification("equivalence")
+    verification.before_pass(context)
     touched = _edited(gm, edits, draw)
     if touched is None:
         return Verdict(names, "none")
     try:
-        changed = verify(gm, before)
+        changed = verify(context, verification, unedited)
     except Refused as refused:
         problems = refused.problems
         near = _near(touched)
@@ -168,29 +171,34 @@ def _near(touched: Sequence[fx.Node]) -> set[str]:
     return names
 
 
-def verify(gm: IterGraphModule, before: Snapshot) -> bool:
+def context_of(gm: fx.GraphModule) -> PassContext:
+    """As a `PassManager` makes one for a pass that is about to run."""
+    before, record = Snapshot(gm), PassRecord("edit")
+    return PassContext(gm, edit_of_a_trial, {}, Pipeline([]), 0, before, record)
+
+
+def verify(context: PassContext, verification: Verification, unedited: fx.GraphModule) -> bool:
     """What a `PassManager` does when a pass has run. Returns whether anything has changed.
 
     Raises:
         Refused: the graph is broken, or is not the same computation.
     """
+    gm, before = context.gm, context.before
     found = find_problem(gm, before)
     if found is not None:
         raise Refused([found])
     eliminate_dead_code(gm.graph)
-    record = PassRecord("edit", changed=not before.unchanged())
-    if not record.changed:
+    context.record.changed = not before.unchanged()
+    if not context.record.changed:
         return False
     gm.recompile()
     if is_finalized(before.graph):
         changed = changed_problems(before.new_nodes(), before.changed_nodes(), functional=False)
-        problems = [*changed, *check_finalized(fx.GraphModule(gm, before.graph), gm).problems]
+        problems = [*changed, *check_finalized(unedited, gm).problems]
         if problems:
             raise Refused(problems)
     else:
-        Verification("equivalence").after_pass(
-            PassContext(gm, edit_of_a_trial, {}, Pipeline([]), 0, before, record)
-        )
+        verification.after_pass(context)
     return True
 
 

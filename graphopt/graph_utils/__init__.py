@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -318,7 +318,17 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = Non
         return target(*values[0], **values[1])
     with mode, torch.no_grad(), without_autocast():
         result = target(*values[0], **values[1])
-        return _compat.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, result)
+        given = set(map(id, tensors_in(values)))
+        if isinstance(result, torch.Tensor):
+            return _of_its_own(result, given)
+        return _compat.tree_map(lambda value: _of_its_own(value, given), result)
+
+
+def _of_its_own(value: Any, given: Container[int]) -> Any:
+    """A result that is none of the arguments, and needs no gradient."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach() if id(value) in given or value.requires_grad else value
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -328,9 +338,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     >>> [len(t) for t in tensors_in(([torch.ones(2)], {"other": torch.ones(3)}, 4))]
     [2, 3]
     """
-    for leaf in _compat.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple):  # of torch's ways through a nest none is as short
+        for entry in value:
+            yield from tensors_in(entry)
+    elif value is not None:
+        for leaf in _compat.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -85,10 +85,11 @@ class Effects:
                 self._fixed.add(self._find(value))
 
     def _find(self, item: object) -> object:
-        parent = self._parent.setdefault(item, item)
-        while parent != self._parent[parent]:
-            self._parent[item] = self._parent[parent]
-            item, parent = parent, self._parent[parent]
+        parents = self._parent
+        parent = parents.setdefault(item, item)
+        while parent != (above := parents[parent]):
+            parents[item] = above
+            item, parent = parent, above
         return parent
 
     def _join(self, a: object, b: object) -> None:
@@ -177,4 +178,5 @@ class Effects:
 
 
 def _key(tensor: torch.Tensor) -> object:
-    return "storage", _compat.storage_key(tensor)
+    """Of a storage: a number, which no node is."""
+    return _compat.storage_key(tensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Operator:
     metadata_only: bool = False
     one_tensor_twice: bool = False
 
-    @property
+    @cached_property
     def may_alias(self) -> bool:
         """Whether a result may share memory with an argument."""
         return any(self.aliases)
@@ -90,7 +91,13 @@ _GETITEM = Operator(aliases=((0,),), view=True, item=True)
 
 def operator_of(node: fx.Node) -> Operator:
     """The row of what a node calls. Modules and methods have none of their own."""
-    return row(node.target) if node.op == "call_function" else _PLAIN
+    if node.op != "call_function":
+        return _PLAIN
+    target = node.target
+    if target is operator.getitem:
+        return _GETITEM
+    known = _ROWS.get(id(target))
+    return row(target) if known is None else known[1]
 
 
 def row(target: Any) -> Operator:
@@ -228,7 +235,8 @@ def is_collective(node: fx.Node) -> bool:
     >>> find_nodes(gm.graph, is_collective)
     [all_reduce, all_reduce_1]
     """
-    return operator_of(node).collective
+    known = _ROWS.get(id(node.target))  # as `operator_of`, for most nodes, with a call less
+    return operator_of(node).collective if known is None else known[1].collective
 
 
 def is_item(node: fx.Node) -> bool:
@@ -365,6 +373,8 @@ def aliased(node: fx.Node) -> list[fx.Node]:
     known = operator_of(node)
     if known.item:
         return node.all_input_nodes[:1]
+    if not known.may_alias:
+        return []
     if is_operator(node.target, *DROPOUTS) and argument(node, "train") and argument(node, "p"):
         return []
     positions = dict.fromkeys(index for result in known.aliases for index in result)

@@ -56,6 +56,8 @@ def shared_with(node: fx.Node) -> list[fx.Node]:
     if known.item:
         source, index = node.args
         return _item_of(source, index)
+    if not known.may_alias:
+        return []
     if known.listed and _holds_several(node):
         return []  # each item shares that of its own entry
     if len(known.aliases) > 1:

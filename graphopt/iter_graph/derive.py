@@ -181,7 +181,9 @@ class Derivation:
     def _placeholders(self) -> None:
         for node in self._source.nodes:
             if node.op == "placeholder":
-                self._now[node] = self._states[node] = self._graph.node_copy(node)
+                self._now[node] = self._states[node] = _compat.copy_node(
+                    self._graph, node, self._now.__getitem__
+                )
 
     def _take_carried(self) -> None:
         for index, node in enumerate(self._plan.carried):
@@ -204,7 +206,7 @@ class Derivation:
                 self._emit(node)
 
     def _emit(self, node: fx.Node) -> None:
-        new = self._graph.node_copy(node, self._now.__getitem__)
+        new = _compat.copy_node(self._graph, node, self._now.__getitem__)
         self._now[node] = new
         if is_operator(node.target, "aten::copy_"):
             state = node.args[0]
@@ -231,7 +233,7 @@ class Derivation:
                 assert isinstance(state, fx.Node) and isinstance(value, fx.Node)
                 self._before[node] = self._now[state] = self._value_before(value)
                 continue
-            new = self._graph.node_copy(node, self._value_before)
+            new = _compat.copy_node(self._graph, node, self._value_before)
             self._before[node] = new
             new.meta[GROUP] = number
             if is_operator(node.target, "aten::copy_"):

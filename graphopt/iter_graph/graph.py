@@ -120,6 +120,14 @@ class IterGraph(fx.Graph):
         return graph
 
 
+def empty_like(graph: fx.Graph, into: Callable[[], fx.Graph] | None = None) -> fx.Graph:
+    """A graph without nodes that is called as `graph` is; `into`: as in `copy_graph`."""
+    make = into or (IterGraph if isinstance(graph, IterGraph) else fx.Graph)
+    empty = make()
+    _compat.copy_codegen(graph, empty)
+    return empty
+
+
 def copy_graph(
     graph: fx.Graph, into: Callable[[], fx.Graph] | None = None
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -138,12 +146,10 @@ def copy_graph(
     True
     """
     late = graph.late if isinstance(graph, IterGraph) else {}
-    make = into or (IterGraph if isinstance(graph, IterGraph) else fx.Graph)
-    copy = make()
-    _compat.copy_codegen(graph, copy)
+    copy = empty_like(graph, into)
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        copies[node] = copy.node_copy(node, copies.__getitem__)
+        copies[node] = _compat.copy_node(copy, node, copies.__getitem__)
     if isinstance(copy, IterGraph):
         for node, destination in late.items():
             copy.mark_late(copies[node], copies[destination])

@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import FileError
-from graphopt.graph_utils import follows_output_convention
+from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.rewritten import RewrittenPlace, rewritten_places
 from graphopt.iter_graph import IterGraphModule, check_late
 from graphopt.manager.declaration import Pass
@@ -26,15 +27,13 @@ from graphopt.manager.text import Pipeline
 from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
 from graphopt.runtime import places
-from graphopt.verify import Problem
+from graphopt.verify import Problem, structure
 from graphopt.verify.dependencies import DependencyCheck
-from graphopt.verify.equivalence import Proof
-from graphopt.verify.interface import (
-    changed_arguments,
-    returned_problems,
-)
-from graphopt.verify.matching import correspondence_by_name
-from graphopt.verify.metadata import changed_problems
+from graphopt.verify.equivalence import EquivalenceReport, Proof
+from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.interface import changed_arguments, kinds_returned, returned_problems
+from graphopt.verify.matching import correspondence_by_name, same_nodes
+from graphopt.verify.metadata import KindsOfResults, changed_problems
 from graphopt.verify.regions import Regions
 
 logger = logging.getLogger("graphopt")
@@ -111,7 +110,8 @@ class Timing(PassCallback):
 class Verification(PassCallback):
     """Refuses a pass that loses a dependency or, at level "equivalence", computes something else.
 
-    A graph of which terms cannot speak, such as one that works in place or has no metadata, is
+    Where a graph is proven to compute the same, of the dependencies only that is looked at of which
+    terms do not speak. A graph of which they cannot speak at all, such as one without metadata, is
     checked for its dependencies alone.
     """
 
@@ -119,6 +119,14 @@ class Verification(PassCallback):
         self._prove = level == "equivalence"
         self._proof = Proof() if proof is None else proof
         self._dependencies = DependencyCheck()
+        self._kinds = KindsOfResults()
+
+    def before_pass(self, context: PassContext) -> None:
+        if not self._prove or context.pass_.changes_numerics or not context.before.annotated:
+            return
+        if not self._proof.knows(context.gm.graph):
+            with suppress(Exception):  # what is wrong is found, and told, when it is compared
+                self._proof.learn(context.gm)
 
     def after_pass(self, context: PassContext) -> None:
         if context.record.changed:
@@ -129,37 +137,73 @@ class Verification(PassCallback):
         late = check_late(context.gm)
         if late:
             raise Refused([Problem(text) for text in late])
-        before = context.before
-        unread = newly_unread(context.gm.graph, before)
+        unread = newly_unread(context.gm.graph, context.before)
         if unread is not None:
             raise Refused([unread])
+        if self._prove and context.before.annotated and not context.pass_.changes_numerics:
+            problems = self._not_proven(context)
+        else:
+            problems = self._not_kept(context)
+        if problems:
+            raise Refused(problems)
+
+    def _not_proven(self, context: PassContext) -> list[Problem]:
+        """What is wrong where all has to be computed as it was."""
+        before, gm = context.before, context.gm
+        problems = self._badly_typed(context) or list(structure.waits_of_launches(gm.graph))
+        if not problems:
+            report = self._report(context)
+            if not report.decidable:
+                logger.info("%s: %s", context.pass_.name, report.problems[0].message)
+                return self._dependencies_lost(context) or _kept_nodes_changed(context)
+            problems = report.problems or _calls_of_host(before, gm.graph, self._proof)
+        if not problems:
+            self._dependencies.forget()
+            return []
+        self._proof.forget()
+        return self._dependencies_lost(context) or problems
+
+    def _report(self, context: PassContext) -> EquivalenceReport:
+        report = None if self._proof.known is None else self._proof.follow(context.gm)
+        if report is not None and report.ok:
+            return report
+        try:
+            self._proof.learn(context.before.graph)  # with its nodes as they were
+        except NotDecidedError as error:
+            return EquivalenceReport([error.problem], decidable=False)
+        return self._proof.follow(context.gm)
+
+    def _not_kept(self, context: PassContext) -> list[Problem]:
+        """What is wrong where dependencies have to be as they were, and all but rewritten places
+        computed as it was."""
+        numerics = context.pass_.changes_numerics
+        places = rewritten_places(context.gm.graph) if numerics else []
+        problems = self._dependencies_lost(context) or self._badly_typed(context)
+        self._proof.forget()
+        if not problems and self._prove and (places or not numerics):
+            return self._not_equivalent(context, places)
+        return problems or _kept_nodes_changed(context)
+
+    def _dependencies_lost(self, context: PassContext) -> list[Problem]:
+        before, graph = context.before, context.gm.graph
         same = before.correspondence
         report = self._dependencies.compare(
             before.graph,
-            context.gm.graph,
-            correspondence_by_name(before.graph, context.gm.graph) if same is None else same,
+            graph,
+            correspondence_by_name(before.graph, graph) if same is None else same,
             copies=before.copies,
             same_dtypes=not context.pass_.changes_numerics,
         )
-        problems = report.problems or _badly_typed(context) or before.changed_constants()
-        places = rewritten_places(context.gm.graph) if context.pass_.changes_numerics else []
-        if not problems and self._prove and (places or not context.pass_.changes_numerics):
-            problems = self._not_equivalent(context, places)
-        else:
-            self._proof.forget()
-            problems = problems or _kept_nodes_changed(context)
-        if problems:
-            raise Refused(problems)
+        return report.problems
 
     def _not_equivalent(
         self, context: PassContext, places: Sequence[RewrittenPlace]
     ) -> list[Problem]:
         same = context.before.correspondence
-        if not context.before.annotated or (places and same is None):
-            self._proof.forget()
+        if not context.before.annotated or same is None:
             return []
-        regions = Regions(places, same or {}) if places else None
-        problems = [] if regions is None else list(regions.problems())
+        regions = Regions(places, same)
+        problems = list(regions.problems())
         if problems:
             return problems
         report = self._proof.compare(context.before.graph, context.gm, regions)
@@ -168,18 +212,32 @@ class Verification(PassCallback):
         logger.info("%s: %s", context.pass_.name, report.problems[0].message)
         return _kept_nodes_changed(context)
 
+    def _badly_typed(self, context: PassContext) -> list[Problem]:
+        """What is wrong with nodes by themselves, with what the graph returns and sends, and with
+        constants."""
+        before, gm = context.before, context.gm
+        if not before.is_of_the_same_graph or not before.annotated:
+            return before.changed_constants()
+        new, changed = before.new_nodes(), before.changed_nodes()
+        problems = list(
+            changed_problems(new, changed, functional=before.functional, kinds=self._kinds)
+        )
+        if before.kinds_returned != kinds_returned(gm.graph):
+            problems += returned_problems(before.graph, gm.graph)
+        return problems or before.changed_constants()
 
-def _badly_typed(context: PassContext) -> list[Problem]:
-    """What is wrong with nodes by themselves, and with what the graph returns and sends."""
-    before, gm = context.before, context.gm
-    same = before.correspondence
-    if same is None or not before.annotated:
+
+def _calls_of_host(before: Snapshot, graph: fx.Graph, proof: Proof) -> list[Problem]:
+    """What is wrong with calls of the program's functions, if there are any."""
+    if proof.known is None or not proof.known.calls_of_host:
         return []
-    functional = follows_output_convention(before.graph)
-    new, changed = before.new_nodes(), before.changed_nodes()
-    problems = list(changed_problems(new, changed, functional=functional))
-    problems += returned_problems(before.graph, gm.graph)
-    return problems
+    old, same = before.graph, before.correspondence
+    same = correspondence_by_name(old, graph) if same is None else same
+    same = same_nodes(old, graph, same)
+    return [
+        *structure.host_calls(old, graph, same),
+        *structure.updates_around_calls((old, MemoryOrder(old)), (graph, MemoryOrder(graph)), same),
+    ]
 
 
 def _kept_nodes_changed(context: PassContext) -> list[Problem]:

@@ -29,6 +29,7 @@ from graphopt.manager.options import bind
 from graphopt.manager.order import check_order
 from graphopt.manager.problems import Refused, refusing_what_fails
 from graphopt.manager.records import (
+    Counts,
     PassRecord,
     add_record,
     applied_passes,
@@ -41,6 +42,7 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.ranks.spmd import launches_digest
+from graphopt.runtime.collector import collector_paused
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.trial import module_of, verdict
@@ -133,6 +135,11 @@ class PassManager:
             GraphOptError: of another type, that a pass raised.
         """
         check_graph_module(gm)
+        # Graphs are cycles: what Python's collector would free meanwhile is not worth the looking.
+        with collector_paused():
+            return self._run(gm, proof)
+
+    def _run(self, gm: fx.GraphModule, proof: Proof | None) -> list[PassRecord]:
         indices = self._enabled()
         if not indices:
             return []
@@ -149,9 +156,11 @@ class PassManager:
             gm.recompile()
         before = Snapshot(gm)
         records = []
+        counts = count(gm.graph)
         for index in indices:
-            context = self._context(gm, index, before)
+            context = self._context(gm, index, before, counts)
             self._apply(context, callbacks)
+            counts = context.record.after
             records.append(context.record)
             if context.record.changed and index != indices[-1]:
                 before = Snapshot(gm)
@@ -169,13 +178,15 @@ class PassManager:
         verification = [Verification(level, proof)] if level != "off" else []
         return [*self._callbacks, *filter(None, [dump]), *verification, Timing()]
 
-    def _context(self, gm: fx.GraphModule, index: int, before: Snapshot) -> PassContext:
+    def _context(
+        self, gm: fx.GraphModule, index: int, before: Snapshot, counts: Counts
+    ) -> PassContext:
         pass_, options = self.pipeline[index]
         arguments = bind(pass_.options, options, pass_.name)
         record = PassRecord(
             pass_.name, recorded_arguments(arguments), changes_numerics=pass_.changes_numerics
         )
-        record.before = count(gm.graph)
+        record.before = counts
         return PassContext(gm, pass_, arguments, self.pipeline, index, before, record)
 
     def _apply(self, context: PassContext, callbacks: Sequence[PassCallback]) -> None:
@@ -250,12 +261,13 @@ def _call(context: PassContext) -> None:
 def _finish(context: PassContext) -> None:
     """Check what a pass has left, clean it up, and complete the record."""
     gm, before, record = context.gm, context.before, context.record
-    found = find_problem(gm, before)
+    untouched = before.unchanged()
+    found = None if untouched else find_problem(gm, before)
     if found is not None:
         raise Refused([found])
-    inserted = [node.name for node in before.new_nodes()]
-    eliminate_dead_code(gm.graph)
-    record.changed = not before.unchanged()
+    inserted = [] if untouched else [node.name for node in before.new_nodes()]
+    removed = eliminate_dead_code(gm.graph)
+    record.changed = bool(removed) if untouched else not before.unchanged()
     if inserted and record.changes and not record.changed:
         _refuse_unread(context, inserted)
     if record.changed:
@@ -264,7 +276,7 @@ def _finish(context: PassContext) -> None:
             node.meta = {**node.meta, "provenance": made_by}
         gm.recompile()
         record.difference = difference(before, gm, record.name)
-    record.after = count(gm.graph)
+    record.after = count(gm.graph) if record.changed else record.before
     record.launches = launches_digest(gm.graph)
     add_record(gm, record)
 

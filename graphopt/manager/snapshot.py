@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
 
-from graphopt.iter_graph import IterGraph, copy_graph
+from graphopt import _compat
+from graphopt.graph_utils import follows_output_convention
+from graphopt.iter_graph import IterGraph
+from graphopt.iter_graph.graph import empty_like
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify import Problem
-from graphopt.verify.equivalence import attribute
+from graphopt.verify.interface import kinds_returned
+from graphopt.verify.module_constants import attribute
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 
@@ -21,37 +27,75 @@ _PLAIN = (bool, int, float, str)
 would compute."""
 
 
+class NodeRecord(NamedTuple):
+    """What a node held: all that a copy of it is made of."""
+
+    content: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
 class Snapshot:
     """The state of a graph module when this is made.
 
+    What every node holds is noted at once, and the graph as it was is made of that when somebody
+    asks for it: nearly always nobody does.
+
     Attributes:
-        graph: a copy of the graph, late marks included.
-        copies: node of the graph module -> its copy in `graph`.
+        placeholders: targets of the placeholders.
+        annotated: whether all nodes have metadata.
+        functional: whether the graph is in the captured dialect, which updates by `copy_` only.
+        kinds_returned: of what kind results and carried values were.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._original = gm.graph
-        # garbage would be looked for, over and over, among growing numbers of new nodes
+        self._empty = empty_like(gm.graph)
         with collector_paused():
-            self.graph, copies = copy_graph(gm.graph)
             # Arguments are immutable: a changed node has other argument objects.
-            self._nodes = [(node, _content(node), dict(node.meta)) for node in gm.graph.nodes]
-        self.copies: Mapping[fx.Node, fx.Node] = MappingProxyType(copies)
+            self._nodes = {n: NodeRecord(_content(n), n.meta.copy()) for n in gm.graph.nodes}
         self._late = _late(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
         self.note_attributes()
         self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+        self.kinds_returned = kinds_returned(gm.graph)
+        self.functional = follows_output_convention(gm.graph)
         self.annotated = all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
 
     def note_attributes(self) -> None:
         """Take what the module and its submodules hold besides the graph as it is now."""
         self._modules = {module: _attributes(module) for module in self._gm.modules()}
 
+    @cached_property
+    def _copied(self) -> tuple[fx.Graph, Mapping[fx.Node, fx.Node]]:
+        # garbage would be looked for, over and over, among growing numbers of new nodes
+        with collector_paused():
+            copies: dict[fx.Node, fx.Node] = {}
+            for node, record in self._nodes.items():
+                copies[node] = _copy(self._empty, node, record, copies)
+        for node, destination in self._late.items():
+            cast(IterGraph, self._empty).mark_late(copies[node], copies[destination])
+        return self._empty, MappingProxyType(copies)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """A copy of the graph as it was, late marks included."""
+        return self._copied[0]
+
+    @property
+    def copies(self) -> Mapping[fx.Node, fx.Node]:
+        """Node of the graph module as it was -> its copy in `graph`."""
+        return self._copied[1]
+
+    @property
+    def is_of_the_same_graph(self) -> bool:
+        """Whether the graph module still has the graph object that it had."""
+        return self._gm.graph is self._original
+
     @property
     def correspondence(self) -> dict[fx.Node, fx.Node] | None:
         """Node of the graph module -> what it was before; None if its graph is another one."""
-        return dict(self.copies) if self._gm.graph is self._original else None
+        return dict(self.copies) if self.is_of_the_same_graph else None
 
     def unchanged(self) -> bool:
         """Whether the graph is still the same: nodes, arguments, metadata, late marks."""
@@ -59,23 +103,26 @@ class Snapshot:
         if graph is not self._original or len(graph.nodes) != len(self._nodes):
             return False
         return _late(graph) == self._late and all(
-            node is old and _same(_content(node), content) and _same_meta(node.meta, meta)
-            for node, (old, content, meta) in zip(graph.nodes, self._nodes, strict=True)
+            node is old and _same(_content(node), held.content) and _same_meta(node.meta, held.meta)
+            for node, (old, held) in zip(graph.nodes, self._nodes.items(), strict=True)
         )
 
     def new_nodes(self) -> Iterable[fx.Node]:
         """Nodes that were not there."""
-        return [node for node in self._gm.graph.nodes if node not in self.copies]
+        return [node for node in self._gm.graph.nodes if node not in self._nodes]
 
     def changed_nodes(self) -> list[tuple[fx.Node, Any]]:
         """Nodes with another operator, other arguments or another `meta["val"]`, and what the
         latter was."""
-        there = set(self._gm.graph.nodes)
+        nodes = ((node, self._nodes.get(node)) for node in self._gm.graph.nodes)
         return [
-            (node, meta.get("val"))
-            for node, content, meta in self._nodes
-            if node in there
-            and (not _same(_content(node), content) or node.meta.get("val") is not meta.get("val"))
+            (node, held.meta.get("val"))
+            for node, held in nodes
+            if held is not None
+            and (
+                not _same(_content(node), held.content)
+                or node.meta.get("val") is not held.meta.get("val")
+            )
         ]
 
     def edited_nodes(self) -> list[fx.Node]:
@@ -106,6 +153,13 @@ class Snapshot:
         for module, attributes in self._modules.items():
             _restore_attributes(module, attributes)
         self._gm.graph = self.graph
+
+
+def _copy(
+    graph: fx.Graph, node: fx.Node, held: NodeRecord, copies: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """What a node was, at the end of another graph."""
+    return _compat.copy_node(graph, node, copies.__getitem__, (*held.content, held.meta))
 
 
 def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
@@ -142,13 +196,15 @@ def _content(node: fx.Node) -> tuple[Any, ...]:
 
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether all is equal, and written alike: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
-    return all(
+    return all(map(operator.is_, content, other)) or all(
         a is b or (a == b and repr(a) == repr(b)) for a, b in zip(content, other, strict=True)
     )
 
 
 def _same_meta(meta: dict[str, Any], other: dict[str, Any]) -> bool:
-    return meta.keys() == other.keys() and all(
+    if meta.keys() != other.keys():
+        return False
+    return all(map(operator.is_, meta.values(), other.values())) or all(
         meta[key] is value or (type(value) in _PLAIN and meta[key] == value)
         for key, value in other.items()
     )

@@ -9,13 +9,20 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """While active, Python does not look for reference cycles."""
+    """While active, Python does not look for reference cycles.
+
+    What was made meanwhile counts as old afterwards, so that it is not gone through at once, but
+    with all the rest, when that is next due.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

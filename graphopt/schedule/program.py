@@ -215,21 +215,27 @@ def _lives(program: Program) -> list[tuple[int, int, int]]:
     size: dict[int, int] = {}
     inputs: set[int] = set()
     carried: set[int] = set()
+    keys: dict[fx.Node, list[int]] = {}  # late nodes come before what they read
     for index, node in enumerate(program.order):
-        for tensor in tensors_in(node.meta.get("val") if node.op != "output" else None):
-            key = _compat.storage_key(tensor)
+        tensors = list(tensors_in(node.meta.get("val"))) if node.op != "output" else []
+        mine = keys[node] = [_compat.storage_key(tensor) for tensor in tensors]
+        for tensor, key in zip(tensors, mine, strict=True):
             if node.op in ("placeholder", "get_attr"):
                 inputs.add(key)
             first.setdefault(key, index)
             last[key] = index
             size[key] = max(size.get(key, 0), _bytes(tensor))
+        late = node in program.late
         for source in node.all_input_nodes:
             # An item of a list reads nothing of the others, of which there may be many.
-            read = node if node.target is operator.getitem else source
-            for tensor in tensors_in(read.meta.get("val")):
-                key = _compat.storage_key(tensor)
+            read = mine if node.target is operator.getitem else keys.get(source)
+            if read is None:
+                read = [
+                    _compat.storage_key(tensor) for tensor in tensors_in(source.meta.get("val"))
+                ]
+            for key in read:
                 last[key] = index
-                if node in program.late and source not in program.late:
+                if late and source not in program.late:
                     carried.add(key)
     end = len(program.order) - 1
     return [
@@ -237,6 +243,10 @@ def _lives(program: Program) -> list[tuple[int, int, int]]:
         for key in size
         if key not in inputs
     ]
+
+
+def _storages(node: fx.Node) -> list[int]:
+    return [_compat.storage_key(tensor) for tensor in tensors_in(node.meta.get("val"))]
 
 
 def states_written_late(program: Program) -> dict[fx.Node, list[fx.Node]]:

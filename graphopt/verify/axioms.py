@@ -75,14 +75,22 @@ def _same_elements(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any
         return None
     if target._schema.name == "aten::view" and "dtype" in args:
         return None  # it reads the same bits as numbers of another kind
-    if source.dtype != fake.dtype:
-        return tensor_value(_cast(terms, source.segments, source.dtype, fake.dtype), fake)
-    return tensor_value(source.segments, fake)
+    return tensor_value(_cast(terms, source.segments, source.dtype, fake.dtype), fake)
+
+
+def _copied(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
+    """What replaces all of a value, which is read for its shape and its layout only."""
+    source = args["src"]
+    if not _is_static(source) or source.shape != tuple(fake.shape):
+        return None
+    return tensor_value(_cast(terms, source.segments, source.dtype, fake.dtype), fake)
 
 
 def _cast(
     terms: Terms, segments: Sequence[Segment], before: torch.dtype, after: torch.dtype
 ) -> tuple[Segment, ...]:
+    if before == after:
+        return tuple(segments)
     cast = ("cast", str(before), str(after))
     return terms.segments(
         Segment(
@@ -244,15 +252,17 @@ def _each(
             continue
         bases, shape, order = inner
         base = _each(terms, target, args, bases, dtype)
-        found.append(Segment(terms.make(("permute", base, shape, order)), 0, runs[0].length))
+        term = terms.make(("permute", base, shape, order))
+        found.append(Segment(term, runs[0].start, runs[0].length))
     return terms.segments(found)
 
 
 def _same_permutation(terms: Terms, runs: Sequence[Segment]) -> tuple[Any, Any, Any] | None:
-    """What is permuted alike in all operands: an operator on each element may come before it."""
+    """What is permuted alike in all operands, of which the same elements are taken: an operator on
+    each element may come before it."""
     keys = [terms[run.term].key for run in runs]
     alike = all(key[0] == "permute" and key[2:] == keys[0][2:] for key in keys)
-    if not alike or any((r.start, r.length) != (0, elements(keys[0][2])) for r in runs):
+    if not alike or any(run.start != runs[0].start for run in runs):
         return None
     return [key[1] for key in keys], keys[0][2], keys[0][3]
 
@@ -344,6 +354,13 @@ AXIOMS = (
         _same_elements,
         _names("self input size sizes shape dim start_dim end_dim implicit")
         | _names("memory_format dtype device"),
+    ),
+    Axiom(
+        "a copy is what is copied",
+        _aten("copy"),
+        "every element is replaced by one; a cast rounds each for itself",
+        _copied,
+        _names("self src"),
     ),
     Axiom(
         "permutations compose",

@@ -104,6 +104,16 @@ def target_name(target: Any) -> str:
     return f"{module}.{name}" if name and "<" not in name else f"{module}.{name} {id(target)}"
 
 
+def named(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Arguments by name, defaults filled in; of Python functions by position."""
+    if not isinstance(target, _compat.OpOverload):
+        return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+    found = {}
+    for index, (name, default) in enumerate(parameters(target)):
+        found[name] = args[index] if index < len(args) else kwargs.get(name, default)
+    return found
+
+
 @lru_cache(maxsize=4096)
 def parameters(target: Any) -> tuple[tuple[str, Any], ...]:
     """Names and defaults of the arguments of an operator."""

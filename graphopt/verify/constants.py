@@ -6,7 +6,7 @@ that parameter. Two such reductions are two values, though this rank sends the s
 
 from __future__ import annotations
 
-import operator
+from collections import Counter
 
 import torch
 from torch import fx
@@ -17,46 +17,49 @@ from graphopt.verify.traits import traits_of
 
 (_CONSTANTS,) = (axiom for axiom in AXIOMS if axiom.name == "constants")
 
+Makers = dict[fx.Node, set[fx.Node]]
+"""By node: those that made constants which some of its elements are, or are computed from alone."""
 
-def sent_constants(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that make constants of which collectives send elements, unless computed with."""
+
+def sent_constants(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """The nodes that make constants which collectives send, or from which alone some elements that
+    they send are computed; and for each, whether another one makes the same, so that only their
+    names tell them apart."""
+    makers: Makers = {}
     found: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    pending = [
-        n for node in graph.nodes if traits_of(node).collective for n in node.all_input_nodes
-    ]
-    while pending:
-        node = pending.pop()
-        if node in seen or node.op != "call_function":
+    makes: dict[int, bool] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
             continue
-        seen.add(node)
-        made_by = maker(node)
-        if made_by is not None:
-            found.add(made_by)
-        elif traits_of(node).elements in ("cat", "split", "slice") or _passes_on(node):
-            pending += node.all_input_nodes
-    return found
+        known = makes.get(id(node.target))
+        if known is None:
+            known = is_operator(node.target, *_CONSTANTS.operators)
+            makes[id(node.target)] = known
+        if known:
+            makers[node] = {node}
+        elif makers and not makers.keys().isdisjoint(node.all_input_nodes):
+            if traits_of(node).collective:
+                found.update(*(makers.get(sent, ()) for sent in node.all_input_nodes))
+            else:
+                _note(node, makers)
+    texts = Counter(map(_text, found))
+    return {node: texts[_text(node)] > 1 for node in found}
 
 
-def maker(node: fx.Node) -> fx.Node | None:
-    """The node whose constants a node passes on, changed alike or not at all."""
-    while node.op == "call_function":
-        if is_operator(node.target, *_CONSTANTS.operators):
-            return node
-        sources = _tensors_read(node)
-        same = traits_of(node).elements in ("same", "pointwise") and not traits_of(node).collective
-        if len(sources) != 1 or not same:
-            return None
-        node = sources[0]
-    return None
+def _text(node: fx.Node) -> str:
+    return f"{node.target} {node.args} {node.kwargs}"
 
 
-def _passes_on(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    elements = traits_of(node).elements
-    return elements == "same" or (elements == "pointwise" and len(_tensors_read(node)) == 1)
+def _note(node: fx.Node, makers: Makers) -> None:
+    traits, sources = traits_of(node), _tensors_read(node)
+    known = [makers[source] for source in sources if source in makers]
+    if not known or traits.random or (traits.metadata_only and len(known) < len(sources)):
+        return
+    parts = traits.item or traits.elements in ("cat", "split", "slice", "same")
+    if parts or len(known) == len(sources):
+        makers[node] = set().union(*known)
 
 
 def _tensors_read(node: fx.Node) -> list[fx.Node]:
-    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    held = ((n, n.meta.get("val")) for n in node.all_input_nodes)
+    return [n for n, value in held if isinstance(value, (torch.Tensor, list, tuple))]

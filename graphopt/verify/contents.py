@@ -19,7 +19,6 @@ from graphopt.verify.terms import (
     TensorValue,
     Terms,
     layout_of,
-    tensor_value,
     whole,
 )
 
@@ -55,12 +54,13 @@ class Contents:
             same: whether it is `base` itself by another name, and not a view of it.
         """
         self._held[node] = value
-        owner = self._owner[node] = node if base is None else self._owner[base]
-        if base is not None:
-            self._base[node] = base
-            self._seen[node] = self._version.get(owner, 0)
-            if same:
-                self._same.add(node)
+        if base is None:
+            return
+        owner = self._owner[node] = self.owner(base)
+        self._base[node] = base
+        self._seen[node] = self._version.get(owner, 0)
+        if same:
+            self._same.add(node)
 
     def has(self, node: fx.Node) -> bool:
         """Whether a node was taken in."""
@@ -68,13 +68,17 @@ class Contents:
 
     def owner(self, node: fx.Node) -> fx.Node:
         """The node whose storage a node shares; itself if it has its own."""
-        return self._owner[node]
+        return self._owner.get(node, node)
+
+    def is_alias(self, node: fx.Node) -> bool:
+        """Whether a node shares the storage of another one that stands before it."""
+        return node in self._base
 
     def overlap(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether two nodes may hold an element in common."""
-        if self._owner[one] is not self._owner[other]:
+        owner = self.owner(one)
+        if owner is not self.owner(other):
             return False
-        owner = self._owner[one]
         places = whole(self._terms.make(("places", owner.name)), owner.meta["val"])
         runs = [self._runs(node, owner, places) for node in (one, other)]
         if runs[0] is None or runs[1] is None:
@@ -121,13 +125,15 @@ class Contents:
         """
         while node in self._same:
             node = self._base[node]
-        owner = self._owner[node]
+        owner = self.owner(node)
         if owner is node:
             self._held[owner] = value
         else:
             self._held[owner] = self._with_part(owner, node, value)
         self._version[owner] = self._version.get(owner, 0) + 1
-        self._held[node], self._seen[node] = value, self._version[owner]
+        self._held[node] = value
+        if owner is not node:
+            self._seen[node] = self._version[owner]
 
     def _with_part(self, owner: fx.Node, node: fx.Node, value: TensorValue) -> TensorValue:
         held = self._held[owner]
@@ -188,4 +194,9 @@ def _with_offsets(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, int]
 
 def with_layout(value: Any, like: Any) -> Any:
     """A value as it stands in memory that is laid out otherwise."""
-    return tensor_value(value.segments, like) if isinstance(value, TensorValue) else value
+    if not isinstance(value, TensorValue):
+        return value
+    layout = layout_of(like)
+    if (value.shape, value.stride, value.dtype, value.device) == layout:
+        return value
+    return TensorValue(value.segments, *layout)

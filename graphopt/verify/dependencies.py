@@ -70,6 +70,10 @@ class DependencyCheck:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Let nothing be known of the graph: it was changed since the last comparison."""
         self._memory: MemoryOrder | None = None
 
     def compare(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.verify.axioms import RULES
-from graphopt.verify.evaluation import Evaluation
+from graphopt.verify.evaluated import Evaluation
 from graphopt.verify.moved import MovedElements, first_difference, moved_elements
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import ScalarValue, Segment, TensorValue, Terms

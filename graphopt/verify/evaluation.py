@@ -5,28 +5,30 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_output, get_outputs, is_wait, may_alias, written
+from graphopt.graph_utils import get_output, get_outputs, may_alias, written
+from graphopt.host import is_host_call
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.operators import draws, fused_optimizer, is_operator, nodes_in
 from graphopt.optim.lists import list_schema
 from graphopt.verify.axioms import RULES, reduced
-from graphopt.verify.calls import entries, fresh, leaves, parameters, target_name, terms_in
+from graphopt.verify.calls import entries, fresh, leaves, named, target_name
 from graphopt.verify.constants import sent_constants
 from graphopt.verify.contents import CannotWriteError, Contents, with_layout
+from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, input_value
 from graphopt.verify.functional import functional_form, standard_form
 from graphopt.verify.inlining import call_of
-from graphopt.verify.problems import Problem
+from graphopt.verify.labels import sent_tensors, signature_of
+from graphopt.verify.recall import Call, same_constant
 from graphopt.verify.regions import Unknown
 from graphopt.verify.sending import Sending, with_constants_of
 from graphopt.verify.terms import (
-    Origins,
     Pending,
     TensorValue,
     Terms,
@@ -37,61 +39,12 @@ from graphopt.verify.terms import (
 from graphopt.verify.traits import traits_of
 
 _ELEMENTWISE = ("all_reduce", "broadcast")
+_SUMMING = ("all_reduce", "reduce_scatter_tensor")
 _OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
 """Operators that read elements of a storage besides those of their argument."""
 
 _PERHAPS_VIEWS = ("aten::reshape", "aten::flatten", "aten::contiguous", "aten::to")
 """Operators that give a view of their argument or a copy, as its strides have it."""
-
-
-class NotDecidedError(Exception):
-    """A graph does something about which terms cannot speak.
-
-    Attributes:
-        foreign: it calls something whose graph is unknown, or writes where it cannot be followed:
-            neither need be wrong.
-    """
-
-    def __init__(self, message: str, node: fx.Node, *, foreign: bool = False) -> None:
-        super().__init__(message)
-        self.foreign = foreign
-        self.problem = Problem(f"not decided: {message}", (node,), hint=_HINT)
-
-
-_HINT = (
-    "write it in the captured dialect (docs/ir.md): functional operators, and copy_ into inputs as"
-    " the only update; or check dependencies alone with verify='dependencies'"
-)
-
-
-@dataclass
-class Evaluation:
-    """What one run of a graph leaves.
-
-    Attributes:
-        results, carried: values that the graph returns.
-        states: value of each placeholder that the graph updates, by its target.
-        draws: how many operators drew random numbers or moved a generator.
-        launches: how many collectives were launched.
-        effects: keys of what the host sees, in order.
-        sent: for each kind of collective and term, at which elements more or fewer copies begin
-            to be sent than before.
-        origins: the first node of each term.
-        nodes: the node of each result and carried value, by kind and number, and the last update
-            of each state by its target.
-        aliases: results, carried values and states that share a storage, by its owner.
-    """
-
-    results: list[Any] = field(default_factory=list)
-    carried: list[Any] = field(default_factory=list)
-    states: dict[str, Any] = field(default_factory=dict)
-    draws: int = 0
-    launches: int = 0
-    effects: list[Any] = field(default_factory=list)
-    sent: dict[Any, Counter[int]] = field(default_factory=dict)
-    origins: Origins = field(default_factory=dict)
-    nodes: dict[tuple[str, Any], Any] = field(default_factory=dict)
-    aliases: dict[fx.Node, list[tuple[str, Any]]] = field(default_factory=dict)
 
 
 def evaluate_graph(
@@ -101,6 +54,7 @@ def evaluate_graph(
     *,
     by_launch: bool = False,
     unknowns: Mapping[fx.Node, Unknown] | None = None,
+    settled: Mapping[str, Settled] | None = None,
 ) -> Evaluation:
     """What a graph gives for arbitrary inputs, or for some that are terms already.
 
@@ -110,18 +64,16 @@ def evaluate_graph(
         by_launch: a constant that is sent is known by the launch that sends it, and not by the node
             that made it: where graphs are compared that have the same launches in the same order.
         unknowns: nodes that are taken for unknown functions of others.
+        settled: by placeholder, what is put in place of a value that an update leaves there.
 
     Raises:
         NotDecidedError: naming the node that terms cannot speak of.
     """
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
-    return _Evaluator(graph, terms, inputs or {}, by_launch=by_launch, unknowns=unknowns).run()
-
-
-def input_value(terms: Terms, node: fx.Node) -> Any:
-    """An arbitrary value of a placeholder; one that is waited for is under way."""
-    value = fresh(terms, ("input", str(node.target)), node.meta.get("val"))
-    return Pending(value) if any(map(is_wait, node.users)) else value
+    evaluator = _Evaluator(
+        graph, terms, inputs or {}, by_launch=by_launch, unknowns=unknowns, settled=settled
+    )
+    return evaluator.run()
 
 
 class _Evaluator:
@@ -136,15 +88,17 @@ class _Evaluator:
         *,
         by_launch: bool = False,
         unknowns: Mapping[fx.Node, Unknown] | None = None,
+        settled: Mapping[str, Settled] | None = None,
     ) -> None:
         self._graph, self._terms, self._inputs = graph, terms, inputs
         self._contents = Contents(terms, self._view)
         self._by_launch = by_launch
-        self._sent_constants = set() if by_launch else sent_constants(graph)
+        self._sent_constants = {} if by_launch else sent_constants(graph)
         self._in_flight: dict[fx.Node, fx.Node] = {}
         self._sending = Sending(self._contents.owner)
         self._found = found or Evaluation()
         self._unknowns = unknowns or {}
+        self._settled = settled or {}
 
     def run(self) -> Evaluation:
         """The evaluation of the whole graph."""
@@ -153,20 +107,92 @@ class _Evaluator:
         return self._found
 
     def _walk(self) -> None:
+        made = self._found.made
         for node in self._graph.nodes:
             if node.op == "output":
                 break
-            held = node.meta.get("val")
-            if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
-                raise NotDecidedError("its shape is not known", node)
-            if node in self._unknowns:
-                self._contents.add(node, self._unknown(node), self._base(node))
+            try:
+                value = self._taken_in(node)
+            except NotDecidedError:
+                raise
+            except Exception as error:  # rules take it that arguments fit
+                what = f"{type(error).__name__}: {error}"
+                raise NotDecidedError(f"its arguments do not fit: {what}", node) from error
+            made.append((node, value))
+
+    def _taken_in(self, node: fx.Node) -> Any:
+        """The value of a node, after which others may read it."""
+        known = self._recalled(node)
+        if known is not None:
+            base = node.args[0] if known.based else None
+            self._contents.add(node, known.value, cast("fx.Node | None", base))
+            return known.value
+        if node in self._unknowns:
+            value, base = self._unknown(node), self._base(node)
+        elif node.target is operator.getitem and node.op == "call_function":
+            value, base = self._item(node)
+        else:
+            value, base = self._evaluated(node), self._base(node)
+        self._contents.add(node, value, base, same=base is not None and _is_itself(node))
+        return value
+
+    def _item(self, node: fx.Node) -> tuple[Any, fx.Node | None]:
+        """One of several results, and the node whose storage it shares: they are separate, but for
+        views."""
+        source = node.args[0]
+        value = self._picked(node, self._read(source, sent=True))
+        if not isinstance(source, fx.Node):
+            return value, None
+        several = isinstance(source.meta.get("val"), (list, tuple))
+        return value, None if several and not self._contents.is_alias(source) else source
+
+    def _evaluated(self, node: fx.Node) -> Any:
+        held = node.meta.get("val")
+        if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
+            raise NotDecidedError("its shape is not known", node)
+        return self._value(node)
+
+    def _recalled(self, node: fx.Node) -> Call | None:
+        """The same call, if it was evaluated before."""
+        calls = self._terms.recall.calls(node.name)
+        if not calls or node in self._unknowns or node in self._sent_constants:
+            return None
+        if node.op == "placeholder":  # what it is follows from its readers as well
+            return None
+        target, fake = node.target, node.meta.get("val")
+        for call in calls:
+            if call.target is not target or call.fake is not fake:
                 continue
-            value = self._value(node)
-            base = self._base(node)
-            self._contents.add(node, value, base, same=base is not None and _is_itself(node))
-            for term in terms_in(value):
-                self._found.origins.setdefault(term, node)
+            plain = not node.kwargs and not call.kwargs
+            if not plain and not self._is_given(node.kwargs, call.kwargs):
+                continue
+            if self._are_given(node.args, call.args):
+                return call
+        return None
+
+    def _are_given(self, arguments: Sequence[Any], known: Sequence[Any]) -> bool:
+        if len(arguments) != len(known):
+            return False
+        for argument, value in zip(arguments, known, strict=True):
+            if isinstance(argument, fx.Node):
+                given = self._read_node(argument, False)
+                if given is not value and given != value:
+                    return False
+            elif not self._is_given(argument, value):
+                return False
+        return True
+
+    def _is_given(self, argument: Any, known: Any) -> bool:
+        """Whether an argument is what it was in a call that was evaluated."""
+        if isinstance(argument, fx.Node):
+            return self._are_given((argument,), (known,))
+        if isinstance(argument, (list, tuple)):
+            return isinstance(known, tuple) and self._are_given(argument, known)
+        if isinstance(argument, dict):
+            if not isinstance(known, dict) or argument.keys() != known.keys():
+                return False
+            return all(self._is_given(argument[key], known[key]) for key in argument)
+        return not isinstance(argument, slice) and same_constant(argument, known)
 
     def _unknown(self, node: fx.Node) -> Any:
         unknown = self._unknowns[node]
@@ -182,9 +208,9 @@ class _Evaluator:
             return None
         if node.op != "call_function":
             return None
-        if node.target is operator.getitem:  # results of one operator are separate, but for views
+        if node.target is operator.getitem:
             several = isinstance(source.meta.get("val"), (list, tuple))
-            return None if several and self._base(source) is None else source
+            return None if several and not self._contents.is_alias(source) else source
         traits = traits_of(node)
         if traits.wait or may_alias(node):
             return source
@@ -205,6 +231,7 @@ class _Evaluator:
             if isinstance(update, fx.Node):
                 owner = self._contents.owner(update)
                 found.nodes["state", str(owner.target)] = update
+                found.listed.add(str(owner.target))
 
     def _returned(self, kind: str, values: Sequence[Any]) -> list[Any]:
         for index, value in enumerate(values):
@@ -259,10 +286,10 @@ class _Evaluator:
             return input_value(self._terms, node) if given is None else given
         if node.op == "get_attr":
             return fresh(self._terms, ("attribute", str(node.target)), node.meta.get("val"))
-        call = call_of(node) if node.op in ("call_module", "call_method") else None
-        if call is not None:
-            return self._module(node, *call)
         if node.op != "call_function":
+            call = call_of(node)
+            if call is not None:
+                return self._module(node, *call)
             raise NotDecidedError(f"it calls {node.op} {node.target}", node, foreign=True)
         traits = traits_of(node)
         if traits.wait:
@@ -275,8 +302,6 @@ class _Evaluator:
             return self._collective(node, traits.reduction)
         if str(node.target).endswith("_mutation"):
             raise NotDecidedError("it updates arguments of which its schema does not speak", node)
-        if node.target is operator.getitem:
-            return self._picked(node, self._read(node.args[0], sent=True))
         return self._call(node)
 
     def _module(self, node: fx.Node, body: fx.GraphModule | None, arguments: Any) -> Any:
@@ -296,27 +321,33 @@ class _Evaluator:
             if not isinstance(argument, fx.Node):
                 raise NotDecidedError("it updates a constant of its module", node)
             self._written(node, argument, inner._contents.read(owner))
-        self._found.draws, self._found.launches = found.draws, found.launches
+        self._found.launches = found.launches
+        self._found.calls_of_host = found.calls_of_host
         return inner._read(get_output(body.graph).args[0], sent=True)
 
     def _call(self, node: fx.Node) -> Any:
-        arguments = self._arguments(node)
+        args, kwargs = self._read(node.args), self._read(node.kwargs)
+        arguments = named(node.target, args, kwargs)
         self._refuse_pending(node, arguments)
-        if list_schema(node) is not None:
-            found = entries(self._terms, node.target, arguments, node.meta["val"])
-            if found is not None:
-                return found
         if node in self._sent_constants:
             return self._sent_constant(node, arguments)
-        return self._applied(node, node.target, arguments)
+        found = None
+        if list_schema(node) is not None:
+            found = entries(self._terms, node.target, arguments, node.meta["val"])
+        if found is None:
+            found = self._applied(node, node.target, arguments)
+        if not (draws(node) or node.is_impure() or is_operator(node.target, *_OF_STORAGE)):
+            based = self._base(node) is not None
+            self._terms.recall.note(node, args, kwargs, found, based=based)
+        return found
 
     def _applied(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
         """What a call gives: by its rule, or an unknown function of all arguments."""
         extra: tuple[Any, ...] = ()
         fake, target = node.meta.get("val"), standard_form(target)
         if draws(node):
-            extra = ("draw", self._found.draws)
-            self._found.draws += 1
+            extra = ("draw", len(self._found.draws))
+            self._found.draws.append((target_name(target), canonical(arguments)))
         elif isinstance(target, _compat.OpOverload) and isinstance(
             fake, (torch.Tensor, list, tuple)
         ):
@@ -329,6 +360,7 @@ class _Evaluator:
             key = (*key, *self._storage(cast(fx.Node, node.args[0])))
         if not extra and node.is_impure() and not written(node):
             self._found.effects.append(key)
+            self._found.calls_of_host += is_host_call(node)
         return fresh(self._terms, key, fake)
 
     def _storage(self, node: fx.Node) -> tuple[Any, ...]:
@@ -346,19 +378,14 @@ class _Evaluator:
         if value is None:
             return self._applied(node, node.target, arguments)
         like = [entry for entry in arguments.values() if isinstance(entry, TensorValue)]
-        place = canonical(like[0]) if like else node.name
+        named = node.name if self._sent_constants[node] or not like else None
+        place = (*map(canonical, like), named)
         key = ("constant", tuple(self._terms[s.term].key for s in value.segments), place)
         return whole(self._terms.make(key, constant=True), fake)
 
     def _arguments(self, node: fx.Node) -> dict[str, Any]:
-        """Arguments by name, defaults filled in; of Python functions by position."""
-        args, kwargs = self._read(node.args), self._read(node.kwargs)
-        if not isinstance(node.target, _compat.OpOverload):
-            return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
-        found = {}
-        for index, (name, default) in enumerate(parameters(node.target)):
-            found[name] = args[index] if index < len(args) else kwargs.get(name, default)
-        return found
+        """Arguments by name."""
+        return named(node.target, self._read(node.args), self._read(node.kwargs))
 
     def _refuse_pending(self, node: fx.Node, arguments: Any) -> None:
         if any(isinstance(value, Pending) for value in leaves(arguments)):
@@ -385,7 +412,12 @@ class _Evaluator:
             sent = with_constants_of(self._terms, sent, (self._found.launches,))
         self._found.launches += 1
         self._sending.launched(node)
+        for tensor in sent_tensors(node):
+            self._found.amounts[signature_of(node), tensor.dtype] += tensor.numel()
         self._count(kind, sent)
+        if reduction in _SUMMING:
+            rows = sent if isinstance(sent, tuple) else (sent,)
+            self._found.places[kind, tuple(canonical(row) for row in rows)] += 1
         fake = node.meta["val"]
         if reduction in _ELEMENTWISE and self._is_static(sent):
             if isinstance(sent, tuple):
@@ -420,20 +452,26 @@ class _Evaluator:
 
     def _copy(self, node: fx.Node) -> Any:
         destination = cast(fx.Node, node.args[0])
-        arguments = self._arguments(node)
-        self._refuse_pending(node, arguments)
-        if arguments["non_blocking"]:
-            raise NotDecidedError("it copies while the host goes on", node)
-        fake = destination.meta["val"]
-        value = _copied(self._terms, arguments["self"], arguments["src"], fake)
+        if len(node.args) == 2 and not node.kwargs:
+            before, source = map(self._read, node.args)
+        else:
+            arguments = self._arguments(node)
+            before, source = arguments["self"], arguments["src"]
+            if arguments["non_blocking"]:
+                raise NotDecidedError("it copies while the host goes on", node)
+        self._refuse_pending(node, (before, source))
+        value = _copied(self._terms, before, source, destination)
         if value is None:
             raise NotDecidedError("what it writes has another shape than its destination", node)
-        return self._written(node, destination, value)
+        return self._put(node, destination, value)
 
     def _written(self, node: fx.Node, destination: fx.Node, value: Any) -> Any:
         if not isinstance(value, TensorValue):
             raise NotDecidedError("what it updates is not a tensor", node)
-        value = with_layout(value, destination.meta["val"])
+        return self._put(node, destination, with_layout(value, destination.meta["val"]))
+
+    def _put(self, node: fx.Node, destination: fx.Node, value: TensorValue) -> Any:
+        """Update a node with a value of its own layout."""
         reader = self._sending.reader_of(destination)
         if reader is not None:
             raise NotDecidedError(f"it overwrites what %{reader.name} still sends", node)
@@ -441,7 +479,16 @@ class _Evaluator:
             self._contents.write(destination, value)
         except CannotWriteError as error:
             raise NotDecidedError(str(error), node, foreign=True) from None
-        return value
+        return self._settle(destination, value) if self._settled else value
+
+    def _settle(self, destination: fx.Node, value: Any) -> Any:
+        """What stands for the value of an update from now on: itself, nearly always."""
+        owner = self._contents.owner(destination)
+        known = self._settled.get(str(owner.target)) if owner.op == "placeholder" else None
+        if known is None or self._contents.read(owner) != known.value:
+            return value
+        self._contents.write(owner, known.stands_for_it)
+        return self._contents.read(destination)
 
     def _in_place(self, node: fx.Node) -> Any:
         """An operator that updates its arguments: what its functional form gives is written."""
@@ -506,11 +553,13 @@ def _is_itself(node: fx.Node) -> bool:
     return traits.wait or (bool(traits.writes) and isinstance(node.args[0], fx.Node))
 
 
-def _copied(terms: Terms, before: Any, source: Any, fake: torch.Tensor) -> TensorValue | None:
+def _copied(terms: Terms, before: Any, source: Any, destination: fx.Node) -> TensorValue | None:
     if not isinstance(source, TensorValue) or not isinstance(before, TensorValue):
         return None
     if source.shape != before.shape:
         return None
+    fake = destination.meta["val"]
     if source.dtype == before.dtype:
-        return tensor_value(source.segments, fake)
+        same = source.stride == before.stride and source.device == before.device
+        return source if same else tensor_value(source.segments, fake)
     return cast(TensorValue, RULES["aten::_to_copy"].apply(terms, None, {"self": source}, fake))

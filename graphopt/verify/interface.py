@@ -19,6 +19,12 @@ from graphopt.verify.traits import traits_of
 Same = Mapping[fx.Node, fx.Node]
 
 
+def kinds_returned(graph: fx.Graph) -> list[list[Any]]:
+    """Shapes, dtypes and devices of results and carried values."""
+    outputs = get_outputs(graph)
+    return [[_kind(value) for value in values] for values in (outputs.results, outputs.carried)]
+
+
 def returned_problems(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
     """Results and carried values are as many, and of the shapes and dtypes, that they were."""
     was, now = get_outputs(before), get_outputs(after)

@@ -58,7 +58,7 @@ class Matching:
         after: tuple[fx.Graph, MemoryOrder],
         correspondence: Mapping[fx.Node, fx.Node],
     ) -> None:
-        self.same = _same_nodes(before[0], after[0], correspondence)
+        self.same = same_nodes(before[0], after[0], correspondence)
         rebuilt = segmented(before[0]), segmented(after[0])
         self.anchors = {
             new: old
@@ -132,7 +132,7 @@ class Matching:
             self.sinks.append(Sink(old, new, end))
 
 
-def _same_nodes(
+def same_nodes(
     before: fx.Graph, after: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
     """The pairs that do the same; placeholders are found by their targets."""

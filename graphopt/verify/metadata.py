@@ -15,7 +15,7 @@ from graphopt import _compat
 from graphopt.graph_utils import evaluate, tensors_in, written
 from graphopt.optim.lists import list_schema
 from graphopt.verify.problems import Problem
-from graphopt.verify.terms import layout_of
+from graphopt.verify.terms import Layout, layout_of
 from graphopt.verify.traits import traits_of
 
 _PYTHON = (operator, math, builtins)
@@ -23,21 +23,71 @@ _HINT = "insert nodes with graphopt.graph_utils.call_function_with_meta"
 _DATA_DEPENDENT = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
+class KindsOfResults:
+    """Shapes, strides, dtypes and devices that operators give, each found out once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, list[Layout]] = {}
+
+    def of(self, node: fx.Node) -> list[Layout]:
+        """Of the tensors that a node gives; raises what its operator raises for its arguments."""
+        if node.target is operator.getitem:
+            return _kinds_given(node)
+        try:
+            key = node.target, _kind_of((node.args, node.kwargs))
+            found = self._found.get(key)
+        except TypeError:  # an argument that cannot be looked up
+            return _kinds_given(node)
+        if found is None:
+            found = self._found[key] = _kinds_given(node)
+        return found
+
+
+def _kinds_given(node: fx.Node) -> list[Layout]:
+    given = evaluate(cast(Any, node.target), node.args, node.kwargs)
+    return [layout_of(tensor) for tensor in tensors_in(given)]
+
+
+def _kind_of(value: Any) -> Any:
+    """All of an argument that decides what kind of tensors an operator gives.
+
+    Raises:
+        TypeError: it is symbolic: to compare that would decide something.
+    """
+    if isinstance(value, fx.Node):
+        return "node", _kind_of(value.meta["val"])
+    if isinstance(value, torch.Tensor) and not _compat.has_symbolic_shape(value):
+        return "tensor", layout_of(value)
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise TypeError("a symbolic argument")
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kind_of, value))
+    if isinstance(value, dict):
+        return tuple((name, _kind_of(entry)) for name, entry in value.items())
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
 def changed_problems(
-    new: Iterable[fx.Node], changed: Iterable[tuple[fx.Node, Any]], *, functional: bool
+    new: Iterable[fx.Node],
+    changed: Iterable[tuple[fx.Node, Any]],
+    *,
+    functional: bool,
+    kinds: KindsOfResults | None = None,
 ) -> Iterator[Problem]:
     """What is wrong with nodes that a pass inserted or gave other arguments.
 
     Args:
         changed: nodes with the `meta["val"]` that they had.
         functional: whether the graph is in the captured dialect, which updates by `copy_` only.
+        kinds: what is known of operators.
     """
+    kinds = KindsOfResults() if kinds is None else kinds
     for node in new:
         yield from _of_target(node, functional)
-        yield from _of_value(node, None)
+        yield from _of_value(node, None, kinds)
     for node, value in changed:
         yield from _of_target(node, functional)
-        yield from _of_value(node, value)
+        yield from _of_value(node, value, kinds)
 
 
 def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
@@ -68,16 +118,18 @@ def _is_known(target: Any) -> bool:
     return any(getattr(known, name, None) is target for known in _PYTHON)
 
 
-def _of_value(node: fx.Node, before: Any) -> Iterator[Problem]:
+def _of_value(node: fx.Node, before: Any, kinds: KindsOfResults) -> Iterator[Problem]:
     if node.op != "call_function" or "val" not in node.meta or _has_no_rule(node):
         return
     try:
-        found = list(tensors_in(evaluate(cast(Any, node.target), node.args, node.kwargs)))
+        found = kinds.of(node)
     except Exception as error:
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         yield Problem(f"its arguments do not fit: {what}", (node,))
         return
-    held, earlier = list(tensors_in(node.meta["val"])), list(tensors_in(before))
+    held, earlier = (
+        [layout_of(tensor) for tensor in tensors_in(value)] for value in (node.meta["val"], before)
+    )
     if len(held) != len(found):
         count = f"{len(held)} tensor(s) where the node gives {len(found)}"
         yield Problem(f"meta['val'] holds {count}", (node,), hint=_HINT)
@@ -90,15 +142,14 @@ def _of_value(node: fx.Node, before: Any) -> Iterator[Problem]:
             return
 
 
-def _agree(says: torch.Tensor, gives: torch.Tensor, known: torch.Tensor | None) -> bool:
+def _agree(says: Layout, gives: Layout, known: Layout | None) -> bool:
     """Whether metadata is true. Strides may be those known before: shape rules may give others
     than the kernel, of which the capture has seen."""
-    if layout_of(says) == layout_of(gives):
+    if says == gives:
         return True
-    shape, stride, dtype, device = layout_of(says)
-    rule = layout_of(gives)
-    return (shape, dtype, device) == (rule[0], rule[2], rule[3]) and (
-        known is not None and stride == layout_of(known)[1]
+    shape, stride, dtype, device = says
+    return (shape, dtype, device) == (gives[0], gives[2], gives[3]) and (
+        known is not None and stride == known[1]
     )
 
 
@@ -111,8 +162,8 @@ def _has_no_rule(node: fx.Node) -> bool:
     return any(tag in target.tags for tag in _DATA_DEPENDENT) or list_schema(node) is not None
 
 
-def _text(tensor: torch.Tensor) -> str:
-    shape, stride, dtype, device = layout_of(tensor)
+def _text(layout: Layout) -> str:
+    shape, stride, dtype, device = layout
     return (
         f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {list(stride)} on {device}"
     )

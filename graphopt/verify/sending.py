@@ -22,6 +22,7 @@ class Sending:
     def __init__(self, owner: Callable[[fx.Node], fx.Node]) -> None:
         self._owner = owner
         self._open: dict[fx.Node, tuple[set[fx.Node], int]] = {}
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
 
     def launched(self, launch: fx.Node) -> None:
         """Take in the launch of a collective."""
@@ -29,6 +30,8 @@ class Sending:
             held = launch.meta["val"]
             waits = len(held) if isinstance(held, (list, tuple)) else 1
             self._open[launch] = set(map(self._owner, nodes_in(launch.args[0]))), waits
+            for owner in self._open[launch][0]:
+                self._readers.setdefault(owner, []).append(launch)
 
     def waited(self, wait: fx.Node) -> None:
         """Take in a wait, of the only result of a collective or of one of them."""
@@ -38,13 +41,14 @@ class Sending:
         owners, waits = self._open.pop(launch)
         if waits > 1:
             self._open[launch] = owners, waits - 1
+            return
+        for owner in owners:
+            self._readers[owner].remove(launch)
 
     def reader_of(self, node: fx.Node) -> fx.Node | None:
         """The collective that still reads the storage of a node."""
-        if not self._open:
-            return None
-        owner = self._owner(node)
-        return next((n for n, (owners, _) in self._open.items() if owner in owners), None)
+        readers = self._readers.get(self._owner(node)) if self._open else None
+        return readers[0] if readers else None
 
 
 def with_constants_of(terms: Terms, sent: Any, place: tuple[int, ...]) -> Any:

@@ -16,17 +16,14 @@ from typing import Any
 from torch import fx
 
 from graphopt.iter_graph import IterGraphModule
-from graphopt.verify.equivalence import (
-    DerivedEvaluation,
-    DerivedEvaluations,
-    EquivalenceReport,
-    Proof,
-    check_equivalence,
-    differences,
-)
-from graphopt.verify.evaluation import NotDecidedError, evaluate_graph
+from graphopt.verify.equivalence import EquivalenceReport, Proof, check_equivalence
+from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.inlining import in_one
+from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations
 from graphopt.verify.launches import launches_of, other_launches
+from graphopt.verify.module_constants import of_constants
+from graphopt.verify.outcomes import differences
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Terms
 
@@ -119,6 +116,10 @@ class StageProof:
         launches the same collectives in the same order."""
         known = self._known.pop(name, None)
         terms = self._proof.terms
+        owner = before.owning_module
+        exchanged = list(of_constants(owner, after)) if isinstance(owner, fx.GraphModule) else []
+        if exchanged:
+            return exchanged
         try:
             if known is None:
                 known = DerivedEvaluation(after, evaluate_graph(in_one(before), terms))
@@ -126,7 +127,9 @@ class StageProof:
             logger.info("the graph %s is not compared: %s", name, error)
             return []
         try:
-            new = evaluate_graph(in_one(after.graph), terms, dict(known.inputs))
+            new = evaluate_graph(
+                in_one(after.graph), terms, dict(known.inputs), settled=known.settled
+            )
             found = list(differences(terms, known.evaluation, new))
             if found:
                 found = _differing(before, after.graph, terms, known.inputs)

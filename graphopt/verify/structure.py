@@ -11,7 +11,7 @@ from torch import fx
 from graphopt.graph_utils import get_outputs
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder, Write
-from graphopt.ir.operators import draws
+from graphopt.ir.operators import draws, is_collective
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.problems import Problem
 from graphopt.verify.traits import traits_of
@@ -170,9 +170,7 @@ def _other_values(now: fx.Node, was: fx.Node, same: Same) -> Iterator[Problem]:
 
 def waits(graph: fx.Graph, memory: MemoryOrder) -> Iterator[Problem]:
     """Every collective has one wait for each of its results, and nobody reads a result before."""
-    for node in graph.nodes:
-        if traits_of(node).collective:
-            yield from _waits_of(node)
+    yield from waits_of_launches(graph)
     for reader, sources in memory.implicit.items():
         for source, write in sources.items():
             if traits_of(write.node).collective:
@@ -181,6 +179,13 @@ def waits(graph: fx.Graph, memory: MemoryOrder) -> Iterator[Problem]:
                     (reader, write.node),
                     "read the result of the wait",
                 )
+
+
+def waits_of_launches(graph: fx.Graph) -> Iterator[Problem]:
+    """As `waits`, but for reads of what is updated in place."""
+    for node in graph.nodes:
+        if is_collective(node):
+            yield from _waits_of(node)
 
 
 def _waits_of(launch: fx.Node) -> Iterator[Problem]:

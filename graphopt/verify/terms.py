@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.verify.recall import Recall
 
 Key = tuple[Any, ...]
 
@@ -32,7 +33,7 @@ class Segment(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorValue:
     """What a tensor holds, and how.
 
@@ -54,22 +55,21 @@ class TensorValue:
         return all(isinstance(size, int) for size in self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ScalarValue:
     """A number, or anything else that is no tensor."""
 
     term: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pending:
     """What a collective will give: nobody but a wait may read it."""
 
     value: Any
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """A term's key.
 
     Attributes:
@@ -83,9 +83,14 @@ class Term:
 
 
 class Terms:
-    """All terms of one comparison."""
+    """All terms of one comparison.
+
+    Attributes:
+        recall: what calls gave in these terms.
+    """
 
     def __init__(self) -> None:
+        self.recall = Recall()
         self._numbers: dict[Key, int] = {}
         self._terms: list[Term] = []
 
@@ -133,7 +138,11 @@ class Terms:
         return self.segments(found)
 
 
-def layout_of(value: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype, str]:
+Layout: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype, str]
+"""Shape, stride, dtype and device of a tensor."""
+
+
+def layout_of(value: torch.Tensor) -> Layout:
     """Shape, stride, dtype and device of a tensor as they stand in a `TensorValue`."""
     if _compat.has_symbolic_shape(value):
         shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)

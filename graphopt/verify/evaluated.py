@@ -1,0 +1,102 @@
+"""What the evaluation of a graph leaves, or why there is none; and arbitrary inputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from graphopt.graph_utils import is_wait
+from graphopt.verify.calls import fresh, terms_in
+from graphopt.verify.labels import Signature
+from graphopt.verify.problems import Problem
+from graphopt.verify.terms import Origins, Pending, Terms
+
+
+class NotDecidedError(Exception):
+    """A graph does something about which terms cannot speak.
+
+    Attributes:
+        foreign: it calls something whose graph is unknown, or writes where it cannot be followed:
+            neither need be wrong.
+    """
+
+    def __init__(self, message: str, node: fx.Node, *, foreign: bool = False) -> None:
+        super().__init__(message)
+        self.foreign = foreign
+        self.problem = Problem(f"not decided: {message}", (node,), hint=_HINT)
+
+
+_HINT = (
+    "write it in the captured dialect (docs/ir.md): functional operators, and copy_ into inputs as"
+    " the only update; or check dependencies alone with verify='dependencies'"
+)
+
+
+@dataclass
+class Evaluation:
+    """What one run of a graph leaves.
+
+    Attributes:
+        results, carried: values that the graph returns.
+        states: value of each placeholder that the graph updates, by its target.
+        draws: what drew random numbers or moved a generator, in order, as keys.
+        launches: how many collectives were launched.
+        effects: keys of what the host sees, in order.
+        calls_of_host: how many of them are calls of the program's functions.
+        sent: for each kind of collective and term, at which elements more or fewer copies begin
+            to be sent than before.
+        amounts: how many elements are sent, for each signature of collectives and dtype.
+        places: how often each row of elements is summed over ranks, by the kind of collective.
+        listed: placeholders whose updates the output lists, by target.
+        made: each node with the value that it gave, in order.
+        nodes: the node of each result and carried value, by kind and number, and the last update
+            of each state by its target.
+        aliases: results, carried values and states that share a storage, by its owner.
+    """
+
+    results: list[Any] = field(default_factory=list)
+    carried: list[Any] = field(default_factory=list)
+    states: dict[str, Any] = field(default_factory=dict)
+    draws: list[Any] = field(default_factory=list)
+    launches: int = 0
+    effects: list[Any] = field(default_factory=list)
+    calls_of_host: int = 0
+    sent: dict[Any, Counter[int]] = field(default_factory=dict)
+    amounts: Counter[tuple[Signature, torch.dtype]] = field(default_factory=Counter)
+    places: Counter[Any] = field(default_factory=Counter)
+    listed: set[str] = field(default_factory=set)
+    made: list[tuple[fx.Node, Any]] = field(default_factory=list)
+    nodes: dict[tuple[str, Any], Any] = field(default_factory=dict)
+    aliases: dict[fx.Node, list[tuple[str, Any]]] = field(default_factory=dict)
+
+    @cached_property
+    def origins(self) -> Origins:
+        """The first node of each term: wanted only where there is something to be said."""
+        found: Origins = {}
+        for node, value in self.made:
+            for term in terms_in(value):
+                found.setdefault(term, node)
+        return found
+
+
+class Settled(NamedTuple):
+    """An update that is known, and the unknown that takes its place in all that follows."""
+
+    value: Any
+    stands_for_it: Any
+
+
+def input_value(terms: Terms, node: fx.Node) -> Any:
+    """An arbitrary value of a placeholder; one that is waited for is under way."""
+    fake = node.meta.get("val")
+    known = (call for call in terms.recall.calls(node.name) if call.target == node.target)
+    value = next((call.value for call in known if not call.args and call.fake is fake), None)
+    if value is None:
+        value = fresh(terms, ("input", str(node.target)), fake)
+        terms.recall.note(node, (), {}, value, based=False)
+    return Pending(value) if any(map(is_wait, node.users)) else value

@@ -1,0 +1,165 @@
+"""Steps with late work: what the graphs that run leave is what the step leaves.
+
+    drain(setup(s, x)) = step(s, x)            drain(main(s, c, x)) = step(drain(s, c), x)
+
+for arbitrary state `s`, carried values `c` and inputs `x`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+from torch import fx
+
+from graphopt.graph_utils import get_outputs
+from graphopt.iter_graph.derive import CARRIED
+from graphopt.verify.calls import fresh
+from graphopt.verify.evaluated import Evaluation, Settled, input_value
+from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.outcomes import of_outcomes
+from graphopt.verify.problems import Problem
+from graphopt.verify.terms import Pending, Terms
+
+
+class DerivedEvaluation(NamedTuple):
+    """What a derived graph computes.
+
+    Attributes:
+        module: the derived graph.
+        evaluation: what it leaves.
+        inputs: values of placeholders, by target, that are not arbitrary inputs.
+        settled: as of `evaluate_graph`.
+    """
+
+    module: fx.GraphModule
+    evaluation: Evaluation
+    inputs: Mapping[str, Any] = MappingProxyType({})
+    settled: Mapping[str, Settled] = MappingProxyType({})
+
+
+DerivedEvaluations = dict[str, DerivedEvaluation]
+
+
+def late_problems(
+    step_graph: fx.Graph,
+    graphs: Mapping[str, fx.GraphModule],
+    terms: Terms,
+    step: Evaluation,
+    kept: DerivedEvaluations,
+) -> Iterator[Problem]:
+    """Both statements about the graphs that run. What each of them computes is put into `kept`."""
+    user = len(step.carried)
+    setup = evaluate_graph(graphs["setup"], terms)
+    kept["setup"] = DerivedEvaluation(graphs["setup"], setup)
+    first = _flushed(graphs["drain"], terms, setup, user)
+    yield from of_outcomes(terms, step, first, "the first iteration and a flush: ")
+    carried = _arbitrary_carried(graphs["main"], terms, setup.carried[user:])
+    if not _is_step_after_drain(graphs, terms, step, carried, kept):
+        yield from _any_iteration(step_graph, graphs, terms, carried, kept, user)
+
+
+def _is_step_after_drain(
+    graphs: Mapping[str, fx.GraphModule],
+    terms: Terms,
+    step: Evaluation,
+    carried: dict[str, Any],
+    kept: DerivedEvaluations,
+) -> bool:
+    """Whether main and a flush do what the step does after drain, for whatever state drain leaves.
+
+    As soon as main has brought state to what drain makes of it, that is taken for an unknown: for
+    the one that the step begins with, so that all that follows is what was evaluated with the step.
+    What holds for every such state holds for the one that drain leaves. Where main does not go by
+    this state, nothing is shown so, and `_any_iteration` has to tell.
+    """
+    updates = get_outputs(graphs["drain"].graph).updates
+    names = {str(cast(Any, update.args[0]).target) for update in updates}
+    given = carried | {
+        str(node.target): fresh(terms, ("earlier input", str(node.target)), node.meta.get("val"))
+        for node in graphs["drain"].graph.nodes
+        if node.op == "placeholder" and str(node.target) in names
+    }
+    drained = evaluate_graph(graphs["drain"], terms, given)
+    if names != drained.states.keys() or drained.draws or drained.effects:
+        return False
+    settled = {
+        str(node.target): Settled(drained.states[str(node.target)], input_value(terms, node))
+        for node in graphs["main"].graph.nodes
+        if node.op == "placeholder" and str(node.target) in names
+    }
+    main = evaluate_graph(graphs["main"], terms, given, settled=settled)
+    expected = replace(step, sent=_together(drained.sent, step.sent))
+    expected.states = {name: one.stands_for_it for name, one in settled.items()} | step.states
+    found = _flushed(graphs["drain"], terms, main, len(step.carried))
+    if any(of_outcomes(terms, expected, found, "")):
+        return False
+    kept["main"] = DerivedEvaluation(graphs["main"], main, given, settled)
+    kept["drain"] = DerivedEvaluation(graphs["drain"], drained, given)
+    return True
+
+
+def _any_iteration(
+    step_graph: fx.Graph,
+    graphs: Mapping[str, fx.GraphModule],
+    terms: Terms,
+    carried: dict[str, Any],
+    kept: DerivedEvaluations,
+    user: int,
+) -> Iterator[Problem]:
+    """The second statement, all graphs evaluated."""
+    main_gm, drain_gm = graphs["main"], graphs["drain"]
+    drained = evaluate_graph(drain_gm, terms, carried)
+    expected = evaluate_graph(step_graph, terms, drained.states)
+    expected.states = drained.states | expected.states
+    expected.sent = _together(drained.sent, expected.sent)
+    main = evaluate_graph(main_gm, terms, carried)
+    kept["main"] = DerivedEvaluation(main_gm, main, carried)
+    kept["drain"] = DerivedEvaluation(drain_gm, drained, carried)
+    found = _flushed(drain_gm, terms, main, user)
+    yield from of_outcomes(terms, expected, found, "any other iteration and a flush: ")
+
+
+def _carried_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """The placeholders of what the last iteration left, in order."""
+    return [node for node in gm.graph.nodes if node.meta.get("kind") == CARRIED]
+
+
+def _arbitrary_carried(gm: fx.GraphModule, terms: Terms, left: Sequence[Any]) -> dict[str, Any]:
+    """Arbitrary carried values; what is under way when an iteration ends is so when one begins."""
+    found = {}
+    for node, value in zip(_carried_inputs(gm), left, strict=True):
+        fresh = input_value(terms, node)
+        pending = isinstance(value, Pending) and not isinstance(fresh, Pending)
+        found[str(node.target)] = Pending(fresh) if pending else fresh
+    return found
+
+
+def _flushed(drain_gm: fx.GraphModule, terms: Terms, run: Evaluation, user: int) -> Evaluation:
+    """A derived graph followed by drain."""
+    names = [str(node.target) for node in _carried_inputs(drain_gm)]
+    given = dict(zip(names, run.carried[user:], strict=True)) | run.states
+    drain = evaluate_graph(drain_gm, terms, given)
+    return Evaluation(
+        results=run.results,
+        carried=run.carried[:user],
+        states=run.states | drain.states,
+        draws=run.draws + drain.draws,
+        effects=run.effects + drain.effects,
+        sent=_together(run.sent, drain.sent),
+        made=run.made + drain.made,
+        nodes=drain.nodes | run.nodes,
+    )
+
+
+def _together(first: dict[Any, Any], second: dict[Any, Any]) -> dict[Any, Any]:
+    found = {key: edges.copy() for key, edges in first.items()}
+    for key, edges in second.items():
+        if key in found:
+            for position, count in edges.items():
+                found[key][position] += count
+        else:
+            found[key] = edges
+    return found

@@ -1,0 +1,53 @@
+"""Constants of modules: behind a name has to stand what stood there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.verify.problems import Problem
+from graphopt.verify.recall import same_constant
+
+
+def of_constants(
+    before: fx.GraphModule | fx.Graph, after: fx.GraphModule | fx.Graph
+) -> Iterator[Problem]:
+    """Constants of the module are known by name: behind the name has to stand what stood there."""
+    if not isinstance(before, fx.GraphModule) or not isinstance(after, fx.GraphModule):
+        return
+    there = {str(node.target) for node in before.graph.nodes if node.op == "get_attr"}
+    for node in after.graph.nodes:
+        if node.op != "get_attr" or str(node.target) not in there:
+            continue
+        if not _same_object(attribute(before, node), attribute(after, node)):
+            yield Problem(f"the constant {node.target} of the module is another one", (node,))
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What a node that reads an attribute of the module gives; None where it is not there."""
+    found: Any = gm
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _same_object(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+        return alike and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):
+        return str(one.graph) == str(other.graph)
+    return same_constant(one, other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: 0.0 and -0.0 differ, and what is not a number is equal to itself."""
+    if tensor.layout is not torch.strided or _compat.is_fake(tensor):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)

@@ -1,0 +1,132 @@
+"""Where two graphs leave something else: values, random numbers, what others see or are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from graphopt.verify.difference import Difference
+from graphopt.verify.evaluated import Evaluation
+from graphopt.verify.labels import signature_text
+from graphopt.verify.problems import Problem
+from graphopt.verify.terms import Terms, canonical
+
+
+def differences(terms: Terms, old: Evaluation, new: Evaluation) -> Iterator[Problem]:
+    """Where two graphs leave different values, or values in storage that is shared otherwise."""
+    yield from of_outcomes(terms, old, new, "")
+    yield from _of_aliases(old, new)
+
+
+def of_what_is_said(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
+    """What others rely on, whatever is computed: how much is sent, and which updates are listed."""
+    for (signature, dtype), count in old.amounts.items():
+        left = new.amounts[signature, dtype]
+        if left < count:
+            text = f"{signature_text(signature)} sends {left} elements of {dtype}, before it was"
+            yield Problem(f"{text} {count}", hint="other ranks join every collective")
+    for name in sorted(old.listed - new.listed):
+        message = f"the update of %{name} is not among the state updates in the output"
+        yield Problem(message, (new.nodes["state", name],))
+
+
+def reorders_sums(old: Evaluation, new: Evaluation) -> bool:
+    """Whether elements are reduced in another place of what is sent: which ranks begin a sum may
+    follow from it."""
+    return old.places != new.places
+
+
+def of_outcomes(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
+    yield from _of_values(terms, old, new, where)
+    if len(old.draws) != len(new.draws):
+        yield Problem(
+            f"{where}{len(new.draws)} operators draw random numbers, before it was {len(old.draws)}"
+        )
+    elif old.draws != new.draws:
+        yield Problem(f"{where}random numbers are drawn by other calls, or in another order")
+    remaining = iter(new.effects)
+    if not all(effect in remaining for effect in old.effects):
+        yield Problem(f"{where}the host does not see what it saw, or not in that order")
+    yield from _of_sends(terms, old, new, where)
+
+
+def _of_values(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
+    for kind, before, after in (
+        ("result", old.results, new.results),
+        ("carried", old.carried, new.carried),
+    ):
+        if len(before) != len(after):
+            yield Problem(f"{where}{len(after)} {_KINDS[kind]}s, before it was {len(before)}")
+            continue
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            if canonical(one) != canonical(other):
+                text = f"{where}{_KINDS[kind]} {index}"
+                yield Difference(terms, old, new, (kind, index)).problem(text, one, other)
+    for name in dict.fromkeys([*old.states, *new.states]):
+        one, other = old.states.get(name), new.states.get(name)
+        if one is None or other is None:
+            verb = "is updated, before it was not" if one is None else "is not updated any more"
+            node = new.nodes.get(("state", name)) or old.nodes.get(("state", name))
+            yield Problem(f"{where}%{name} {verb}", () if node is None else (node,))
+        elif one != other:
+            text = f"{where}the update of %{name}"
+            yield Difference(terms, old, new, ("state", name)).problem(text, one, other)
+
+
+def _of_sends(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
+    for key in dict.fromkeys([*old.sent, *new.sent]):
+        before = {p: n for p, n in old.sent.get(key, {}).items() if n}
+        after = {p: n for p, n in new.sent.get(key, {}).items() if n}
+        if before == after:
+            continue
+        (kind, _), term = key
+        node = new.origins.get(term) or old.origins.get(term)
+        name = "what is sent" if node is None else f"%{node.name}"
+        element, was, now = _first_change(before, after)
+        yield Problem(
+            f"{where}element {element} of {name} goes through {kind} {now} times, before it was"
+            f" {was}",
+            () if node is None else (node,),
+            hint="each element that was sent is sent once; comm.get_all_comm_blocks lists the"
+            " collectives, and a collective that nobody needs has to go with its wait",
+        )
+
+
+def _first_change(before: Mapping[int, int], after: Mapping[int, int]) -> tuple[int, int, int]:
+    """The first element that is sent more or less often than before, how often it was, and is."""
+    was = now = 0
+    for position in sorted({*before, *after}):
+        was, now = was + before.get(position, 0), now + after.get(position, 0)
+        if was != now:
+            break
+    return position, was, now
+
+
+def _of_aliases(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
+    """What leaves the graph lies in storage of its own, as it did: not in that of state, which the
+    next iteration overwrites, nor in that of another result."""
+    apart = {
+        place
+        for owner, places in old.aliases.items()
+        if _is_apart(owner, places)
+        for place in places
+    }
+    for owner, places in new.aliases.items():
+        if _is_apart(owner, places):
+            continue
+        for kind, index in places:
+            if (kind, index) in apart:
+                yield Problem(
+                    f"{_KINDS[kind]} {index} shares its storage with %{owner.name}, which others"
+                    " read or write",
+                    (new.nodes[kind, index],),
+                )
+
+
+def _is_apart(owner: fx.Node, places: Sequence[Any]) -> bool:
+    return owner.op not in ("placeholder", "get_attr") and len(places) == 1
+
+
+_KINDS = {"result": "result", "carried": "carried value", "state": "state"}

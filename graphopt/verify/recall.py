@@ -1,0 +1,59 @@
+"""What calls gave before: with the very same arguments they give the same.
+
+Most of a graph is not touched by a pass, and the graphs that are derived from it have copies of its
+nodes. To find that a call is one that was evaluated is many times cheaper than to evaluate it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+_FEW = 3
+"""Calls of one name that are kept: those of a step, and those of its late work in flight."""
+
+
+class Call(NamedTuple):
+    """A call of which the value follows from its target, its arguments and its layout alone.
+
+    Attributes:
+        fake: the metadata of the node, of which the value has its layout.
+        args, kwargs: with the values of nodes in place of nodes.
+        based: whether the value shares the storage of the first argument.
+    """
+
+    target: Any
+    fake: Any
+    args: Any
+    kwargs: Any
+    value: Any
+    based: bool
+
+
+class Recall:
+    """Calls by the names of their nodes, which copies of a graph share."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, list[Call]] = {}
+
+    def calls(self, name: str) -> list[Call]:
+        """Calls of nodes of one name: everything else of them may be different."""
+        return self._calls.get(name, [])
+
+    def note(self, node: fx.Node, args: Any, kwargs: Any, value: Any, *, based: bool) -> None:
+        """Remember a call."""
+        calls = self._calls.setdefault(node.name, [])
+        calls.insert(0, Call(node.target, node.meta.get("val"), args, kwargs, value, based))
+        del calls[_FEW:]
+
+
+def same_constant(given: Any, known: Any) -> bool:
+    """Whether arguments that are no nodes are equal, and written alike: 1, 1.0 and True differ, and
+    so do 0.0 and -0.0. No tensors are compared."""
+    if given is known:
+        return True
+    if type(given) is not type(known) or isinstance(given, torch.Tensor):
+        return False
+    return bool(given == known) and (type(given) is not float or given.hex() == known.hex())
