@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 from torch import fx
 
 from graphopt.iter_graph import IterGraph
@@ -18,17 +21,15 @@ def difference(before: Snapshot, gm: fx.GraphModule, name: str) -> str:
     `graph_diff`, and every pass of every step does it.
     """
     names = f"before {name}", f"after {name}"
-    copies = before.correspondence
-    if copies is None:
+    if not before.is_of_the_same_graph:
         return graph_diff(before.graph, gm, names)
-    for node in before.edited_nodes():
-        del copies[node]
-    old, new = list(before.graph.nodes), [copies.get(node, node) for node in gm.graph.nodes]
-    return sequence_diff(old, new, _text, names)
+    old, late = before.former_nodes()
+    if isinstance(gm.graph, IterGraph):
+        late = {**late, **gm.graph.late}
+    return sequence_diff(old, list(gm.graph.nodes), partial(_text, late=late), names)
 
 
-def _text(node: fx.Node) -> str:
+def _text(node: fx.Node, late: Mapping[fx.Node, fx.Node]) -> str:
     if node.op == "output":
         return f"output: {argument(node.args, shorten=False)}"
-    late = node.graph.late if isinstance(node.graph, IterGraph) else {}
     return compact_line(row_of(node, late, shorten=False))

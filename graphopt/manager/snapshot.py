@@ -125,15 +125,18 @@ class Snapshot:
             )
         ]
 
-    def edited_nodes(self) -> list[fx.Node]:
-        """`changed_nodes`, and nodes that are late now or no longer."""
-        late = _late(self._gm.graph)
+    def former_nodes(self) -> tuple[list[fx.Node], Mapping[fx.Node, fx.Node]]:
+        """The nodes that there were, in order, and which of them were late with which destination:
+        those that are as they were themselves, others as copies whose arguments are stand-ins."""
+        late, there = _late(self._gm.graph), set(self._gm.graph.nodes)
         changed = {node for node, _ in self.changed_nodes()}
-        return [
-            node
-            for node, _, _ in self._nodes
-            if node in changed or late.get(node) is not self._late.get(node)
-        ]
+        former = _Former(self._nodes)
+        for node in self._nodes:
+            moved = late.get(node) is not self._late.get(node)
+            if node in changed or node not in there or moved:
+                former.add(node)
+        was_late = {former.of(node): former.of(to) for node, to in self._late.items()}
+        return [former.of(node) for node in self._nodes], was_late
 
     def changed_constants(self) -> list[Problem]:
         """Constants of the module that stand behind their names no longer."""
@@ -160,6 +163,32 @@ def _copy(
 ) -> fx.Node:
     """What a node was, at the end of another graph."""
     return _compat.copy_node(graph, node, copies.__getitem__, (*held.content, held.meta))
+
+
+class _Former:
+    """Copies of what some nodes were, in a graph of their own, which is never run."""
+
+    def __init__(self, nodes: Mapping[fx.Node, NodeRecord]) -> None:
+        self._nodes, self._graph = nodes, fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._stand_ins: dict[fx.Node, fx.Node] = {}
+
+    def of(self, node: fx.Node) -> fx.Node:
+        return self._copies.get(node, node)
+
+    def add(self, node: fx.Node) -> None:
+        copy = _compat.copy_node(
+            self._graph, node, self._argument, (*self._nodes[node].content, self._nodes[node].meta)
+        )
+        self._copies[node] = copy
+
+    def _argument(self, node: fx.Node) -> fx.Node:
+        if node not in self._copies and node not in self._stand_ins:
+            content, meta = self._nodes[node]
+            stand_in = self._graph.create_node("placeholder", content[0], name=content[0])
+            stand_in.meta.update(meta)
+            self._stand_ins[node] = stand_in
+        return self._copies.get(node) or self._stand_ins[node]
 
 
 def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
