@@ -228,7 +228,7 @@ def _exchange_functions(trouble: Trouble) -> None:
 
         setattr(holder, name, failing)
 
-    exchange(_joint, "trace", "trace 1")
+    exchange(_joint, "first_trace", "trace 1")
     exchange(_joint, "finish", "trace 2")
     exchange(_joint.JointCapture, "join", "agreed")
 
