@@ -66,11 +66,13 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_backward_pre_hooks": lambda: nn.modules.module,
     "_has_symbolic_sizes_strides": lambda: torch.ones(1),
+    "_insert": fx.Graph,
     "_lineno_map": lambda: fx.symbolic_trace(nn.ReLU()),
     "_modules": nn.Module,
     "_non_persistent_buffers_set": nn.Module,
     "_post_accumulate_grad_hooks": lambda: torch.ones(1),
     "_prologue_start": lambda: fx.symbolic_trace(nn.ReLU()),
+    "_root": fx.Graph,
     "_use_count": lambda: torch.ones(1),
     "_version": lambda: torch.ones(1),
 }

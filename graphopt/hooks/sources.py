@@ -31,6 +31,10 @@ _CHANGING = frozenset(
 )
 """Methods of lists, sets, dicts, deques and counters that change them."""
 
+_ITEM_CHANGES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "DUP_TOP_TWO", "COPY"})
+"""Instructions behind a container whose item is assigned to; the last two: with ``+=``, which reads
+container and key once more."""
+
 _ELSEWHERE = frozenset({"graphopt", "torch", "functorch", *sys.stdlib_module_names})
 """Packages whose versions are part of an identity anyway."""
 
@@ -160,7 +164,7 @@ def _changed_names(code: CodeType) -> set[str]:
         following = steps[index + 1 : index + 4]
         if following and following[0].argval in _CHANGING:
             found.add(step.argval)
-        if any(after.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for after in following):
+        if any(after.opname in _ITEM_CHANGES for after in following):
             found.add(step.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
