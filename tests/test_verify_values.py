@@ -129,19 +129,20 @@ def test_other_parts_of_what_is_permuted() -> None:
         assert not check_equivalence(one, captured(function, *tensors)).ok
 
 
-def test_a_copy_is_what_is_copied() -> None:
-    """Of what it replaces only the layout is read; it is cast, and not broadcast."""
-    x = torch.randn(4, 6)
+def test_a_functional_copy_has_the_layout_of_what_it_replaces() -> None:
+    """Of memory with gaps it is another one than of memory without: kernels that read it give
+    other bits."""
 
-    def copied(dtype: torch.dtype) -> fx.GraphModule:
-        return captured(
-            lambda x: aten.copy.default(x.new_empty(x.shape, dtype=dtype), x).sigmoid(), x
-        )
+    def step(x: Tensor, dense: bool) -> Tensor:
+        gaps = x.new_empty_strided((4, 6), (8, 1))
+        return aten.copy.default(gaps.clone() if dense else gaps, x).sigmoid()
 
-    plain = captured(lambda x: x.sigmoid(), x)
-    assert check_equivalence(plain, copied(torch.float32)).ok
-    assert not check_equivalence(plain, copied(torch.float16)).ok
-    assert check_equivalence(captured(lambda x: x.half().sigmoid(), x), copied(torch.float16)).ok
+    one, same, other = (
+        captured(lambda x, dense=dense: step(x, dense), torch.randn(4, 6))
+        for dense in (False, False, True)
+    )
+    assert check_equivalence(one, same).ok
+    assert not check_equivalence(one, other).ok
 
 
 # ------------------------------------------------------------------------------- what is no graph
