@@ -131,7 +131,7 @@ def transposed_twice(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
 
 
 def negated_twice(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
-    node = pick(draw, computed(gm))
+    node = pick(draw, (n for n in computed(gm) if is_dense(n.meta["val"])))
     if node is None:
         return None
     new = put_after(node, aten.neg.default)
