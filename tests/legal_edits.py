@@ -24,7 +24,7 @@ from edit_tools import (
     waits,
     with_arg,
 )
-from graphopt.graph_utils import is_collective, is_wait, readers_through_views
+from graphopt.graph_utils import is_collective, is_dense, is_wait, readers_through_views
 from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.optim import get_all_fused_optimizer_blocks, split_fused_optimizer
 from graphopt.optim.lists import OptimizerSplitError
@@ -104,7 +104,8 @@ def identity(target: object, *args: object, **kwargs: object) -> Edit:
 
 
 def cast_to_itself(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
-    node = pick(draw, computed(gm))
+    """Of a dense tensor, which keeps its strides."""
+    node = pick(draw, (n for n in computed(gm) if is_dense(n.meta["val"])))
     if node is None:
         return None
     return [put_after(node, aten._to_copy.default, dtype=node.meta["val"].dtype)]
@@ -130,7 +131,7 @@ def transposed_twice(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
 
 
 def negated_twice(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
-    node = pick(draw, computed(gm))
+    node = pick(draw, (n for n in computed(gm) if is_dense(n.meta["val"])))
     if node is None:
         return None
     new = put_after(node, aten.neg.default)

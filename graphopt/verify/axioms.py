@@ -78,14 +78,6 @@ def _same_elements(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any
     return tensor_value(_cast(terms, source.segments, source.dtype, fake.dtype), fake)
 
 
-def _copied(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
-    """What replaces all of a value, which is read for its shape and its layout only."""
-    source = args["src"]
-    if not _is_static(source) or source.shape != tuple(fake.shape):
-        return None
-    return tensor_value(_cast(terms, source.segments, source.dtype, fake.dtype), fake)
-
-
 def _cast(
     terms: Terms, segments: Sequence[Segment], before: torch.dtype, after: torch.dtype
 ) -> tuple[Segment, ...]:
@@ -354,13 +346,6 @@ AXIOMS = (
         _same_elements,
         _names("self input size sizes shape dim start_dim end_dim implicit")
         | _names("memory_format dtype device"),
-    ),
-    Axiom(
-        "a copy is what is copied",
-        _aten("copy"),
-        "every element is replaced by one; a cast rounds each for itself",
-        _copied,
-        _names("self src"),
     ),
     Axiom(
         "permutations compose",
