@@ -23,6 +23,7 @@ from graphopt.tracing import impurity, numbers, reduction, rng, strides
 from graphopt.tracing.besides import Finder, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.collectives import functional_collectives
+from graphopt.tracing.decisions import Decider
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.host_numbers import (
     HostNumber,
@@ -151,7 +152,7 @@ def _traced(
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(strides.corrected)
     fakes = [_compat.to_fake(mode, value) for value in values]
-    run = _StepRun(call, inputs, communication, mode)
+    run = _StepRun(call, inputs, communication, mode, values)
     try:
         return _run_once(run, call, fakes)
     except CaptureError as error:
@@ -230,8 +231,14 @@ class _StepRun:
     """The function that is traced: sets the scene, runs the step, collects what it leaves."""
 
     def __init__(
-        self, call: Call, inputs: Inputs, communication: Communication | None, mode: Any
+        self,
+        call: Call,
+        inputs: Inputs,
+        communication: Communication | None,
+        mode: Any,
+        values: list[torch.Tensor],
     ) -> None:
+        self._values = values
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
@@ -253,6 +260,8 @@ class _StepRun:
             stack.enter_context(tagged(tracer, self.tagger.tag))
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            alone = self.communication is None and _compat.rank_among_several() is None
+            self.made.decider = Decider(tracer, self.inputs, self._values, alone)
             with self.tagger.during("optimizer"):
                 traced = self._stand_ins(flat)
             _compat.copy_hooks(
