@@ -64,6 +64,13 @@ class Decider:
         return assumption.answer
 
     def _refuse(self, line: Any) -> None:
+        if self._values.fake:
+            raise CaptureError(
+                "Python code depends on the value of a tensor, and the tensors given are fake ones",
+                location=str(line),
+                hint="use tensor operations (torch.where, torch.clamp, …) in place of Python's if"
+                " and while, or capture with real tensors",
+            )
         if not self._alone:
             raise CaptureError(
                 "it decides by the value of a tensor, which may be another one on each rank",
@@ -88,6 +95,7 @@ class Values:
         self._values: dict[fx.Node, Any] = {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
         self._done = 0
+        self.fake = any(map(_compat.is_fake, live))
 
     def of(self, wanted: Any) -> Any:
         """The value of a node."""
@@ -105,13 +113,6 @@ class Values:
 
     def _take_inputs(self, nodes: Sequence[fx.Node]) -> None:
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        if any(map(_compat.is_fake, self._inputs)):
-            raise CaptureError(
-                "Python code depends on the value of a tensor, and the tensors given are fake ones",
-                location=str(current_user_line()),
-                hint="use tensor operations (torch.where, torch.clamp, …) in place of Python's if"
-                " and while, or capture with real tensors",
-            )
         for node, value in zip(placeholders, self._inputs, strict=True):
             self._values[node] = _copy(value)
 

@@ -192,7 +192,8 @@ def _deciding(name: str, kind: type, base: type) -> Callable[[Any], Any]:
 
 for _base, _kind in _READ.items():
     _kind.__bool__ = _deciding("__bool__", bool, _base)  # type: ignore[attr-defined]
-ReadInt.__index__ = _deciding("__index__", int, torch.SymInt)  # type: ignore[method-assign]
+for _name in ("__index__", "__int__"):
+    setattr(ReadInt, _name, _deciding(_name, int, torch.SymInt))
 for _base, _kind in _READ.items():
     for _name in _operators_of(_kind, _base):
         setattr(_kind, _name, _reading(_name, _base))

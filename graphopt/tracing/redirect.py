@@ -26,7 +26,7 @@ from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
-from graphopt.tracing import fused, host_numbers, numbers, sparse
+from graphopt.tracing import constants, fused, host_numbers, numbers, sparse
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.impurity import taken_for_a_number
@@ -39,6 +39,8 @@ _GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the v
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _TEXT = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__})
 _TRUTHS = frozenset({torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero})
+_INTEGERS = frozenset({torch.Tensor.__index__, torch.Tensor.__int__})
+_FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _COMPARISONS = {
     torch.equal: torch.eq,
     torch.Tensor.equal: torch.eq,
@@ -274,8 +276,10 @@ class Redirect(TorchFunctionMode):
             return numbers.as_read(func(*args, **kwargs))
         elif func in _TRUTHS and args[0].numel() == 1 and not _compat.is_transformed(args[0]):
             return bool(numbers.as_read(args[0].item()))
-        elif func == torch.Tensor.__index__ and _is_number(args[0]):
+        elif func in _INTEGERS and _is_number(args[0]):
             return operator.index(numbers.as_read(args[0].item()))
+        elif func in _FROM_NUMBERS and constants.holds_read(args[:1]):
+            return constants.from_numbers(*args, **kwargs)
         elif func in _COMPARISONS:
             return _all_alike(_COMPARISONS[func], args, kwargs)
         elif func in fused.FUNCTIONS:

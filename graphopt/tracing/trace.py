@@ -179,6 +179,7 @@ def _run_once(
         raise MoreInputs(run.finder.found)
     assert run.signature is not None
     _refuse_kept_numbers(run.made, call, set())
+    run.made.add(run.finder.let_go())
     _refuse_kept(run.made, fakes, call)
     first = run.gradients_first
     raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, first)
@@ -326,6 +327,7 @@ class _StepRun:
         with ExitStack() as stack:
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
+            stack.enter_context(impurity.no_loading())
             stack.enter_context(impurity.no_gradient_scaling())
             stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
             stack.enter_context(rng.traced_generators())
@@ -475,10 +477,10 @@ def _branches_explained(optimizer: Optimizer) -> Iterator[None]:
     except _compat.data_dependent_errors() as error:
         line = user_line_of(error)
         raise CaptureError(
-            f"{type(optimizer).__name__}.step() takes decisions by the values of tensors",
+            f"{type(optimizer).__name__}.step() takes the values of tensors for plain numbers",
             location=None if line is None else str(line),
-            hint="use an optimizer whose step is the same computation every time, such as AdamW,"
-            " Adam, SGD, Adagrad, RMSprop, NAdam, Adamax, Adadelta or Rprop",
+            hint="use an optimizer that computes with tensors, such as AdamW, Adam, SGD, Adagrad,"
+            " RMSprop, NAdam, RAdam, Adamax, Adadelta or Rprop",
         ) from error
 
 
