@@ -201,6 +201,31 @@ def test_callbacks_are_called_once_in_a_step() -> None:
     assert seen == losses
 
 
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda kept, bad: kept["list"].append(bad),
+        lambda kept, bad: kept.update(count=kept["count"] + 1) if bad else None,
+        lambda kept, bad: kept.update(last="bad" if bad else "good"),
+        lambda kept, bad: kept["list"].append("bad") if bad else None,
+    ],
+)
+def test_what_each_branch_keeps_is_refused(keep: Callable[[dict[str, Any], bool], Any]) -> None:
+    kept: dict[str, Any] = {"list": [], "count": 0}
+
+    @graphopt.compile
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        keep(kept, bool(loss.isnan()))
+        return finish(optimizer, loss)
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pytest.raises(CaptureError, match="decides by the value"):
+        step(model, optimizer, torch.full((2, 4), float("nan")))
+    assert kept == {"list": [], "count": 0}
+
+
 def test_a_branch_that_raises() -> None:
     @graphopt.compile
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
