@@ -185,7 +185,12 @@ def _deciding(name: str, kind: type, base: type) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def method(self: Any) -> Any:
         made = _made.get()
-        return original(self) if made is None else made.decide(self, kind)
+        try:
+            return original(self)  # known for all values, such as that a size is not negative
+        except _compat.data_dependent_errors():
+            if made is None:
+                raise
+            return made.decide(self, kind)
 
     return method
 
