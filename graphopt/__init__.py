@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import (
+    AssumptionFailedError,
     CaptureError,
     CollectiveError,
     FileError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AssumptionFailedError",
     "CaptureError",
     "CapturedStep",
     "CollectiveError",

@@ -17,12 +17,18 @@ from graphopt.errors import CaptureError
 MODE = "mode"
 SHAPE = "shape"
 VALUE = "value"
+BRANCH = "branch"
 
 _CURES = {
     SHAPE: "pad the batch, or sort it into buckets of a few lengths",
+    BRANCH: "use tensor operations (torch.where, torch.clamp, …) in place of Python's if and while,"
+    " or decide outside the step",
     VALUE: "pass it as a tensor, or as a number that the step only computes with; decide outside"
     " the step what depends on it",
 }
+
+
+_EACH = {SHAPE: "shape", VALUE: "value", BRANCH: "outcome"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Cause:
     """Why a step was captured again.
 
     Attributes:
-        kind: `MODE`, `SHAPE` or `VALUE`.
+        kind: `MODE`, `SHAPE`, `VALUE` or `BRANCH`.
         name: of what changed; empty for a mode.
         said: the reason in full.
     """
@@ -46,6 +52,10 @@ class Cause:
     @classmethod
     def of_value(cls, reason: str) -> Cause:
         return cls(VALUE, reason.partition(" became ")[0].partition(": ")[0], reason)
+
+    @classmethod
+    def of_branch(cls, place: str, found: object) -> Cause:
+        return cls(BRANCH, f"the decision at {place}", f"it is {found!r} now")
 
     @property
     def key(self) -> tuple[str, str]:
@@ -73,7 +83,7 @@ def dropped(causes: Sequence[Cause | None], new: Cause | None, limit: int, step:
         return modes[-1] if modes else len(causes) - 1
     said = next(c.said for c in (new, *causes) if c is not None and c.key == (kind, name))
     raise CaptureError(
-        f"{step} needs a graph for each {'shape' if kind == SHAPE else 'value'} of"
+        f"{step} needs a graph for each {_EACH[kind]} of"
         f" {name}: {count} of at most {limit} (the last change: {said})",
         hint=f"{_CURES[kind]}; or allow more: graphopt.compile(max_graphs={2 * limit})",
     )

@@ -22,7 +22,7 @@ class CaptureError(GraphOptError, RuntimeError):
 
     >>> import graphopt, torch
     >>> def step(model, x):
-    ...     return x if model(x).sum() > 0 else -x
+    ...     return x * float(model(x).sum())
     >>> graphopt.capture(step, torch.nn.ReLU(), torch.ones(2))
     Traceback (most recent call last):
         ...
@@ -44,6 +44,32 @@ class CaptureError(GraphOptError, RuntimeError):
         if self.hint is not None:
             lines.append(f"  hint:  {self.hint}")
         return "\n".join(lines)
+
+
+class AssumptionFailedError(GraphOptError, RuntimeError):
+    """A graph was run with values that take another branch than the captured one.
+
+    Attributes:
+        index: which assumption of the graph, in the order of the program.
+        found: what would have been the right answer.
+        place: the user's line.
+
+    >>> import graphopt, torch
+    >>> def step(model, x):
+    ...     return x if model(x).sum() > 0 else -x
+    >>> captured = graphopt.capture(step, torch.nn.ReLU(), torch.ones(2))
+    >>> captured.graph_module(-torch.ones(2))
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.AssumptionFailedError: the graph was captured for another outcome ...
+    """
+
+    def __init__(self, index: int, found: bool | int, place: str) -> None:
+        self.index, self.found, self.place = index, found, place
+        super().__init__(
+            f"the graph was captured for another outcome of a decision than {found!r}: {place}\n"
+            "  hint:  call the step by graphopt.compile, which captures the other branch"
+        )
 
 
 class VerificationError(GraphOptError, RuntimeError):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from graphopt.budget import MODE, Cause, dropped
-from graphopt.errors import CaptureError, GraphOptError
+from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
 from graphopt.parallel import DataParallel, Manual, Parallel, resolve
 from graphopt.ranks.processes import announce
 from graphopt.runtime.eager import Fallback
@@ -130,15 +130,40 @@ class TrainStep:
     def _run(self, entry: BoundStep, call: Call) -> Any:
         from graphopt.tracing.casts import note_casts
 
-        result = entry(call, self._calls)
+        try:
+            result = entry(call, self._calls)
+        except AssumptionFailedError as failed:
+            return self._run_other_branch(entry, call, failed)
         note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
         return result
 
-    def _captured_or_refused(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
-        """Capture a call; None where it cannot be captured, and the step runs eagerly then."""
+    def _run_other_branch(self, entry: BoundStep, call: Call, failed: AssumptionFailedError) -> Any:
+        """Run the graph of the branch that the values of a call take, where `entry` took another
+        one, and changed nothing."""
+        mode, call = self._mode(), call.deciding((*entry.answers[: failed.index], failed.found))
+        self._land()
+        for position, other in enumerate(self._entries):
+            bound = call.using(other.captured.besides)
+            if bound is not None and other.goes_on(call.decided) and _fits(other, bound, mode):
+                self._entries.insert(0, self._entries.pop(position))
+                return self._run(other, bound)
+        cause = Cause.of_branch(failed.place, failed.found)
+        captured = self._captured_or_refused(call, mode, cause)
+        if captured is None:
+            return self._run_eagerly(call)
+        return self._run(captured, call.using(captured.captured.besides) or call)
+
+    def _captured_or_refused(
+        self, call: Call, mode: tuple[Any, ...], branch: Cause | None = None
+    ) -> BoundStep | None:
+        """Capture a call; None where it cannot be captured, and the step runs eagerly then.
+
+        Args:
+            branch: the decision that goes another way than before, where that is why.
+        """
         with self._failures_told() as parallel:
             try:
-                return self._capture(call, mode)
+                return self._capture(call, mode, branch)
             except BaseException as error:
                 alone = self._joint_capture is not None and self._joint_capture.alone
                 if not self._fallback.take(error, call, parallel, alone):
@@ -270,7 +295,7 @@ class TrainStep:
         group = _compat.group_or_default(parallel.group)
         return ("averaged" if self._sync else "no_sync", group.group_name, group.size())
 
-    def _capture(self, call: Call, mode: tuple[Any, ...]) -> BoundStep:
+    def _capture(self, call: Call, mode: tuple[Any, ...], branch: Cause | None) -> BoundStep:
         from graphopt.host import share_counts
         from graphopt.host.counts import Counts
         from graphopt.iter_graph import IterGraphModule
@@ -278,7 +303,7 @@ class TrainStep:
         from graphopt.runtime.bound_step import BoundStep
         from graphopt.tracing.guards import Guards
 
-        cause = self._log_capture(call, mode)
+        cause = self._log_branch(branch) if branch else self._log_capture(call, mode)
         parallel = resolve(self._parallel)
         self._entries = [entry for entry in self._entries if entry.captured.lasting]
         settled = {entry.captured.fingerprint for entry in self._entries}
@@ -344,6 +369,11 @@ class TrainStep:
             topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
             self._joint_capture = JointCapture(topic)
         return self._joint_capture
+
+    def _log_branch(self, branch: Cause) -> Cause:
+        name = getattr(self._fn, "__qualname__", repr(self._fn))
+        logger.info("capturing %s again: %s: %s", name, branch.name, branch.said)
+        return branch
 
     def _log_capture(self, call: Call, mode: tuple[Any, ...]) -> Cause | None:
         """Say why a step is captured. Returns that, where it has been captured before."""

@@ -73,7 +73,7 @@ def test_model_and_optimizer_inside_a_pytree_and_by_keyword() -> None:
     ("scalars", "captures"),
     [
         ([0.5, 0.5, 0.5, 0.5], 1),
-        ([1, 2, 1, 2], 2),
+        ([1, 2, 1, 2], 1),
         ([True, False, True, True], 2),
         ([1.0, 1, True, 1.0], 3),
         ([None, 2.0, None, 2.0], 2),
@@ -81,7 +81,8 @@ def test_model_and_optimizer_inside_a_pytree_and_by_keyword() -> None:
     ids=str,
 )
 def test_python_scalars(scalars: list[Any], captures: int) -> None:
-    """A scalar is a constant of the capture: another value, or type, is another capture."""
+    """Numbers are inputs; a number of another type, and another value of anything else, is another
+    capture."""
 
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, scalar: Any) -> Any:
         loss = F.cross_entropy(model(x), y) * (1.0 if scalar is None else scalar)

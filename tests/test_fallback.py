@@ -283,7 +283,7 @@ def refused_eagerly(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("closed over", "depends on the value of a tensor"),
+        ("closed over", "decides by the value of a tensor"),
         ("stranger", "parameters that are not among the step's arguments"),
         ("in backward", "within the backward"),
     ],

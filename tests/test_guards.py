@@ -171,7 +171,7 @@ def test_structure_of_the_arguments_is_guarded(caplog: pytest.LogCaptureFixture)
     x, y = CASE.batch(0)
     for extra in ({}, {}, {"note": 1}, {"note": 2}, {"note": None}, {}):
         compiled(w.model, w.optimizer, {"x": x, "y": y, **extra})
-    assert len(compiled.captures) == 3  # which number it is decides nothing
+    assert len(compiled.captures) == 3  # a number that nobody reads may change
 
 
 def test_autocast_and_grad_mode_are_guarded() -> None:

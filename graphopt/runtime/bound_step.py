@@ -16,13 +16,14 @@ import torch
 from graphopt import _compat
 from graphopt._compat.late import set_gradient, without_torch_function
 from graphopt.budget import Cause
-from graphopt.errors import GraphOptError
+from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast, written
 from graphopt.host.running import HostRun, running
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
 from graphopt.runtime.agreed import Agreed
+from graphopt.runtime.generators import DrawnGenerators
 from graphopt.runtime.late import LateTensors, settle, warn_of_held
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
@@ -46,6 +47,7 @@ class BoundStep:
 
     Attributes:
         cause: why it was captured besides others; None for the first.
+        answers: to the decisions by value, in the order of the step, that it holds for.
     """
 
     def __init__(
@@ -63,9 +65,13 @@ class BoundStep:
         self.agreed = agreed
         self.number = number
         self.cause: Cause | None = None
+        self.answers = tuple(captured.live.answers)
+        self._generators = DrawnGenerators(module.graph if self.answers else None)
         inputs = captured.live
         self._holders = inputs.placeholders
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
+        if self.answers:  # a failed step must leave them
+            dead = set()
         self._gradients = [(g.owner.tensor, id(g.owner) in dead) for g in inputs.gradients]
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._lock = threading.RLock()
@@ -86,6 +92,7 @@ class BoundStep:
 
         Raises:
             CollectiveError: communication with the other ranks failed, or has failed before.
+            AssumptionFailedError: the values take another branch. Nothing has changed then.
         """
         with self._lock:  # other threads that use late tensors wait until the step is over
             check_usable(self._groups)
@@ -99,11 +106,16 @@ class BoundStep:
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step)
             self._running = True
+            drawn = self._generators.states()
             try:
                 with torch.no_grad(), without_autocast(), running(host):
                     # Not as a module: hooks of all modules are not meant for it.
                     user, _, carried = self.module.forward(*flat, last_iter=not leave)
                 host.say()
+            except AssumptionFailedError:
+                self._generators.restore(drawn)
+                self.captured.state = state
+                raise
             except BaseException as error:
                 self._raise_explained(error, step, host)
                 raise
@@ -117,6 +129,13 @@ class BoundStep:
                 returned = self._apply(call, flat, [*user, *carried])
             host.end()
             return returned
+
+    def goes_on(self, answers: Sequence[bool | int]) -> bool:
+        """Whether it holds for a call whose first decisions have these answers."""
+        mine = self.answers[: len(answers)]
+        return len(mine) == len(answers) and all(
+            type(a) is type(b) and a == b for a, b in zip(mine, answers, strict=True)
+        )
 
     def _give_storage(self) -> None:
         """Move tensors whose `.data` the step sets to storage of their own."""
@@ -142,6 +161,8 @@ class BoundStep:
         until it is updated."""
         if not self._late:
             return True
+        if self.answers:  # another graph may have to run in this call
+            return False
         names, tensors = zip(*self._late_tensors(), strict=True)
         if self.module.in_flight:
             if all(map(is_, tensors, self._unsettled.tensors)):

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.tracing.constants import constant_of, is_new
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
@@ -81,15 +82,20 @@ class Finder:
     def __init__(self, record: Record, known: set[int], mode: Any) -> None:
         self._record, self._known, self._mode = record, set(known), mode
         self._stand_ins: dict[int, torch.Tensor] = {}
+        self._made: list[torch.Tensor] = []
         self.found = Besides()
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Something to go on with in place of a real tensor; None where nothing leads to it that
         a guard could hold."""
         if id(tensor) not in self._stand_ins:
-            if not self._find(tensor):
+            if not self._record.is_outside(tensor) and is_new(tensor):
+                self._made.append(tensor)  # which keeps its identity
+                self._stand_ins[id(tensor)] = constant_of(tensor)
+            elif self._find(tensor):
+                self._stand_ins[id(tensor)] = _compat.to_fake(self._mode, tensor)
+            else:
                 return None
-            self._stand_ins[id(tensor)] = _compat.to_fake(self._mode, tensor)
         return self._stand_ins[id(tensor)]
 
     def _find(self, tensor: torch.Tensor) -> bool:
@@ -124,8 +130,8 @@ class Finder:
             )
         else:
             reason = (
-                f"it makes a tensor {what} in a way that is not seen, such as torch.Tensor([…]),"
-                " torch.from_numpy or torch.load, which would be baked in as a constant"
+                f"it makes a tensor {what} in a way that is not seen, such as torch.from_numpy or"
+                " torch.frombuffer, which would be baked in as a constant"
             )
             hint = "torch.tensor(values) of numbers is seen; make others outside, and pass them"
         return CaptureError(reason, location=str(current_user_line()), hint=hint)
@@ -136,6 +142,11 @@ class Finder:
         if path is not None:
             self._add(path, optimizer)
         return path is not None
+
+    def let_go(self) -> list[torch.Tensor]:
+        """The tensors that the step has made unseen, which this then no longer holds."""
+        made, self._made = self._made, []
+        return made
 
     def count(self, key: str) -> None:
         """An optimizer counts in this entry of a parameter group."""

@@ -27,6 +27,7 @@ class Call:
         constants: positions in `leaves` of everything else.
         repeats: positions of modules and optimizers that stand at an earlier position, too.
         besides: what the step uses besides its arguments; the objects follow them in `leaves`.
+        decided: answers to its first decisions by value, where they are known.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Call:
         self._names: list[str] | None = None
         self._given = len(self.leaves)
         self.besides = Besides()
+        self.decided: tuple[bool | int, ...] = ()
 
     def using(self, besides: Besides) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""
@@ -70,6 +72,12 @@ class Call:
             is_module = isinstance(new.leaves[position], nn.Module)
             (new.modules if is_module else new.optimizers).append(position)
         new._names = None
+        return new
+
+    def deciding(self, answers: tuple[bool | int, ...]) -> Call:
+        """The same call, with answers to its first decisions, and without what it uses besides."""
+        new = copy.copy(self.using(Besides()) or self)
+        new.decided = answers
         return new
 
     @property

@@ -19,7 +19,7 @@ from graphopt.tracing.compare import Difference, fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Storage, collect
-from graphopt.tracing.leftovers import Effects
+from graphopt.tracing.leftovers import Effects, is_told
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
@@ -91,6 +91,14 @@ def finish(
         CaptureError: traces differ: the step reads something that changes.
     """
     kinds = list(inputs.kinds_and_names(call))
+    if inputs.answers and is_told(raw.effects):
+        raise CaptureError(
+            "it decides by the value of a tensor, and changes a list, a counter or the like outside"
+            " the model, which would happen at capture only",
+            location=str(definition_of(call)),
+            hint="let a function do it that is called in every step: graphopt.callback(function,"
+            " loss), or return what decides and do it outside the step",
+        )
     mark = fingerprint(raw.graph_module, kinds)
     steady = steady_step(call, inputs, communication, raw) if lasts else None
     if steady is not None:

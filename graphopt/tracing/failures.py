@@ -121,9 +121,8 @@ def _explain(error: Exception, call: Call) -> CaptureError:
         return CaptureError(
             "Python code depends on the value of a tensor",
             location=location,
-            hint="use tensor operations (torch.where, torch.clamp, …) in place of Python's if,"
-            " while, float() and int(); log values with graphopt.callback(function, tensor), or"
-            " return them and decide outside the step",
+            hint="use tensor operations (torch.where, torch.clamp, …) in place of float(); log"
+            " values with graphopt.callback(function, tensor), or return them from the step",
         )
     if isinstance(error, _compat.unsupported_operator_errors()):
         return CaptureError(

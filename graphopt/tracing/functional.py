@@ -34,6 +34,7 @@ from graphopt.graph_utils import (
     without_autocast,
 )
 from graphopt.host import HostCall, note_order
+from graphopt.host.assumptions import hold_updates
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.operators import fused_optimizer
 from graphopt.tracing import fused, inplace, numbers
@@ -94,6 +95,7 @@ def functionalize(raw: RawTrace) -> Functional:
     remove_identities(graph)
     refuse_hidden_updates(graph)
     _write_back(graph, raw, updated)
+    hold_updates(graph, [cast(fx.Node, copy.args[0]) for copy in get_outputs(graph).updates])
     eliminate_dead_code(graph)
     for node in graph.nodes:
         if node.op == "call_function":

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -61,6 +62,21 @@ def no_output() -> Iterator[None]:
         (builtins, "open", checked_open),
         (io, "open", checked_open),
     ):
+        yield
+
+
+@contextmanager
+def no_loading() -> Iterator[None]:
+    """While active, `torch.load` is refused: a captured step would load a file once."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise CaptureError(
+            "it loads a file with torch.load, which would happen at capture only",
+            location=str(current_user_line()),
+            hint="load it outside the step, and pass what it holds",
+        )
+
+    with replaced((torch, "load", refuse)):
         yield
 
 

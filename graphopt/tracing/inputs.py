@@ -149,6 +149,7 @@ class Inputs:
 
     Attributes:
         conditions: what has to be so of `hyperparameters`.
+        answers: to the decisions by value that the step takes, in their order, as far as known.
         rebound: `module_tensors` that get other storage in each call; see `rebinding`.
         held: names of what others may use without being seen (`graphopt.runtime.late`); none where
             that is so of all parameters, as while a variable holds a checkpoint.
@@ -163,6 +164,7 @@ class Inputs:
     held: frozenset[str] = frozenset()
     conditions: Conditions = field(default_factory=Conditions)
     rebound: list[int] = field(default_factory=list)
+    answers: list[bool | int] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[ModuleTensor]:
@@ -220,6 +222,7 @@ def collect(call: Call) -> Inputs:
         ],
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
+    inputs.answers.extend(call.decided)
     _refuse_overlaps(inputs, call)
     inputs.held = _held(inputs, call)
     return inputs

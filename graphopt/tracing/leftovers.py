@@ -129,6 +129,27 @@ def keeps_plain_values(effects: Effects) -> bool:
 _PLAIN = (int, float, complex, str, bytes)
 
 
+def is_told(effects: Effects) -> bool:
+    """Whether containers or plain values changed: what each call may do for itself, unlike an
+    object that is made once and kept."""
+    for change in effects.changes:
+        if change.kind in (contents.LIST, contents.QUEUE, contents.SET, contents.ARRAY):
+            return True
+        if any(isinstance(value, (*_PLAIN, type(None))) for value in _new_values(change)):
+            return True
+    return False
+
+
+def _new_values(change: Change) -> Iterator[Any]:
+    if change.kind is contents.TABLE:
+        before = dict(zip(map(id, change.before[0]), change.before[1], strict=True))
+        for key, value in zip(*change.after, strict=True):
+            if id(key) not in before or before[id(key)] is not value:
+                yield value
+    elif change.kind in (contents.CELL, contents.NAMES, contents.BYTES):
+        yield from _flat(change.after)
+
+
 def drawn_from(effects: Effects) -> str | None:
     """The class of a random number generator that was drawn from or seeded."""
     for change in effects.changes:

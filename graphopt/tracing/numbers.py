@@ -76,6 +76,9 @@ class Notes(Protocol):
     def hand_out(self, numbers: Iterable[int], text: bool) -> None:
         """The step takes a number itself, or its text, that was computed from these inputs."""
 
+    def decide(self, number: Any, kind: type) -> Any:
+        """What a number is in this call; the graph holds where it is that again."""
+
     def refuse(self, error: CaptureError) -> CaptureError:
         """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
 
@@ -175,6 +178,27 @@ _OPERATORS = frozenset(
     f"__{name}__" for name in (*_UNARY, *_BINARY, *_COMPARISONS, *(f"r{n}" for n in _BINARY))
 )
 
+
+def _deciding(name: str, kind: type, base: type) -> Callable[[Any], Any]:
+    original = getattr(base, name)
+
+    @functools.wraps(original)
+    def method(self: Any) -> Any:
+        made = _made.get()
+        try:
+            return original(self)  # known for all values, such as that a size is not negative
+        except _compat.data_dependent_errors():
+            if made is None:
+                raise
+            return made.decide(self, kind)
+
+    return method
+
+
+for _base, _kind in _READ.items():
+    _kind.__bool__ = _deciding("__bool__", bool, _base)  # type: ignore[attr-defined]
+for _name in ("__index__", "__int__"):
+    setattr(ReadInt, _name, _deciding(_name, int, torch.SymInt))
 for _base, _kind in _READ.items():
     for _name in _operators_of(_kind, _base):
         setattr(_kind, _name, _reading(_name, _base))

@@ -12,6 +12,7 @@ It sees every torch function the step calls, before autograd does, and
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
@@ -26,8 +27,9 @@ from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.runtime.collector import frozen_objects_seen
-from graphopt.tracing import fused, host_numbers, numbers, sparse
+from graphopt.tracing import constants, fused, host_numbers, numbers, sparse
 from graphopt.tracing.besides import Finder
+from graphopt.tracing.decisions import Decider
 from graphopt.tracing.impurity import taken_for_a_number
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.source import current_user_line
@@ -37,6 +39,15 @@ from graphopt.tracing.tagging import Tagger
 _GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the value it gives
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _TEXT = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__})
+_TRUTHS = frozenset({torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero})
+_INTEGERS = frozenset({torch.Tensor.__index__, torch.Tensor.__int__})
+_FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_COMPARISONS = {
+    torch.equal: torch.eq,
+    torch.Tensor.equal: torch.eq,
+    torch.allclose: torch.isclose,
+    torch.Tensor.allclose: torch.isclose,
+}
 _SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 - typed as the value it gives
 _IN_PLACE = frozenset(
     {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"}
@@ -73,12 +84,14 @@ class Made:
         arguments: which of the numbers that the graph takes are arguments of the step.
 
     Attributes:
+        decider: answers decisions by values; not there before the step runs.
         refused: an error that the step may have swallowed.
         handed_out: where the step took a setting or count of an optimizer as the number that it is.
     """
 
     def __init__(self, tagger: Tagger, arguments: Collection[int]) -> None:
         self._tagger, self._arguments = tagger, arguments
+        self.decider: Decider
         self.handed_out: list[SourceLine | None] = []
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
@@ -105,6 +118,10 @@ class Made:
         self.handed_out.append(current_user_line())
         if text or self._tagger.phase != "optimizer":
             raise self.refuse(taken_for_a_number("turned into text" if text else None))
+
+    def decide(self, number: Any, kind: type) -> Any:
+        """What a number is in this call."""
+        return untraced(self.decider.decide, number, kind)
 
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
         """The line of the first such number that something still holds, other than `known` (by id);
@@ -258,6 +275,14 @@ class Redirect(TorchFunctionMode):
                 return func(*args, **kwargs)
         elif func in (torch.Tensor.item, torch.Tensor.tolist):
             return numbers.as_read(func(*args, **kwargs))
+        elif func in _TRUTHS and args[0].numel() == 1 and not _compat.is_transformed(args[0]):
+            return bool(numbers.as_read(args[0].item()))
+        elif func in _INTEGERS and _is_number(args[0]):
+            return operator.index(numbers.as_read(args[0].item()))
+        elif func in _FROM_NUMBERS and constants.holds_read(args[:1]):
+            return constants.from_numbers(*args, **kwargs)
+        elif func in _COMPARISONS:
+            return _all_alike(_COMPARISONS[func], args, kwargs)
         elif func in fused.FUNCTIONS:
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
         elif func == _SET_DATA:
@@ -293,6 +318,18 @@ class Redirect(TorchFunctionMode):
         if known is None:
             raise self._finder.unknown(tensor)
         return known
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be an index of a list or a size."""
+    return tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _all_alike(compare: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """`torch.equal` and `torch.allclose`, which give a bool, by their operator of tensors."""
+    if compare is torch.eq and args[0].shape != args[1].shape:
+        return False
+    return bool(numbers.as_read(compare(*args, **kwargs).all().item()))
 
 
 def _writes(func: Any) -> bool:

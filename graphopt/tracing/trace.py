@@ -24,6 +24,7 @@ from graphopt.tracing import impurity, numbers, reduction, rng, strides
 from graphopt.tracing.besides import Finder, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.collectives import functional_collectives
+from graphopt.tracing.decisions import Decider
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.host_numbers import (
     HostNumber,
@@ -152,7 +153,7 @@ def _traced(
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(strides.corrected)
     fakes = [_compat.to_fake(mode, value) for value in values]
-    run = _StepRun(call, inputs, communication, mode)
+    run = _StepRun(call, inputs, communication, mode, values)
     try:
         return _run_once(run, call, fakes)
     except CaptureError as error:
@@ -179,6 +180,7 @@ def _run_once(
         raise MoreInputs(run.finder.found)
     assert run.signature is not None
     _refuse_kept_numbers(run.made, call, set())
+    run.made.add(run.finder.let_go())
     _refuse_kept(run.made, fakes, call)
     first = run.gradients_first
     raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, first)
@@ -231,8 +233,14 @@ class _StepRun:
     """The function that is traced: sets the scene, runs the step, collects what it leaves."""
 
     def __init__(
-        self, call: Call, inputs: Inputs, communication: Communication | None, mode: Any
+        self,
+        call: Call,
+        inputs: Inputs,
+        communication: Communication | None,
+        mode: Any,
+        values: list[torch.Tensor],
     ) -> None:
+        self._values = values
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
@@ -254,6 +262,8 @@ class _StepRun:
             stack.enter_context(tagged(tracer, self.tagger.tag))
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            alone = self.communication is None and _compat.rank_among_several() is None
+            self.made.decider = Decider(tracer, self.inputs, self._values, alone)
             with self.tagger.during("optimizer"):
                 traced = self._stand_ins(flat)
             _compat.copy_hooks(
@@ -318,6 +328,7 @@ class _StepRun:
         with ExitStack() as stack:
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
+            stack.enter_context(impurity.no_loading())
             stack.enter_context(impurity.no_gradient_scaling())
             stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
             stack.enter_context(rng.traced_generators())
@@ -467,10 +478,10 @@ def _branches_explained(optimizer: Optimizer) -> Iterator[None]:
     except _compat.data_dependent_errors() as error:
         line = user_line_of(error)
         raise CaptureError(
-            f"{type(optimizer).__name__}.step() takes decisions by the values of tensors",
+            f"{type(optimizer).__name__}.step() takes the values of tensors for plain numbers",
             location=None if line is None else str(line),
-            hint="use an optimizer whose step is the same computation every time, such as AdamW,"
-            " Adam, SGD, Adagrad, RMSprop, NAdam, Adamax, Adadelta or Rprop",
+            hint="use an optimizer that computes with tensors, such as AdamW, Adam, SGD, Adagrad,"
+            " RMSprop, NAdam, RAdam, Adamax, Adadelta or Rprop",
         ) from error
 
 

@@ -25,7 +25,8 @@ def is_observed(filename: str) -> bool:
     """Whether the instructions of a file's functions are looked at."""
     if not is_library_file(filename):
         return not _INTERNAL.intersection(Path(filename).parts)
-    if filename.replace("\\", "/").endswith(_OF_TORCH):
+    name = filename.replace("\\", "/")
+    if name.endswith(_OF_TORCH) or "/torch/distributions/" in name:
         return True
     path = Path(filename)
     name = path.parent.name if path.stem == "__init__" else path.stem

@@ -1,0 +1,94 @@
+"""Decisions by value in a graph: the node that goes on only where the captured branch is taken.
+
+    loss = model(x)                         ok = isfinite(loss).item()
+    if not torch.isfinite(loss):    ==>     assumption = graphopt.assumption(ok, w, m)   # True
+        return loss                         …the rest of the step, in which w and m are updated
+    optimizer.step()
+
+An assumption reads everything that the step updates, so no update comes before it: where it fails,
+the step has changed nothing. The step then runs again as the graph of the other branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import AssumptionFailedError
+from graphopt.host import HostCall
+
+Answer = bool | int
+
+
+class Assumption(HostCall):
+    """The target of a node that compares a number with what the step was captured for.
+
+    Args:
+        index: which assumption of the step it is, in the order of the program.
+        place: the user's line.
+
+    Attributes:
+        answer: what the number was at capture.
+    """
+
+    def __init__(self, index: int, place: str) -> None:
+        super().__init__(_nothing, ())
+        self.__name__ = self.__qualname__ = "assumption"
+        self.index, self.line = index, place
+        self.answer: Answer = True
+
+    def __call__(self, *values: Any) -> None:
+        if _compat.is_recording():
+            _compat.record_call(self, values)
+        elif not _compat.is_fake_mode_on() and not _compat.is_fake(values[0]):
+            self.run(values)
+
+    def run(self, values: Sequence[Any]) -> None:
+        """Raise `AssumptionFailedError` where the first value is not as it was at capture."""
+        found = type(self.answer)(values[0])
+        if found != self.answer:
+            raise AssumptionFailedError(self.index, found, self.line)
+
+    def repeats(self, other: HostCall) -> bool:
+        if not isinstance(other, Assumption):
+            return False
+        return (self.index, self.answer) == (other.index, other.answer)
+
+    def __repr__(self) -> str:
+        return f"graphopt.assumption({self.index}: {self.answer!r})"
+
+
+def _nothing() -> None:
+    """Assumptions call no function of the user's."""
+
+
+def assumption_of(node: fx.Node) -> Assumption | None:
+    """The target of a node that is an assumption; None for any other node."""
+    return node.target if isinstance(node.target, Assumption) else None
+
+
+def assumptions(graph: fx.Graph) -> list[fx.Node]:
+    """The assumptions of a graph, in order."""
+    return [node for node in graph.nodes if isinstance(node.target, Assumption)]
+
+
+def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
+    """Let each assumption read the inputs that the graph updates, and let what the program's
+    functions are told before the last one wait for it: a failed step has not happened."""
+    found = assumptions(graph)
+    for node in found:
+        node.args = (node.args[0], *states)
+    if not found:
+        return
+    last = found[-1]
+    before = []
+    for node in graph.nodes:
+        if node is last:
+            break
+        if isinstance(node.target, HostCall) and not isinstance(node.target, Assumption):
+            before.append(node)
+    for node in reversed(before):
+        last.append(node)

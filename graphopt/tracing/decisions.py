@@ -1,0 +1,174 @@
+"""Decisions by value while a step is traced: `if torch.isfinite(loss):`, `mask.all()`, `while …`.
+
+The trace asks what the values are: all that has been recorded so far runs, on copies of the live
+tensors, and gives the answer that this call would find. The branch that it leads to is captured,
+behind an assumption (`graphopt.host.assumptions`). Traces of the same call get the same answers.
+
+    recorded so far ──run on copies──▶ True ──▶ assumption(ok) is a node, the trace goes on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.graph_utils import is_collective, without_autocast
+from graphopt.host import HostCall
+from graphopt.host.assumptions import Answer, Assumption
+from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.source import current_user_line
+
+LIMIT = 1000
+"""Decisions in one step."""
+
+
+class Decider:
+    """Answers decisions of one trace.
+
+    Args:
+        tracer: records the step.
+        inputs: keep the answers.
+        values: of the inputs in this call, which decide.
+        alone: no other rank runs the same step.
+    """
+
+    def __init__(
+        self, tracer: Any, inputs: Inputs, values: Sequence[torch.Tensor], alone: bool
+    ) -> None:
+        self._tracer, self._inputs, self._alone = tracer, inputs, alone
+        self._count = 0
+        self._values = Values(tracer, values)
+
+    def decide(self, number: Any, kind: type) -> Answer:
+        """What a traced number is in this call, which the graph assumes from now on.
+
+        Raises:
+            CaptureError: it cannot be known.
+        """
+        line = current_user_line()
+        known = self._inputs.answers
+        self._refuse(line)
+        assumption = Assumption(self._count, str(line))
+        _compat.record_call(assumption, [number])
+        if self._count == len(known):
+            node = next(iter(reversed(self._tracer.graph.nodes)))
+            known.append(kind(self._values.of(node.args[0])))
+        assumption.answer = known[self._count]
+        self._count += 1
+        return assumption.answer
+
+    def _refuse(self, line: Any) -> None:
+        if self._values.fake:
+            raise CaptureError(
+                "Python code depends on the value of a tensor, and the tensors given are fake ones",
+                location=str(line),
+                hint="use tensor operations (torch.where, torch.clamp, …) in place of Python's if"
+                " and while, or capture with real tensors",
+            )
+        if not self._alone:
+            raise CaptureError(
+                "it decides by the value of a tensor, which may be another one on each rank",
+                location=str(line),
+                hint="use tensor operations (torch.where, torch.clamp, …) in place of Python's if"
+                " and while, or decide outside the step",
+            )
+        if self._count == LIMIT:
+            raise CaptureError(
+                f"it takes more than {LIMIT} decisions by values of tensors",
+                location=str(line),
+                hint="use tensor operations in place of Python's if and while",
+            )
+
+
+class Values:
+    """The values that the nodes of a trace have in this call, computed as far as they are asked
+    for. Nothing that lives is changed."""
+
+    def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
+        self._tracer, self._inputs = tracer, live
+        self._values: dict[fx.Node, Any] = {}
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
+        self._done = 0
+        self.fake = any(map(_compat.is_fake, live))
+
+    def of(self, wanted: Any) -> Any:
+        """The value of a node."""
+        if not isinstance(wanted, fx.Node):
+            return wanted
+        with _compat.without_modes(), torch.no_grad(), without_autocast(), self._generators_aside():
+            nodes = list(self._tracer.graph.nodes)
+            if not self._done:
+                self._take_inputs(nodes)
+            for node in nodes[self._done :]:
+                if node.op != "placeholder":
+                    self._values[node] = self._computed(node)
+            self._done = len(nodes)
+        return self._values[wanted]
+
+    def _take_inputs(self, nodes: Sequence[fx.Node]) -> None:
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        for node, value in zip(placeholders, self._inputs, strict=True):
+            self._values[node] = _copy(value)
+
+    def _computed(self, node: fx.Node) -> Any:
+        if isinstance(node.target, HostCall):
+            return None
+        if node.op == "get_attr":
+            return _copied_constant(getattr(self._tracer.root, str(node.target)))
+        if is_collective(node):
+            raise CaptureError(
+                "it decides by the value of a tensor behind a collective",
+                location=str(current_user_line()),
+                hint="decide outside the step",
+            )
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)
+        for generator in filter(_is_generator, _compat.tree_leaves((args, kwargs))):
+            self._use(generator)
+        target: Any = node.target
+        return target(*args, **kwargs)
+
+    def _use(self, generator: torch.Generator) -> None:
+        """Put a generator back when this is over."""
+        if generator not in self._live:
+            self._live[generator] = generator.get_state()
+            if generator in self._generators:
+                generator.set_state(self._generators[generator])
+
+    @contextmanager
+    def _generators_aside(self) -> Iterator[None]:
+        """While active, generators are where the nodes that ran before have left them."""
+        self._live: dict[torch.Generator, torch.Tensor] = {}
+        try:
+            for generator in _default_generators():
+                self._use(generator)
+            yield
+        finally:
+            for generator, state in self._live.items():
+                self._generators[generator] = generator.get_state()
+                generator.set_state(state)
+
+
+def _default_generators() -> list[torch.Generator]:
+    found = [torch.random.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found += list(torch.cuda.default_generators)
+    return found
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """The same values in other memory, laid out alike where that is dense."""
+    return value.detach().clone()
+
+
+def _copied_constant(value: Any) -> Any:
+    return _copy(value) if isinstance(value, torch.Tensor) else value

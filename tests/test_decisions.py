@@ -1,0 +1,298 @@
+"""Decisions by value: the branch that a call takes is captured, and others when they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import graphopt
+from gloo import pool
+from graphopt.errors import AssumptionFailedError, CaptureError
+from graphopt.host.assumptions import assumptions
+from graphopt.tracing.call import Call
+
+Step = Callable[[nn.Module, Optimizer, Tensor], Any]
+
+
+class Net(nn.Module):
+    """Has statistics that are updated before the loss is known, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.norm(self.linear(x)), 0.25)
+
+
+def finish(optimizer: Optimizer, loss: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def skips(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    return finish(optimizer, loss) if torch.isfinite(loss) else loss
+
+
+def clips(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = (model(x) * x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    if norm > 0.5:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(0.5 / norm)
+    optimizer.step()
+    return norm
+
+
+def after_the_update(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = finish(optimizer, (model(x) * x).sum())
+    if loss > 0:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)
+    return loss
+
+
+def draws(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    h = model(x)
+    if h.sum() > 0:
+        h = h * torch.rand_like(h)
+    return finish(optimizer, h.square().mean())
+
+
+def goes_round(model: nn.Module, optimizer: Optimizer, x: Tensor) -> tuple[Tensor, int]:
+    h, rounds = model(x), 0
+    while h.abs().max() > 2 and rounds < 5:
+        h, rounds = h * 0.8, rounds + 1
+    return finish(optimizer, h.square().mean()), rounds
+
+
+def by_number(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = (model(x) * x).sum()
+    value = loss.item()
+    if value > 1:
+        loss = loss * value
+    elif not value < -1:
+        loss = loss / 2
+    return finish(optimizer, loss)
+
+
+def compares(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    h = model(x)
+    if torch.equal(h, h.abs()) or torch.allclose(x, x.abs()):
+        h = h * 2
+    return finish(optimizer, h.square().mean())
+
+
+def chooses(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    return finish(optimizer, model(x).square().mean() * [1.0, 2.0][(x.sum() > 0).long()])
+
+
+STEPS: list[Step] = [
+    skips, clips, after_the_update, draws, goes_round, by_number, compares, chooses,
+]  # fmt: skip
+
+
+def left_by(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """Everything that a step may change."""
+    state = [value for entries in optimizer.state.values() for value in entries.values()]
+    gradients = [p.grad for p in model.parameters()]
+    found = [*model.state_dict().values(), *state, *gradients, torch.get_rng_state()]
+    return [value.clone() if isinstance(value, Tensor) else value for value in found]
+
+
+def batches(calls: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    found = [torch.randn(8, 4, generator=generator) * (3 if n % 2 else 0.1) for n in range(calls)]
+    found[::3] = [x.abs() for x in found[::3]]
+    found[0][1, 1] = found[3][0, 0] = float("nan")
+    return found
+
+
+def trained(step: Step, compiled: bool, calls: int = 8, **options: Any) -> tuple[list[Any], int]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    run = graphopt.compile(step, **options) if compiled else step
+    found: list[Any] = []
+    for x in batches(calls):
+        result = run(model, optimizer, x if step is skips else x.nan_to_num())
+        found += [result, *left_by(model, optimizer)]
+    made = len(run.captures) if isinstance(run, graphopt.TrainStep) else 0
+    return torch.utils._pytree.tree_leaves(found), made
+
+
+def same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and a == b
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_call_takes_the_branch_of_eager(step: Step) -> None:
+    expected, _ = trained(step, compiled=False)
+    found, made = trained(step, compiled=True)
+    assert len(found) == len(expected)
+    assert all(map(same, found, expected))
+    assert 2 <= made <= 6  # both branches are met; branches that come back have their graph
+
+
+def test_a_branch_of_every_optimizer_step() -> None:
+    """RAdam counts before it decides, with each parameter for itself."""
+
+    def run(compiled: bool) -> tuple[list[Any], int]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.RAdam(model.parameters())
+
+        def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+            return finish(optimizer, model(x).square().mean())
+
+        call = graphopt.compile(step) if compiled else step
+        found = [call(model, optimizer, x.nan_to_num()) for x in batches(8)]
+        made = len(call.captures) if isinstance(call, graphopt.TrainStep) else 0
+        return [*found, *left_by(model, optimizer)], made
+
+    found, made = run(compiled=True)
+    assert all(map(same, found, run(compiled=False)[0]))
+    assert made == 2
+
+
+def test_a_failed_assumption_has_changed_nothing() -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    step = graphopt.compile(skips)
+    x = torch.ones(8, 4) * torch.arange(8)[:, None]
+    step(model, optimizer, x)
+    step.flush()
+    before = left_by(model, optimizer)
+    other = Call(skips, (model, optimizer, x * float("nan")), {})
+    with pytest.raises(AssumptionFailedError, match=r"test_decisions\.py"):
+        step._entries[0](other, 2)
+    assert all(map(same, left_by(model, optimizer), before))
+
+
+def test_callbacks_are_called_once_in_a_step() -> None:
+    seen: list[float] = []
+
+    @graphopt.compile
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        graphopt.callback(lambda value: seen.append(value.item()), loss)
+        return finish(optimizer, loss) if loss > 0 else loss
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    xs = [x.nan_to_num() for x in batches(6)]
+    losses = [step(model, optimizer, x).item() for x in xs]
+    assert seen == losses
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda kept, bad: kept["list"].append(bad),
+        lambda kept, bad: kept.update(count=kept["count"] + 1) if bad else None,
+        lambda kept, bad: kept.update(last="bad" if bad else "good"),
+        lambda kept, bad: kept["list"].append("bad") if bad else None,
+    ],
+)
+def test_what_each_branch_keeps_is_refused(keep: Callable[[dict[str, Any], bool], Any]) -> None:
+    kept: dict[str, Any] = {"list": [], "count": 0}
+
+    @graphopt.compile
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        keep(kept, bool(loss.isnan()))
+        return finish(optimizer, loss)
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pytest.raises(CaptureError, match="decides by the value"):
+        step(model, optimizer, torch.full((2, 4), float("nan")))
+    assert kept == {"list": [], "count": 0}
+
+
+def test_a_branch_that_raises() -> None:
+    @graphopt.compile
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        if (x > 3).any():
+            raise ValueError("labels are out of range")
+        return finish(optimizer, model(x).mean())
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step(model, optimizer, torch.ones(2, 4))
+    before = left_by(model, optimizer)
+    with pytest.raises(CaptureError, match="ValueError: labels are out of range"):
+        step(model, optimizer, torch.ones(2, 4) * 4)
+    assert all(map(same, left_by(model, optimizer), before))
+    step(model, optimizer, torch.ones(2, 4))
+    assert len(step.captures) == 1
+
+
+def test_a_decision_with_many_outcomes_is_bounded() -> None:
+    @graphopt.compile(max_graphs=4, verify="off")
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x).sum()
+        for threshold in range(6):
+            if y > threshold:  # HERE
+                y = y * 1.0
+        return y
+
+    model = nn.Identity()
+
+    def many() -> None:
+        for n in range(20):
+            step(model, torch.full((1,), n + 0.5))
+
+    with pytest.raises(CaptureError, match=r"each outcome of .*# HERE"):
+        many()
+
+
+def test_fake_tensors_take_no_branch() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with pytest.raises(CaptureError, match="depends on the value of a tensor"):
+        graphopt.capture(lambda model, x: x if model(x).sum() > 0 else -x, model, x)
+
+
+def test_assumptions_are_nodes() -> None:
+    captured = graphopt.capture(
+        lambda model, x: x if model(x).sum() > 0 else -x, nn.ReLU(), torch.ones(2)
+    )
+    nodes = assumptions(captured.graph_module.graph)
+    assert [str(node.target) for node in nodes] == ["graphopt.assumption(0: True)"]
+    captured.graph_module(torch.ones(2))
+    with pytest.raises(AssumptionFailedError):
+        captured.graph_module(-torch.ones(2))
+
+
+def _rank(rank: int) -> str:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        graphopt.compile(skips)(model, optimizer, torch.ones(2, 4))
+    except CaptureError as error:
+        return str(error)
+    return "captured"
+
+
+def test_ranks_may_not_decide_for_themselves() -> None:
+    with pool(2) as ranks:
+        assert all("another one on each rank" in said for said in ranks.run(_rank))
