@@ -275,6 +275,7 @@ def reading() -> dict[str, Callable[[World, list[Tensor]], Any]]:
     }
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 def test_state_that_a_function_is_not_given(pipeline: str) -> None:
     for read in reading().values():
@@ -323,6 +324,7 @@ def failing(where: str, number: int) -> Callable[..., Any]:
     return step
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("where", ["early", "before the updates", "last"])
 def test_an_exception(where: str, pipeline: str) -> None:

@@ -174,6 +174,7 @@ def test_autocast_around_the_step(model: str) -> None:
     twins.finish(captures=1)
 
 
+@pytest.mark.full
 def test_bf16_and_float64_parameters() -> None:
     for dtype in (torch.bfloat16, torch.float64):
 

@@ -308,6 +308,7 @@ def the_pass(gm, size: int):
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_second_process_takes_what_the_first_compiled(cache: Path) -> None:
     (cache / "cached_pass.py").write_text(CACHED_PASS)
@@ -388,6 +389,7 @@ def test_a_conv_net_trains_as_in_eager_mode() -> None:
     assert changes > 6
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.hf
 def test_a_hugging_face_model_trains_as_in_eager_mode() -> None:

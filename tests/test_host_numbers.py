@@ -86,6 +86,7 @@ def test_an_integer_that_changes_in_each_call(name: str) -> None:
     assert made == graphs
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", ["factor", "arithmetic", "math", "warm-up", "class"])
 def test_other_kinds_of_numbers(name: str) -> None:
     use, _ = USES[name]

@@ -200,6 +200,7 @@ def test_an_optimizer_is_in_the_region_that_computes_its_gradients(optimizer: st
     assert len(step.lowered) == 1
 
 
+@pytest.mark.full
 def test_compiled_ahead_in_other_processes() -> None:
     """What they compile, this process finds in the cache."""
     from torch._dynamo.utils import counters

@@ -75,6 +75,7 @@ class Pair:
         return everywhere[inside:]
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "optimizer", ["adagrad-fused", "adamw-amsgrad-fused", "sgd-nesterov-fused"]
 )

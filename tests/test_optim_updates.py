@@ -73,6 +73,7 @@ def test_every_optimizer(name: str) -> None:
         assert bool(left) == name.startswith(COUNT_IN_VAIN)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw-fused", "nadam-foreach", "sgd-momentum-loop"])
 @pytest.mark.parametrize("model", ["gpt", "partial"])
@@ -132,6 +133,7 @@ def test_metadata_of_new_nodes() -> None:
 # ------------------------------------------------------------------------------ entangled sets
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", ["adamw-foreach", "adam-fused", "sgd-momentum-loop"])
 @pytest.mark.parametrize("step", [clip_norm, clip_loop])
 def test_clipping_by_the_norm_entangles(name: str, step: Any) -> None:
@@ -142,6 +144,7 @@ def test_clipping_by_the_norm_entangles(name: str, step: Any) -> None:
     assert_same_run(gm, case[0], case)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", ["adamw-foreach", "adam-fused", "sgd-momentum-loop"])
 @pytest.mark.parametrize("step", [clip_value, step_keeping_gradients, manual_update])
 def test_clipping_by_value_does_not(name: str, step: Any) -> None:

@@ -58,6 +58,7 @@ def compare(rank: int, name: str, schedule: str) -> None:
     assert_same(states[1], states[0], f"{name} under {schedule}")
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

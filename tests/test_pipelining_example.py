@@ -12,6 +12,7 @@ import pytest
 EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline.py"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_example_trains_under_torchrun() -> None:
     launch = [

@@ -106,6 +106,7 @@ def test_ranks_train_as_one_process_does(
     check({**results[0], **results[1]}, expected, exact=name != "several")
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("one_rank")

@@ -59,6 +59,7 @@ def train(rank: int, fails: bool = False) -> tuple[list[str], list[torch.Tensor]
         entries.finalize = finalize
 
 
+@pytest.mark.full
 def test_a_slow_compiler_is_waited_for(two_ranks: Pool) -> None:
     (first, parameters), (second, others) = two_ranks.run(train)
     assert first == second

@@ -206,6 +206,7 @@ def captured(model: str, optimizer: str) -> fx.GraphModule:
     return step.graph_module
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_every_region_of_a_training_step_compiles() -> None:
     """Forward, loss, backward and AdamW of a GPT."""
