@@ -250,7 +250,10 @@ def test_a_tensor_that_is_made_unseen_is_refused_as_such() -> None:
 
     @graphopt.compile
     def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        return update(F.cross_entropy(model(x) * torch.Tensor([2.0]), y), optimizer)
+        return update(
+            F.cross_entropy(model(x) * torch.frombuffer(bytearray(4), dtype=torch.int32), y),
+            optimizer,
+        )
 
     with pytest.raises(graphopt.CaptureError, match=r"makes a tensor .* not seen") as caught:
         step(model, optimizer, *data())

@@ -101,6 +101,31 @@ def chooses(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     return finish(optimizer, model(x).square().mean() * [1.0, 2.0][(x.sum() > 0).long()])
 
 
+def by_item(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    if loss.item() < 100:
+        optimizer.step()
+    return loss
+
+
+def by_norm(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    if torch.isfinite(norm):
+        optimizer.step()
+    return norm
+
+
+def by_arguments(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    assert not (x > 1e6).any(), "out of range"
+    normal = torch.distributions.Normal(model(x), torch.tensor(1.0), validate_args=True)
+    return finish(optimizer, -normal.log_prob(x).mean())
+
+
 STEPS: list[Step] = [
     skips, clips, after_the_update, draws, goes_round, by_number, compares, chooses,
 ]  # fmt: skip
@@ -148,6 +173,15 @@ def test_every_call_takes_the_branch_of_eager(step: Step) -> None:
     assert len(found) == len(expected)
     assert all(map(same, found, expected))
     assert 2 <= made <= 6  # both branches are met; branches that come back have their graph
+
+
+@pytest.mark.parametrize("step", [by_item, by_norm, by_arguments])
+def test_what_is_asked_and_always_answered_alike_needs_one_graph(step: Step) -> None:
+    expected, _ = trained(step, compiled=False)
+    found, made = trained(step, compiled=True)
+    assert len(found) == len(expected)
+    assert all(map(same, found, expected))
+    assert made == 1
 
 
 def test_a_branch_of_every_optimizer_step() -> None:
