@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt import _compat
 from graphopt.tracing.numbers import TracedFloat
 
 _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
@@ -72,5 +73,7 @@ def is_new(tensor: torch.Tensor) -> bool:
 
 def constant_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that each call of the graph makes anew of the values that a tensor has now."""
-    result: torch.Tensor = torch.ops.aten.lift_fresh_copy(tensor)
+    with _compat.without_modes():
+        own = tensor.detach().clone()  # the graph keeps it
+    result: torch.Tensor = torch.ops.aten.lift_fresh_copy(own)
     return result
