@@ -41,6 +41,7 @@ PRIVATE_TORCH_IS_IN = "graphopt._compat"
 
 PUBLIC = {
     "graphopt": [
+        "AssumptionFailedError",
         "CaptureError",
         "CapturedStep",
         "CollectiveError",

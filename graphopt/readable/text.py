@@ -32,7 +32,7 @@ def graph_text(
 
     >>> from graphopt.readable import graph_text
     >>> print(graph_text(gm).splitlines()[0])
-    49 nodes, 2 collectives of 40 B in all, 2 state updates, 0 late nodes
+    48 nodes, 2 collectives of 40 B in all, 2 state updates, 0 late nodes
     """
     return listing_text(listing_of(graph, phase=phase), bytes=bytes, places=places)
 
