@@ -393,7 +393,8 @@ def test_what_cannot_be_put_into_an_argument(put: str) -> None:
     assert meter.last is None
 
 
-def test_large_and_cyclic_containers() -> None:
+@pytest.mark.parametrize("number", [float, bool])
+def test_large_and_cyclic_containers(number: type) -> None:
     """Tens of thousands of items are not looked into, but the container itself is put back."""
     large: list[Any] = list(range(20_000))
     large.append(large)
@@ -404,12 +405,26 @@ def test_large_and_cyclic_containers() -> None:
     def growing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         large.append(len(chain))
         loss = step(model, optimizer, x, y)
-        return loss if float(loss) > 0 else None
+        return loss if number(loss > 0) else None
 
     w = world()
     with pytest.raises(graphopt.CaptureError):
         graphopt.compile(growing)(w.model, w.optimizer, *CASE.batch(0))
     assert len(large) == 20_001
+
+
+def test_a_list_that_contains_itself_is_added_to() -> None:
+    seen: list[Any] = [1]
+    seen.append(seen)
+
+    def adding(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        seen.append(None)
+        return step(model, optimizer, x, y)
+
+    w = world()
+    graphopt.compile(adding)(w.model, w.optimizer, *CASE.batch(0))
+    assert len(seen) == 3
+    assert seen[1] is seen
 
 
 def test_what_other_threads_work_with_is_left_alone() -> None:

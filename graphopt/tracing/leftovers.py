@@ -121,7 +121,7 @@ def keeps_plain_values(effects: Effects) -> bool:
         if change.kind is not contents.GENERATOR:
             before = [value for value in _flat(change.before) if isinstance(value, _PLAIN)]
             after = [value for value in _flat(change.after) if isinstance(value, _PLAIN)]
-            if any(value not in before for value in after) or len(after) > len(before):
+            if len(after) > len(before) or not set(before).issuperset(after):
                 return True
     return False
 
@@ -159,8 +159,12 @@ def drawn_from(effects: Effects) -> str | None:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple, frozenset)):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
+    """The leaves of a nest, which may be deep and contain itself."""
+    pending, seen = [value], set[int]()
+    while pending:
+        value = pending.pop()
+        if not isinstance(value, (list, tuple, frozenset)):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            pending.extend(value)
