@@ -19,10 +19,13 @@ SHAPE = "shape"
 VALUE = "value"
 BRANCH = "branch"
 
+WITHOUT_BRANCHES = (
+    "use tensor operations (torch.where, torch.clamp, …) in place of Python's if and while"
+)
+
 _CURES = {
     SHAPE: "pad the batch, or sort it into buckets of a few lengths",
-    BRANCH: "use tensor operations (torch.where, torch.clamp, …) in place of Python's if and while,"
-    " or decide outside the step",
+    BRANCH: f"{WITHOUT_BRANCHES}, or decide outside the step",
     VALUE: "pass it as a tensor, or as a number that the step only computes with; decide outside"
     " the step what depends on it",
 }

@@ -22,6 +22,7 @@ from graphopt.comm import get_all_comm_blocks, parameters_of
 from graphopt.listing import packed, read_listing
 from graphopt.saved import full_listing, load_description, load_graph, save_graph
 from graphopt.testing import fake_ranks
+from steps import mean_square
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,19 +40,11 @@ class Scaled(nn.Module):
         return result
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 def step_of_ranks() -> fx.GraphModule:
     model = Scaled()
     with fake_ranks(2):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        captured = graphopt.capture(train_step, model, optimizer, torch.randn(5, 4))
+        captured = graphopt.capture(mean_square, model, optimizer, torch.randn(5, 4))
         module = graphopt.IterGraphModule(captured.graph_module)
         pipeline = "remove_copy_from_optimizer -> iter_move_grads_and_optimizers"
         graphopt.PassManager(pipeline).run(module)

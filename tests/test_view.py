@@ -24,6 +24,7 @@ from graphopt.saved import load_description, load_graph, save_graph
 from graphopt.testing import fake_ranks
 from graphopt.viewing import dot_text, trace_page, view_page
 from graphopt.viewing.contents import contents_of
+from steps import mean_square
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -79,21 +80,13 @@ def looked_at(page: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 @pytest.fixture(scope="module")
 def module() -> graphopt.IterGraphModule:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Sequential(nn.Tanh(), nn.Linear(5, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fake_ranks(2):
-        captured = graphopt.capture(train_step, model, optimizer, torch.randn(3, 6))
+        captured = graphopt.capture(mean_square, model, optimizer, torch.randn(3, 6))
         gm = graphopt.IterGraphModule(captured.graph_module)
         graphopt.PassManager("remove_copy_from_optimizer").run(gm)
     return gm
@@ -134,7 +127,7 @@ def late() -> graphopt.IterGraphModule:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fake_ranks(2):
-        captured = graphopt.capture(train_step, model, optimizer, torch.randn(3, 6))
+        captured = graphopt.capture(mean_square, model, optimizer, torch.randn(3, 6))
         gm = graphopt.IterGraphModule(captured.graph_module)
         graphopt.PassManager(
             "remove_copy_from_optimizer -> comm_fusion_with_concat(bucket_size_mb=0.0001)"

@@ -18,7 +18,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import AssumptionFailedError
-from graphopt.host import HostCall
+from graphopt.host import HostCall, is_host_call
 
 Answer = bool | int
 
@@ -65,11 +65,6 @@ def _nothing() -> None:
     """Assumptions call no function of the user's."""
 
 
-def assumption_of(node: fx.Node) -> Assumption | None:
-    """The target of a node that is an assumption; None for any other node."""
-    return node.target if isinstance(node.target, Assumption) else None
-
-
 def assumptions(graph: fx.Graph) -> list[fx.Node]:
     """The assumptions of a graph, in order."""
     return [node for node in graph.nodes if isinstance(node.target, Assumption)]
@@ -84,11 +79,6 @@ def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
     if not found:
         return
     last = found[-1]
-    before = []
-    for node in graph.nodes:
-        if node is last:
-            break
-        if isinstance(node.target, HostCall) and not isinstance(node.target, Assumption):
-            before.append(node)
-    for node in reversed(before):
+    calls = [node for node in graph.nodes if is_host_call(node) and node not in found]
+    for node in reversed([call for call in calls if call < last]):
         last.append(node)

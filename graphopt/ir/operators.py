@@ -235,8 +235,7 @@ def is_collective(node: fx.Node) -> bool:
     >>> find_nodes(gm.graph, is_collective)
     [all_reduce, all_reduce_1]
     """
-    known = _ROWS.get(id(node.target))  # as `operator_of`, for most nodes, with a call less
-    return operator_of(node).collective if known is None else known[1].collective
+    return operator_of(node).collective
 
 
 def is_item(node: fx.Node) -> bool:

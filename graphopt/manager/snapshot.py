@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -72,7 +72,7 @@ class Snapshot:
         with collector_paused():
             copies: dict[fx.Node, fx.Node] = {}
             for node, record in self._nodes.items():
-                copies[node] = _copy(self._empty, node, record, copies)
+                copies[node] = _copy(self._empty, node, record, copies.__getitem__)
         for node, destination in self._late.items():
             cast(IterGraph, self._empty).mark_late(copies[node], copies[destination])
         return self._empty, MappingProxyType(copies)
@@ -159,10 +159,10 @@ class Snapshot:
 
 
 def _copy(
-    graph: fx.Graph, node: fx.Node, held: NodeRecord, copies: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph, node: fx.Node, held: NodeRecord, value_of: Callable[[fx.Node], fx.Node]
 ) -> fx.Node:
     """What a node was, at the end of another graph."""
-    return _compat.copy_node(graph, node, copies.__getitem__, (*held.content, held.meta))
+    return _compat.copy_node(graph, node, value_of, (*held.content, held.meta))
 
 
 class _Former:
@@ -177,10 +177,7 @@ class _Former:
         return self._copies.get(node, node)
 
     def add(self, node: fx.Node) -> None:
-        copy = _compat.copy_node(
-            self._graph, node, self._argument, (*self._nodes[node].content, self._nodes[node].meta)
-        )
-        self._copies[node] = copy
+        self._copies[node] = _copy(self._graph, node, self._nodes[node], self._argument)
 
     def _argument(self, node: fx.Node) -> fx.Node:
         if node not in self._copies and node not in self._stand_ins:

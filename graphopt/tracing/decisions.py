@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.budget import WITHOUT_BRANCHES
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_collective, without_autocast
 from graphopt.host import HostCall
@@ -68,21 +69,19 @@ class Decider:
             raise CaptureError(
                 "Python code depends on the value of a tensor, and the tensors given are fake ones",
                 location=str(line),
-                hint="use tensor operations (torch.where, torch.clamp, …) in place of Python's if"
-                " and while, or capture with real tensors",
+                hint=f"{WITHOUT_BRANCHES}, or capture with real tensors",
             )
         if not self._alone:
             raise CaptureError(
                 "it decides by the value of a tensor, which may be another one on each rank",
                 location=str(line),
-                hint="use tensor operations (torch.where, torch.clamp, …) in place of Python's if"
-                " and while, or decide outside the step",
+                hint=f"{WITHOUT_BRANCHES}, or decide outside the step",
             )
         if self._count == LIMIT:
             raise CaptureError(
                 f"it takes more than {LIMIT} decisions by values of tensors",
                 location=str(line),
-                hint="use tensor operations in place of Python's if and while",
+                hint=WITHOUT_BRANCHES,
             )
 
 
