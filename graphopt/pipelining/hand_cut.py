@@ -240,7 +240,7 @@ def _with_gradient(value: torch.Tensor) -> torch.Tensor:
     if value.requires_grad or not _is_differentiable(value) or not torch.is_grad_enabled():
         return value
     anchor = torch.empty(0, requires_grad=True)
-    return _WithGradient.apply(value, anchor)  # type: ignore[no-any-return, no-untyped-call]
+    return _WithGradient.apply(value, anchor)  # type: ignore[no-any-return]
 
 
 def _is_differentiable(tensor: torch.Tensor) -> bool:

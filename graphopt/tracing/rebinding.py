@@ -108,7 +108,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.numel() or _compat.storage_key(a) != _compat.storage_key(b):
         return False
-    return _alike(a, b) and a.storage_offset() == b.storage_offset()
+    return _alike(a, b) and bool(a.storage_offset() == b.storage_offset())
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
