@@ -3,6 +3,7 @@
     python benchmarks/coverage.py                       all cases, as a table
     python benchmarks/coverage.py vision styles.logged  families or single cases
     python benchmarks/coverage.py --write               into docs/coverage.md as well
+    python benchmarks/coverage.py --device cuda --jobs 8   on a GPU, several cases at once
 
 Every case is a loop as people publish it, in a small size (`benchmarks/cases`). It is run eagerly
 and through `graphopt.compile`, from the same seed, and everything that it leaves is compared bit
@@ -13,6 +14,7 @@ reason and line.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -20,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,7 +45,8 @@ class Outcome:
     """What became of one case.
 
     Attributes:
-        verdict: "bitwise", "differs", "refused", "failed" (another error) or "too long".
+        verdict: "bitwise", "differs", "refused", "failed" (another error) or "too long"; of eager
+            itself "not for it" (the device) or "not repeatable".
         reason: of a refusal or a failure.
         captures: how many graphs the calls needed.
         nodes: of the last graph.
@@ -72,16 +76,51 @@ def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainS
             case.after(index, result)
     if step is not None:
         step.flush()
-    left = [*results, list(case.state), torch.random.get_rng_state()]
+    generators = [torch.random.get_rng_state()]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.get_rng_state())
+    left = [*results, list(case.state), generators]
     return [tensor.detach() for tensor in tensors_of(left)], step, first
 
 
-def judged(name: str, build: Build) -> Outcome:
+def built(build: Build) -> Case:
+    """A case from seed 0."""
+    torch.manual_seed(0)
+    return build()
+
+
+def repeats(build: Build, expected: Sequence[torch.Tensor]) -> bool:
+    """Whether eager does the same again, and once more."""
+    for _ in range(2):
+        again, _, _ = run(built(build), compiled=False)
+        if first_difference(again, expected) is not None:
+            return False
+    return True
+
+
+def first_difference(left: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
+    """Of two lists of tensors, with equal NaNs; None where there is none."""
+    if len(left) != len(expected):
+        return f"{len(left)} tensors, not {len(expected)}"
+    for index, (a, b) in enumerate(zip(left, expected, strict=True)):
+        a, b = (value.to_dense() if value.is_sparse else value for value in (a, b))
+        if a.dtype != b.dtype or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
+            by = float((a.double() - b.double()).abs().max()) if a.shape == b.shape else "shape"
+            return f"tensor {index} of {len(left)}, {tuple(b.shape)}, by {by}"
+    return None
+
+
+def judged(name: str, build: Build, device: str) -> Outcome:
     """Run a case both ways and compare."""
-    torch.manual_seed(0)
-    expected, _, _ = run(build(), compiled=False)
-    torch.manual_seed(0)
-    case = build()  # kept: a step forgets the graphs of models that are gone
+    try:
+        expected, _, _ = run(built(build), compiled=False)
+    except Exception as error:
+        if device == "cpu":
+            raise
+        return Outcome(name, "not for it", f"eager: {error}")
+    if device != "cpu" and not repeats(build, expected):
+        return Outcome(name, "not repeatable", "eager differs from itself")
+    case = built(build)  # kept: a step forgets the graphs of models that are gone
     try:
         left, step, seconds = run(case, compiled=True)
     except GraphOptError as error:
@@ -90,20 +129,19 @@ def judged(name: str, build: Build) -> Outcome:
     outcome = Outcome(name, "bitwise", seconds=seconds)
     outcome.captures = len(step.captures)
     outcome.nodes = len(step.captures[-1].graph_module.graph.nodes)
-    if len(left) != len(expected):
-        outcome.verdict, outcome.reason = "differs", f"{len(left)} tensors, not {len(expected)}"
-        return outcome
-    for index, (a, b) in enumerate(zip(left, expected, strict=True)):
-        if a.dtype != b.dtype or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
-            outcome.verdict, outcome.reason = "differs", f"tensor {index} of {len(left)}"
-            break
+    difference = first_difference(left, expected)
+    if difference is not None:
+        outcome.verdict, outcome.reason = "differs", difference
     return outcome
 
 
-def _child(name: str, build: Build, end: Connection) -> None:
+def _child(name: str, build: Build, device: str, end: Connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
+    if device != "cpu":
+        torch.set_default_device(device)
     try:
-        outcome = judged(name, build)
+        outcome = judged(name, build, device)
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
@@ -113,11 +151,11 @@ def _child(name: str, build: Build, end: Connection) -> None:
     end.send(asdict(outcome))
 
 
-def in_process(name: str, build: Build) -> Outcome:
+def in_process(name: str, build: Build, device: str = "cpu") -> Outcome:
     """`judged` in a forked process that ends after `TIMEOUT` seconds."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, build, there))
+    process = context.Process(target=_child, args=(name, build, device, there))
     process.start()
     there.close()
     try:
@@ -173,20 +211,29 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/coverage.md")
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     parser.add_argument("--reasons", action="store_true", help="show refusals in full")
+    parser.add_argument("--device", default="cpu", help="where models and data are; cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at once; 1")
     options = parser.parse_args()
     outcomes = []
-    for name, build in chosen(options.names).items():
-        outcome = in_process(name, build)
-        outcomes.append(outcome)
-        line = f"{name:44} {outcome.verdict:9} {outcome.captures:2} {outcome.nodes:5}"
-        print(f"{line} {outcome.seconds:5.1f}", flush=True)
-        if outcome.reason and (options.reasons or outcome.verdict in ("failed", "differs")):
-            print("    " + outcome.reason.strip().replace("\n", "\n    "), flush=True)
+    builds = chosen(options.names)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        running = pool.map(lambda name: in_process(name, builds[name], options.device), builds)
+        for outcome in running:
+            outcomes.append(outcome)
+            show(outcome, options.reasons)
     print(summary(outcomes))
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
     if options.write:
         _write(outcomes)
+
+
+def show(outcome: Outcome, reasons: bool) -> None:
+    """One line, and the reason where it is asked for or unexpected."""
+    line = f"{outcome.name:44} {outcome.verdict:14} {outcome.captures:2} {outcome.nodes:5}"
+    print(f"{line} {outcome.seconds:5.1f}", flush=True)
+    if outcome.reason and (reasons or outcome.verdict in ("failed", "differs")):
+        print("    " + outcome.reason.strip().replace("\n", "\n    "), flush=True)
 
 
 def _write(outcomes: Sequence[Outcome]) -> None:

@@ -40,7 +40,7 @@ _WAITING_FAMILIES = ("aten::linalg_", "aten::_linalg_", "aten::_cudnn_ctc", "ate
 
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
-_NAMESPACES = ("aten", "prims", "_c10d_functional")
+_NAMESPACES = ("aten", "prims", "_c10d_functional", "graphopt_inplace")
 
 
 def is_number(value: object) -> bool:

@@ -46,6 +46,9 @@ UNDECLARED_ALIASES = {
     **dict.fromkeys(WAITS, (0,)),
     **dict.fromkeys(_collective("isend", "irecv"), (0,)),
     **dict.fromkeys(_collective("batch_p2p_ops"), (3,)),
+    **dict.fromkeys(
+        _aten("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"), (3, 4)
+    ),
 }
 """Positions of the arguments whose memory a result may share, against what the schema says."""
 
@@ -100,6 +103,9 @@ WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,)}
 UNDECLARED_WRITES = {
     **dict.fromkeys(_collective("irecv"), (0,)),
     **dict.fromkeys(_collective("batch_p2p_ops"), (3,)),
+    **dict.fromkeys(
+        _aten("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"), (3, 4)
+    ),
 }
 """Positions of arguments that are written, against what the schema says."""
 

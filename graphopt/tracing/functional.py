@@ -37,7 +37,7 @@ from graphopt.host import HostCall, note_order
 from graphopt.host.assumptions import hold_updates
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.operators import fused_optimizer
-from graphopt.tracing import fused, inplace, numbers
+from graphopt.tracing import fused, inplace, numbers, statistics
 from graphopt.tracing.host_numbers import PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (
     expanded_write,
@@ -93,7 +93,6 @@ def functionalize(raw: RawTrace) -> Functional:
     graph = graph_module.graph
     split_waits(graph)
     remove_identities(graph)
-    refuse_hidden_updates(graph)
     _write_back(graph, raw, updated)
     hold_updates(graph, [cast(fx.Node, copy.args[0]) for copy in get_outputs(graph).updates])
     eliminate_dead_code(graph)
@@ -134,26 +133,6 @@ def _refuse_grad_mode_operators(graph: fx.Graph) -> None:
             )
 
 
-def refuse_hidden_updates(graph: fx.Graph) -> None:
-    """Refuse kernels that update running statistics although their schemas deny it, where what they
-    would update is not the live buffer.
-
-    cuDNN's BatchNorm writes into the tensors it is given. That is right as long as these are the
-    buffers themselves, and lost when they are values received from another rank.
-    """
-    for node in graph.nodes:
-        if not is_operator(node.target, "aten::cudnn_batch_norm", "aten::miopen_batch_norm"):
-            continue
-        statistics = [value for value in node.args[3:5] if isinstance(value, fx.Node)]
-        if any(value.op != "placeholder" for value in statistics):
-            raise CaptureError(
-                f"{node.target} updates running statistics unseen, after these were broadcast",
-                location=str(node.meta.get("source")),
-                hint="use graphopt.DataParallel(broadcast_buffers=False), or call the step under"
-                " torch.backends.cudnn.flags(enabled=False)",
-            )
-
-
 class _Interpreter(fx.Interpreter):
     """Runs the raw graph; new nodes take over the tags of the raw node that is running."""
 
@@ -191,6 +170,9 @@ class _Interpreter(fx.Interpreter):
         functional = inplace.functional_form(target, args[0]) if args else None
         if functional is not None:
             return args[0].copy_(functional(*args, **kwargs))
+        results = statistics.written_functionally(target, args, kwargs)
+        if results is not None:
+            return results
         result = super().call_function(target, args, kwargs)
         if is_operator(target, "aten::lift_fresh_copy"):
             # What was to be a number is one since the first trace.

@@ -23,17 +23,22 @@ _library.define("get_rng_state(Device device) -> Tensor", tags=(torch.Tag.nondet
 _library.define("set_rng_state(Tensor state, Device device) -> ()")
 
 
-def _get(device: torch.device) -> torch.Tensor:
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of a device; of the current one where the index is None."""
     if device.type == "cpu":
-        return torch.random.default_generator.get_state()
-    return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
+        return torch.random.default_generator
+    module: Any = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]  # type: ignore[no-any-return]
+
+
+def _get(device: torch.device) -> torch.Tensor:
+    # Not by `torch.cuda.get_rng_state`: while a step is traced, that is the operator itself.
+    return generator_of(device).get_state()
 
 
 def _set(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.random.default_generator.set_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+    generator_of(device).set_state(state)
 
 
 _library.impl("get_rng_state", _get, "CompositeExplicitAutograd")

@@ -85,9 +85,11 @@ def _is_checked(func: Any) -> bool:
 
 def _reads_opaque_memory(schema: Any) -> bool:
     """Whether a kernel takes memory in a form of its own, which another has to have written: what
-    a library keeps for the backward. Given anything else, it may end the process."""
-    names = (argument.name for argument in schema.arguments)
-    return any("workspace" in name or "reserve" in name for name in names) or any(
+    a library keeps for the backward, states of generators that it reads on the CPU. Given anything
+    else, it may end the process."""
+    names = [argument.name for argument in schema.arguments]
+    opaque = ("workspace", "reserve", "philox", "rng_state")
+    return any(part in name for part in opaque for name in names) or any(
         library in schema.name for library in ("mkldnn", "cudnn", "miopen")
     )
 
