@@ -41,7 +41,7 @@ SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
 
 def calibrate(
     graph_module: fx.GraphModule,
-    inputs: Sequence[Any],
+    inputs: Sequence[Any] | None = None,
     group: dist.ProcessGroup | None = None,
     *,
     table: str | PathLike[str] | None = None,
@@ -53,7 +53,9 @@ def calibrate(
 
     Args:
         graph_module: in the captured dialect, such as ``graphopt.capture(…).graph_module``.
-        inputs: one for each placeholder, such as ``captured.inputs``; they are not changed.
+        inputs: one for each placeholder, as the graph is called with; they are not changed. None:
+            zeros of the shapes that it was captured with, whose times are those of other values
+            almost everywhere.
         group: whose collectives are measured; None: the default group, if there is one.
         table: file of costs measured before. What is there for the same machine is not measured
             again; it is written anew where something was. None: ``graphopt/costs.json`` in the
@@ -62,15 +64,17 @@ def calibrate(
 
     Raises:
         SpmdMismatchError: not all ranks of the group called it.
+        CostTableError: `inputs` are not what the graph is called with.
         FileError: `table` is given and cannot be written.
 
     >>> model = torch.nn.Linear(4, 4)
     >>> captured = graphopt.capture(lambda m, x: m(x).tanh(), model, torch.ones(2, 4))
-    >>> inputs = [*model.parameters(), torch.ones(2, 4)]
-    >>> costs = graphopt.cost.calibrate(captured.graph_module, inputs, table="costs.json")
+    >>> costs = graphopt.cost.calibrate(captured.graph_module, table="costs.json")
     >>> graphopt.simulate(captured.graph_module, costs).step_seconds > 0
     True
     """
+    inputs = example_inputs(graph_module) if inputs is None else inputs
+    _check_inputs(graph_module, inputs)
     path = _cache_file() if table is None else place(table)
     channel = _channel(group, timeout)
     device = _device(inputs)
@@ -81,6 +85,37 @@ def calibrate(
         if _decides(channel):
             _write(kept, path, required=table is not None)
     return _spread(channel, kept)
+
+
+def example_inputs(graph_module: fx.GraphModule) -> list[Any]:
+    """Zeros of the shapes that a graph was captured with; numbers as they were.
+
+    Raises:
+        CostTableError: a shape is symbolic.
+    """
+    values = [n.meta.get("val") for n in graph_module.graph.find_nodes(op="placeholder")]
+    if any(_compat.has_symbolic_shape(tensor) for tensor in tensors_in(values)):
+        raise CostTableError("the graph has inputs of symbolic shapes: give `inputs` to measure")
+    return [_zeros(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    size, stride = tuple(like.shape), tuple(like.stride())
+    return torch.empty_strided(size, stride, dtype=like.dtype, device=like.device).zero_()
+
+
+def _check_inputs(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    wanted = graph_module.graph.find_nodes(op="placeholder")
+    given = list(inputs)
+    kinds = [isinstance(n.meta.get("val"), torch.Tensor) for n in wanted]
+    fits = [isinstance(value, torch.Tensor) for value in given]
+    if kinds != fits:
+        raise CostTableError(
+            f"the graph takes {len(kinds)} inputs, {sum(kinds)} of them tensors; given are"
+            f" {len(given)}, {sum(fits)} of them tensors\n"
+            "  hint:  leave `inputs` out to measure with zeros of the shapes that it was captured"
+            " with; `captured.inputs` names the inputs, and has no values"
+        )
 
 
 def _cache_file() -> Path:
