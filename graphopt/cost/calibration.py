@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -191,46 +192,65 @@ def _measured(
     table = CollectiveTable({}) if kept is None else kept.communication
     assert isinstance(table, CollectiveTable)
     if channel is not None:
-        table = _with_group(table, channel.group, device)
+        table = _with_group(table, channel, device)
     return CostModel(operators, table)
 
 
 def _with_group(
-    table: CollectiveTable, group: dist.ProcessGroup, device: torch.device
+    table: CollectiveTable, channel: Channel, device: torch.device
 ) -> CollectiveTable:
     """A table that knows the all-reduces of a group, and other collectives by what these show."""
-    points = measure_all_reduces(group, device)
+    group = channel.group
+    points, computed = measure_all_reduces(group, device)
     ranks = group.size()
     alpha, beta = fitted(points)
     # A ring sends 2 (p - 1) / p of the bytes over each link.
     rate = 2 * (ranks - 1) / ranks / max(beta, 1e-15)
-    fallback = Network("measured", 0.0, rate, start=alpha)
+    each, per_byte = fitted(computed) if _shares_cores(channel, device) else (0.0, 0.0)
+    fallback = Network("measured", 0.0, rate, start=alpha, overhead=each)
     found = {**table.points, ("all_reduce", ranks): tuple(points)}
-    return CollectiveTable(found, table.links, fallback)
+    return CollectiveTable(found, table.links, fallback, (each, per_byte))
+
+
+def _shares_cores(channel: Channel, device: torch.device) -> bool:
+    """Whether the threads of a backend find no core that does not compute, on some rank."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    mine = {"host": platform.node(), "threads": torch.get_num_threads(), "cores": cores}
+    everyone = channel.exchange(mine)
+    here = sum(said["threads"] for said in everyone if said["host"] == mine["host"])
+    full = device.type == "cpu" and here >= (cores or 1)
+    return any(said["full"] for said in channel.exchange({"full": full}))
 
 
 def measure_all_reduces(
     group: dist.ProcessGroup, device: torch.device, rounds: int = 7
-) -> list[Point]:
+) -> tuple[list[Point], list[Point]]:
     """Median seconds of all-reduces of `SIZES` bytes, one at a time; no size is faster than a
-    smaller one. All ranks of the group have to call it."""
+    smaller one. All ranks of the group have to call it.
+
+    Returns:
+        Seconds on the clock, and seconds that all threads of this process compute.
+    """
     points: list[Point] = []
+    computed: list[Point] = []
     for nbytes in SIZES:
         tensor = torch.zeros(nbytes // 4, device=device)
-        seconds = [_all_reduce_seconds(tensor, group) for _ in range(rounds + 1)][1:]
-        points.append((nbytes, max(statistics.median(seconds), points[-1][1] if points else 0.0)))
-    return points
+        found = [_all_reduce_seconds(tensor, group) for _ in range(rounds + 1)][1:]
+        seconds, cores = (statistics.median(times) for times in zip(*found, strict=True))
+        points.append((nbytes, max(seconds, points[-1][1] if points else 0.0)))
+        computed.append((nbytes, max(cores, computed[-1][1] if computed else 0.0)))
+    return points, computed
 
 
-def _all_reduce_seconds(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
+def _all_reduce_seconds(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
     dist.barrier(group)
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
-    start = time.perf_counter()
+    start, computed = time.perf_counter(), time.process_time()
     dist.all_reduce(tensor, group=group)
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - computed
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
