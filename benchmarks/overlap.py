@@ -73,7 +73,7 @@ class Training:
                 self.model,
                 bucket_cap_mb=buckets_mb,
                 gradient_as_bucket_view=True,
-                static_graph=True,
+                static_graph=not FORMS[task["form"]].local,
             )
         self.form = FORMS[task["form"]]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)

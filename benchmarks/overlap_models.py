@@ -107,17 +107,19 @@ class Form(NamedTuple):
         step: one update.
         scheduled: the learning rate changes after each step.
         read: the program looks at each loss.
+        local: some backwards average nothing, which DDP's `static_graph` does not allow.
     """
 
     step: Callable[[nn.Module, Optimizer, Tensor, Tensor], Tensor]
     scheduled: bool = False
     read: bool = False
+    local: bool = False
 
 
 FORMS = {
     "plain": Form(train_step),
     "clip": Form(clipped_step),
     "people": Form(clipped_step, scheduled=True, read=True),
-    "accumulate": Form(accumulating_step),
+    "accumulate": Form(accumulating_step, local=True),
 }
 """*people*: as people train, clipped, with a schedule of learning rates and the loss read."""
