@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --models stack gpt --ratios 0.5 1 2 --ranks 4 --json overlap.json
-    python benchmarks/overlap.py --clip --plot overlap.png
+    python benchmarks/overlap.py --models gpt --forms plain people accumulate --plot overlap.png
     torchrun --nproc-per-node=8 benchmarks/overlap.py --models gpt
 
 What the figures mean and how they are taken: benchmarks/README.md.
@@ -16,30 +16,33 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import ranks
 import torch
 import torch.distributed as dist
-from overlap_models import OVERLAP_MODELS, clipped_step, overlap_batch
-from ranks import paired, slowest
+from overlap_bound import calibrated, preemptive_bound
+from overlap_models import FORMS, OVERLAP_MODELS, overlap_batch
+from overlap_show import COMMUNICATION, COMPUTE, plot, table
+from ranks import WARM_UP_STEPS, paired, slowest
 from rich.console import Console
-from rich.table import Table
 from spread import Figures, spread
-from step_models import train_step
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from usage import Usage, summed_up
 
 import graphopt
 from graphopt.demo.launch import Event, Reporter
 from graphopt.demo.replica import RandomState
-from graphopt.stages.pipelines import MIN_BUCKETS, default_pipeline
+from graphopt.stages.pipelines import default_pipeline
 
-COMPUTE, COMMUNICATION, BOUND = "compute alone", "communication alone", "bound"
-DDP_DEFAULT = "DDP, 25 MB"
+DDP_DEFAULT, DEFAULT = "DDP, 25 MB", "graphopt, default"
 CHUNK = 2**20
 Batches = Sequence[tuple[Tensor, Tensor]]
 
@@ -70,10 +73,12 @@ class Training:
                 self.model,
                 bucket_cap_mb=buckets_mb,
                 gradient_as_bucket_view=True,
-                static_graph=True,
+                static_graph=not FORMS[task["form"]].local,
             )
+        self.form = FORMS[task["form"]]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
-        self.step: Callable[..., Tensor] = clipped_step if task["clip"] else train_step
+        self._schedule = LambdaLR(self.optimizer, lambda number: 1 / (1 + number))
+        self.step: Callable[..., Tensor] = self.form.step
         if pipeline is not None:
             self.step = graphopt.compile(self.step, pipeline=pipeline)
         self._random = RandomState(1, device())
@@ -82,7 +87,11 @@ class Training:
         """One step for each batch, with random numbers of its own."""
         self._random.restore()
         for inputs, targets in batches:
-            self.step(self.trained, self.optimizer, inputs, targets)
+            loss = self.step(self.trained, self.optimizer, inputs, targets)
+            if self.form.scheduled:
+                self._schedule.step()
+            if self.form.read:
+                loss.item()
         if isinstance(self.step, graphopt.TrainStep):
             self.step.flush()
         self._random.save()
@@ -120,7 +129,7 @@ def gradient_bytes(model: str) -> int:
 def variants(task: Figures) -> dict[str, Variant]:
     """All that take turns, by name."""
     plain = [entry[0] if isinstance(entry, tuple) else entry for entry in default_pipeline()]
-    buckets = (plain[1], {"min_buckets": MIN_BUCKETS})
+    buckets = (plain[1], {"min_buckets": None})
     made: dict[str, Variant] = {
         COMPUTE: Training(task),
         COMMUNICATION: Communication(task),
@@ -128,32 +137,47 @@ def variants(task: Figures) -> dict[str, Variant]:
     }
     for size in task["sweep"]:
         made[f"DDP, {size:g} MB"] = Training(task, buckets_mb=size)
-    made["graphopt, 25 MB"] = Training(task, pipeline=plain)
-    made["graphopt, as they come"] = Training(task, pipeline=[plain[0], buckets, *plain[2:]])
-    made["graphopt, default"] = Training(task, pipeline="default")
+    made[DEFAULT] = Training(task, pipeline="default")
+    if task["others"]:
+        made["graphopt, 25 MB"] = Training(task, pipeline=plain)
+        made["graphopt, as they come"] = Training(task, pipeline=[plain[0], buckets, *plain[2:]])
     return made | {text: Training(task, pipeline=text) for text in task["pipelines"]}
 
 
 # -------------------------------------------------------------------------------- on each rank
 
 
-def turns(task: Figures) -> Figures:
-    """Seconds per step of each turn by variant, and how far parameters are from DDP's."""
+def turns(task: Figures, folder: Path) -> Figures:
+    """Seconds per step of each turn by variant, what it uses, the preemptive bound, and how far
+    parameters are from DDP's."""
     made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
     generator = torch.Generator().manual_seed(dist.get_rank())
+    usage = Usage()
 
     def given() -> tuple[Tensor, Tensor]:
         inputs, targets = overlap_batch(task["model"], generator)
         return inputs.to(device()), targets.to(device())
 
-    seconds = ranks.in_turns(
-        list(made),
-        lambda name, batches: timed(made[name], batches),
-        given,
-        task["rounds"],
-        task["turn"],
-    )
-    return {"seconds": seconds, "differences": differences(made)}
+    def seconds(name: str, batches: Batches) -> float:
+        return usage.of(name, len(batches), lambda: timed(made[name], batches))
+
+    found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"])
+    result = {"seconds": found, "usage": usage.found, "differences": differences(made)}
+    if task["compute_only"]:
+        return result
+    return result | {"preemptive": preemptive(made[COMPUTE], given(), found, folder)}
+
+
+def preemptive(
+    alone: Variant, batch: tuple[Tensor, Tensor], seconds: dict[str, list[float]], folder: Path
+) -> float:
+    """The preemptive bound of a training, in seconds."""
+    assert isinstance(alone, Training)
+    args = (alone.model, alone.optimizer, *batch)
+    captured = graphopt.capture(alone.form.step, *args, parallel=graphopt.DataParallel())
+    costs = calibrated(captured, alone.form.step, args, folder)
+    taken = [median(seconds[name][WARM_UP_STEPS:]) for name in (COMPUTE, COMMUNICATION)]
+    return preemptive_bound(captured, costs, *taken)
 
 
 def timed(variant: Variant, batches: Batches) -> float:
@@ -185,7 +209,7 @@ def work(task: Figures, folder: Path) -> None:
     """What an emulated host does."""
     reporter = Reporter(folder)
     with ranks.process_group(folder, reporter):
-        reporter.send("turns", **turns(task))
+        reporter.send("turns", **turns(task, folder))
 
 
 # ------------------------------------------------------------------------------------ launching
@@ -197,92 +221,48 @@ def link_rate(model: str, compute_seconds: float, ratio: float, hosts: int) -> f
     return sent / (ratio * compute_seconds)
 
 
-def task_of(model: str, options: argparse.Namespace) -> Figures:
+def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
     """What a rank is to do, as JSON."""
-    names = ("clip", "sweep", "pipelines", "rounds", "turn")
+    names = ("sweep", "pipelines", "others", "rounds", "turn")
     chosen = {name: getattr(options, name) for name in names}
-    return {"model": model, "compute_only": False, **chosen}
+    return {"model": model, "form": form, "compute_only": False, **chosen}
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figures]:
-    """One row of figures for each model and ratio."""
-    for model in options.models:
-        task = task_of(model, options) | {"compute_only": True}
-        alone = slowest(ranks.run_work(__file__, task, options.ranks))[COMPUTE]
-        task["compute_only"] = False
+    """One row of figures for each model, form and ratio."""
+    for model, form in product(options.models, options.forms):
+        task = task_of(model, form, options)
+        few = task | {"compute_only": True, "rounds": 3}
+        alone = median(slowest(ranks.run_work(__file__, few, options.ranks))[COMPUTE])
         for ratio in options.ratios:
-            rate = link_rate(model, median(alone), ratio, options.ranks) if ratio else None
+            rate = link_rate(model, alone, ratio, options.ranks) if ratio else None
             results = ranks.run_work(__file__, task, options.ranks, rate)
-            yield figures(model, ratio, rate, results)
+            yield figures(task, ratio, rate, results)
 
 
-def figures(model: str, ratio: float, rate: float | None, results: list[Event]) -> Figures:
-    """Medians, and ratios to the bound and to the best DDP of each round."""
+def figures(task: Figures, ratio: float, rate: float | None, results: list[Event]) -> Figures:
+    """Medians, and ratios to the bounds and to the best DDP of each round."""
     seconds = slowest(results)
     bound = [max(a, b) for a, b in zip(seconds[COMPUTE], seconds[COMMUNICATION], strict=True)]
+    preemptive = max(result["preemptive"] for result in results)
     ddp = [name for name in seconds if name.startswith("DDP")]
     best = min(ddp, key=lambda name: median(seconds[name]))
     return {
-        "model": model,
+        "model": task["model"],
+        "form": task["form"],
         "ratio": ratio,
         "bits_per_second": rate,
         "best_ddp": best,
         "seconds": seconds,
+        "preemptive_bound": preemptive,
         "per_bound": {name: spread(paired(times, bound)) for name, times in seconds.items()},
         "per_best": {name: spread(paired(times, seconds[best])) for name, times in seconds.items()},
+        "usage": summed_up([result["usage"] for result in results], WARM_UP_STEPS),
         "differences": results[0]["differences"],
     }
 
 
-# -------------------------------------------------------------------------------------- showing
-
-
-def table(row: Figures) -> Table:
-    """One model on one link."""
-    rate = row["bits_per_second"]
-    link = "no shaped link" if rate is None else f"{rate / 1e6:.0f} Mbit/s"
-    made = Table(title=f"{row['model']}, communication / compute set to {row['ratio']:g} ({link})")
-    for heading in ("variant", "step, ms", "/ bound", "/ best DDP", "max |Δ| to DDP"):
-        made.add_column(heading)
-    for name, times in row["seconds"].items():
-        difference = row["differences"].get(name)
-        made.add_row(
-            name + (" (best)" if name == row["best_ddp"] else ""),
-            f"{1e3 * median(times):.1f}",
-            shown(row["per_bound"][name]),
-            shown(row["per_best"][name]),
-            "" if difference is None else f"{difference:g}",
-        )
-    return made
-
-
-def shown(found: Figures) -> str:
-    """Median and quartiles."""
-    low, high = found["quartiles"]
-    return f"{found['median']:.3f} [{low:.3f}-{high:.3f}]"
-
-
-def plot(rows: Sequence[Figures], path: Path) -> None:
-    """Step time against the bound, one line for each variant, one panel for each model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = pyplot.subplots(1, len(models), figsize=(6 * len(models), 4), squeeze=False)
-    for panel, model in zip(panels[0], models, strict=True):
-        mine = [row for row in rows if row["model"] == model]
-        for name in mine[0]["per_bound"]:
-            if name not in (COMPUTE, COMMUNICATION):
-                heights = [row["per_bound"][name]["median"] for row in mine]
-                panel.plot([row["ratio"] for row in mine], heights, marker="o", label=name)
-        panel.axhline(1.0, color="black", linewidth=1)
-        panel.set(
-            title=model, xlabel="communication / compute", ylabel="step / bound", xscale="log"
-        )
-    panels[0][-1].legend(fontsize="small")
-    figure.savefig(path, bbox_inches="tight")
+# ------------------------------------------------------------------------------- command line
 
 
 @contextmanager
@@ -300,13 +280,14 @@ def torchrun_group() -> Iterator[None]:
 def on_real_hosts(options: argparse.Namespace) -> list[Figures]:
     """Under torchrun: the link is what it is; rank 0 has the figures."""
     rows = []
-    with torchrun_group():
-        for model in options.models:
-            mine = turns(task_of(model, options))
+    with torchrun_group(), TemporaryDirectory(prefix="graphopt-") as folder:
+        for model, form in product(options.models, options.forms):
+            task = task_of(model, form, options)
+            mine = turns(task, Path(folder))
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)
             if dist.get_rank() == 0:
-                rows.append(figures(model, 0.0, None, everyone))
+                rows.append(figures(task, 0.0, None, everyone))
     return rows
 
 
@@ -322,12 +303,13 @@ def parse() -> argparse.Namespace:
         default=[1.0],
         help="communication / compute that the link is set for; 0: no shaped link",
     )
-    parser.add_argument("--sweep", nargs="*", type=float, default=[0.5, 1, 2, 4], help="MB")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["plain"])
+    parser.add_argument("--sweep", nargs="*", type=float, default=[0.25, 0.5, 1, 2, 5], help="MB")
     parser.add_argument("--pipelines", nargs="*", default=[], help="further ones, as text")
     parser.add_argument(
         "--turn", type=int, default=10, help="steps of one variant before the next one's turn"
     )
-    parser.add_argument("--clip", action="store_true", help="clip by the norm of all gradients")
+    parser.add_argument("--others", action="store_true", help="variants of the default as well")
     parser.add_argument("--rounds", type=int, default=10, help="turns, at least 2")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw step time against the bound"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
-from step_models import MODELS, batch
+from step_models import MODELS, batch, train_step
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 MAX_NORM = 1.0
 ROWS = {"stack": 1024, "embedding": 16}
 ALPHABET = 20_000
 LENGTH = 32
+PARTS = 4
 
 
 class Block(nn.Module):
@@ -77,3 +81,45 @@ def clipped_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets
     optimizer.step()
     optimizer.zero_grad()
     return loss
+
+
+def accumulating_step(
+    model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor
+) -> Tensor:
+    """One update from four parts of a batch; gradients are averaged once."""
+    parts = zip(inputs.chunk(PARTS), targets.chunk(PARTS), strict=True)
+    total = torch.zeros((), device=inputs.device)
+    for number, (some, classes) in enumerate(parts):
+        local = isinstance(model, DistributedDataParallel) and number < PARTS - 1
+        with model.no_sync() if local else nullcontext():
+            loss = F.cross_entropy(model(some).flatten(0, -2), classes.flatten()) / PARTS
+            loss.backward()
+        total = total + loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+class Form(NamedTuple):
+    """How a model is trained.
+
+    Attributes:
+        step: one update.
+        scheduled: the learning rate changes after each step.
+        read: the program looks at each loss.
+        local: some backwards average nothing, which DDP's `static_graph` does not allow.
+    """
+
+    step: Callable[[nn.Module, Optimizer, Tensor, Tensor], Tensor]
+    scheduled: bool = False
+    read: bool = False
+    local: bool = False
+
+
+FORMS = {
+    "plain": Form(train_step),
+    "clip": Form(clipped_step),
+    "people": Form(clipped_step, scheduled=True, read=True),
+    "accumulate": Form(accumulating_step, local=True),
+}
+"""*people*: as people train, clipped, with a schedule of learning rates and the loss read."""

@@ -16,19 +16,17 @@ import ranks
 import torch
 import torch.distributed as dist
 from overlap import Training, link_rate, timed
+from overlap_bound import calibrated
 from overlap_models import OVERLAP_MODELS, overlap_batch
 from rich.console import Console
 from rich.table import Table
 from spread import Figures, spread
 from step_models import train_step
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import graphopt
-from graphopt.cost import CostModel
 from graphopt.demo.launch import Event, Reporter
 from graphopt.stages import default_pipeline
-from graphopt.tracing.call import Call
 
 COMPUTE = "compute alone"
 
@@ -62,22 +60,16 @@ def work(task: Figures, folder: Path) -> None:
         )
         predicted = {}
         if not task["compute_only"]:
-            costs = calibrated(made[COMPUTE], overlap_batch(task["model"], generator), folder)
+            alone = made[COMPUTE]
+            args = (alone.model, alone.optimizer, *overlap_batch(task["model"], generator))
+            captured = graphopt.capture(train_step, *args, parallel=graphopt.DataParallel())
+            costs = calibrated(captured, train_step, args, folder)
             predicted = {
                 name: graphopt.simulate(training.step.graph_module, costs).step_seconds
                 for name, training in made.items()
                 if isinstance(training.step, graphopt.TrainStep)
             }
         reporter.send("turns", seconds=seconds, predicted=predicted)
-
-
-def calibrated(training: Training, batch: tuple[Tensor, Tensor], folder: Path) -> CostModel:
-    """Costs of operators and collectives, measured here and now on all ranks."""
-    args = (training.model, training.optimizer, *batch)
-    captured = graphopt.capture(train_step, *args, parallel=graphopt.DataParallel())
-    values = captured.live.live_values(Call(train_step, args, {}))
-    table = folder / f"costs{dist.get_rank()}.json"
-    return graphopt.cost.calibrate(captured.graph_module, values, table=table)
 
 
 def figures(model: str, ratio: float, results: list[Event]) -> list[Figures]:
@@ -128,7 +120,7 @@ def main() -> None:
     rows: list[Figures] = []
     with ranks.failures_shown():
         for model in options.models:
-            task = {"model": model, "clip": False, "rounds": options.rounds, "turn": options.turn}
+            task = {"model": model, "form": "plain", "rounds": options.rounds, "turn": options.turn}
             first = ranks.run_work(__file__, task | {"compute_only": True}, 2)
             alone = median(ranks.slowest(first)[COMPUTE])
             for ratio in options.ratios:

@@ -22,11 +22,13 @@ member was. Nodes that stood before the fused wait and need a member move after 
 What is sent while the backward computes costs no time; what is left when it ends does, and a
 large last bucket is most of a small model. With `min_buckets` buckets close earlier, so that there
 are about that many, but none below 256 KB, where the time of a collective no longer depends on its
-size. In the default pipeline it is 32 (measured by `benchmarks/overlap.py`).
+size. With None it is a number by cost (`graphopt.schedule.granularity`): of tables, so that it is
+the same on every rank and every machine. The default pipeline does so.
 
 A gradient that fills a bucket by itself goes alone: nothing copies it, and a graph in its
-executable form reduces it where it is. Buckets of small ones are filled beside those, one for every
-four times its size that goes alone: so what waits for it is near its members in the model.
+executable form reduces it where it is. A bucket of small ones is filled beside those, one for every
+four times its size that goes by: so what waits for it is near its members in the model. The large
+one that goes by then is copied into it, up to 4 MB: a collective more takes longer than that.
 
 Left as they are: a bucket of one; a late node; a tensor that is empty, not contiguous or of a
 dynamic size; a result read through `as_strided`, whose offset counts from the beginning of the
@@ -63,9 +65,11 @@ from graphopt.comm.buckets import (
     raise_launches,
     scaled_input,
 )
+from graphopt.cost import default_cost_model
 from graphopt.graph_utils import call_function_with_meta, is_collective, move_after
 from graphopt.ir.effects import Effects
 from graphopt.manager import PassArgumentError, graph_optimization_pass
+from graphopt.schedule import collectives_by_cost
 
 aten = torch.ops.aten
 
@@ -77,14 +81,15 @@ ALIGNMENT_BYTES = 64
 
 @graph_optimization_pass()
 def comm_fusion_with_concat(
-    gm: fx.GraphModule, bucket_size_mb: float = 25, min_buckets: int = 1
+    gm: fx.GraphModule, bucket_size_mb: float = 25, min_buckets: int | None = 1
 ) -> int:
     """Fuse all-reduces into buckets (three ranks or more: sums in another order).
 
     Args:
         bucket_size_mb: of gradients after which a bucket closes; the first one closes at 1 MB.
         min_buckets: buckets close early enough that there are about so many, but not below
-            256 KB; large gradients and collectives in between make them fewer or more.
+            256 KB; large gradients and collectives in between make them fewer or more. None: as
+            many as cost least on a link that is as slow as the compute.
 
     Returns:
         How many all-reduces changed.
@@ -116,17 +121,24 @@ def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
     return len(changed)
 
 
-def _share(gm: fx.GraphModule, min_buckets: int) -> int:
+def _share(gm: fx.GraphModule, min_buckets: int | None) -> int:
     """Bytes at which a bucket closes so that there are `min_buckets`."""
-    if not isinstance(min_buckets, int) or isinstance(min_buckets, bool) or min_buckets < 1:
-        raise PassArgumentError(
-            f"min_buckets={min_buckets!r}: give how many buckets there are to be, a whole number"
-            " from 1 (which leaves it to bucket_size_mb)"
-        )
+    _check_count(min_buckets)
     if min_buckets == 1:
         return sys.maxsize
-    total = sum(block.nbytes for block in fusable_blocks(gm).values())
-    return max(SMALLEST_BUCKET_BYTES, math.ceil(total / min_buckets))
+    blocks = fusable_blocks(gm)
+    count = min_buckets or collectives_by_cost(gm.graph, list(blocks), default_cost_model(gm.graph))
+    total = sum(block.nbytes for block in blocks.values())
+    return max(SMALLEST_BUCKET_BYTES, math.ceil(total / count))
+
+
+def _check_count(count: int | None) -> None:
+    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= 1):
+        return
+    raise PassArgumentError(
+        f"min_buckets={count!r}: give how many buckets there are to be, a whole number from 1"
+        " (which leaves it to bucket_size_mb), or None for a number by cost"
+    )
 
 
 def _bytes_of(bucket_size_mb: float) -> int:

@@ -36,9 +36,11 @@ def group() -> Iterator[None]:
         ([4096, 4, 4], 25, [1, 2]),
         ([4, 4, 4], 1e-9, [1, 1, 1]),
         ([600] * 4, float("inf"), [2, 2]),
-        # One of small gradients closes whenever four times its size has gone alone beside it.
-        ([4, 512, 4, 512, 4, 4, 1024, 4], 0.25, [1, 2, 1, 2, 1, 1]),
-        ([4, 2048, 4, 1024, 4, 300, 4], 0.25, [1, 1, 1, 1, 1, 2]),
+        # One of small gradients closes whenever four times its size has gone by beside it, with the
+        # last of those in it, unless that is too large to be copied.
+        ([4, 512, 4, 512, 4, 4, 1024, 4], 0.25, [1, 3, 3, 1]),
+        ([4, 2048, 4, 1024, 4, 300, 4], 0.25, [2, 2, 1, 2]),
+        ([4, 8192, 4, 1024, 4, 4096, 4], 0.25, [1, 1, 2, 2, 1]),
     ],
 )
 def test_bucket_sizes(kilobytes: list[int], bucket_size_mb: float, expected: list[int]) -> None:

@@ -327,7 +327,7 @@ def test_bad_bucket_size(size: Any) -> None:
     assert str(gm.graph) == before
 
 
-@pytest.mark.parametrize("count", [0, -1, 2.0, True, "16", None])
+@pytest.mark.parametrize("count", [0, -1, 2.0, True, "16"])
 def test_bad_number_of_buckets(count: Any) -> None:
     gm = gradients((4,), (4,))
     before = str(gm.graph)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+import graphopt
 from graphopt import _compat
 from graphopt.cost import (
     DEVICES,
@@ -94,7 +95,7 @@ def test_updates_are_not_free() -> None:
 
 def test_rings_and_trees() -> None:
     link = Network("toy", alpha=1.0, bytes_per_second=10.0, start=0.25)
-    assert link(Collective("all_reduce", 80, 2, "g")) == (2.25, 8.0, ("network",))
+    assert link(Collective("all_reduce", 80, 2, "g")) == (2.25, 8.0, ("network",), 0.0)
     assert link(Collective("all_reduce", 80, 8, "g"))[:2] == (6.25, 14.0)  # a tree of depth 3
     assert link(Collective("all_gather_into_tensor", 80, 4, "g"))[:2] == (3.25, 6.0)
     assert link(Collective("reduce_scatter_tensor", 80, 4, "g"))[:2] == (3.25, 6.0)
@@ -211,3 +212,12 @@ def test_operators_are_measured_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "another machine" in caplog.text
     found = CostModel.load(path).compute
     assert isinstance(found, OperatorTable) and found.machine == model.compute.machine
+
+
+def test_inputs_are_made_or_refused(tmp_path: Path) -> None:
+    step = training_step(2, ranks=None)
+    model = calibrate(step, table=tmp_path / "costs.json")
+    assert isinstance(model.compute, OperatorTable) and not model.compute.lacks(step.graph)
+    captured = graphopt.capture(lambda m, x: m(x).tanh(), torch.nn.Linear(4, 4), torch.ones(2, 4))
+    with pytest.raises(CostTableError, match="takes 3 inputs, 3 of them tensors"):
+        calibrate(captured.graph_module, captured.inputs)

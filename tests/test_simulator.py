@@ -47,6 +47,16 @@ def test_by_hand(text: str, step: float, exposed: list[float]) -> None:
     assert timeline.end - timeline.begin == pytest.approx(step)
 
 
+def test_overhead_is_taken_from_compute() -> None:
+    found = program("c3 L0=2 c5 W0")
+    (launch,) = found.launched
+    found.seconds[launch] = 1.0  # before anything is on its way
+    timeline = simulate_program(found)
+    assert (timeline.step_seconds, timeline.compute_seconds) == pytest.approx((9, 9))
+    assert timeline.collectives[0].start == pytest.approx(timeline.begin + 4)
+    assert timeline.bound_seconds <= timeline.step_seconds
+
+
 def test_groups_with_links_of_their_own_do_not_slow_each_other() -> None:
     text = "c1 L0=4 L1=4@tp W0 W1"
     assert simulate_program(program(text, APART)).step_seconds == pytest.approx(5)

@@ -22,6 +22,10 @@ from graphopt.ir.operators import argument
 BESIDE = 4
 """One bucket is filled beside gradients of so many times its limit that are sent alone."""
 
+WORTH_A_COPY = 2**22
+"""Bytes up to which a gradient that could be sent alone is copied into the bucket beside it, when
+that closes: one collective more takes longer."""
+
 
 def fusable_blocks(gm: fx.GraphModule) -> dict[fx.Node, CommBlock]:
     """The all-reduces that may be fused at all, by launch."""
@@ -189,9 +193,8 @@ class Planner:
 
     def _add(self, block: CommBlock) -> None:
         key = (block.group, block.reduce_op, block.dtype, block.device)
-        if block.nbytes >= self._limit:  # alone: sent as it is, nobody copies it into a bucket
-            self._send_alone(key, block.nbytes)
-            return
+        if block.nbytes >= self._limit and not self._joins(key, block.nbytes):
+            return  # alone: sent as it is, nobody copies it into a bucket
         bucket = self._open.get(key)
         if bucket is None or not bucket.is_open:
             bucket = Bucket(self._first_limit if bucket is None else self._limit)
@@ -206,14 +209,19 @@ class Planner:
         if bucket.nbytes >= bucket.limit:
             self._close([bucket])
 
-    def _send_alone(self, key: Any, nbytes: int) -> None:
-        """Close the bucket that is filled beside it, each time that a few times its limit went
-        alone. Where that is does not depend on what is in a bucket: fusing again fuses no more."""
+    def _joins(self, key: Any, nbytes: int) -> bool:
+        """Whether a large gradient goes into the bucket that is filled beside such. That closes
+        each time that a few times its limit has gone by, with this one or without."""
         before = self._alone.get(key, 0)
         self._alone[key] = before + nbytes
         span = BESIDE * self._limit
-        if key in self._open and before // span != self._alone[key] // span:
-            self._close([self._open[key]])
+        bucket = self._open.get(key)
+        if bucket is None or not bucket.is_open or before // span == self._alone[key] // span:
+            return False
+        if nbytes <= WORTH_A_COPY:
+            return True
+        self._close([bucket])
+        return False
 
     def _close(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:

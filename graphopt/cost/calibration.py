@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
 
 def calibrate(
     graph_module: fx.GraphModule,
-    inputs: Sequence[Any],
+    inputs: Sequence[Any] | None = None,
     group: dist.ProcessGroup | None = None,
     *,
     table: str | PathLike[str] | None = None,
@@ -53,7 +54,9 @@ def calibrate(
 
     Args:
         graph_module: in the captured dialect, such as ``graphopt.capture(…).graph_module``.
-        inputs: one for each placeholder, such as ``captured.inputs``; they are not changed.
+        inputs: one for each placeholder, as the graph is called with; they are not changed. None:
+            zeros of the shapes that it was captured with, whose times are those of other values
+            almost everywhere.
         group: whose collectives are measured; None: the default group, if there is one.
         table: file of costs measured before. What is there for the same machine is not measured
             again; it is written anew where something was. None: ``graphopt/costs.json`` in the
@@ -62,15 +65,17 @@ def calibrate(
 
     Raises:
         SpmdMismatchError: not all ranks of the group called it.
+        CostTableError: `inputs` are not what the graph is called with.
         FileError: `table` is given and cannot be written.
 
     >>> model = torch.nn.Linear(4, 4)
     >>> captured = graphopt.capture(lambda m, x: m(x).tanh(), model, torch.ones(2, 4))
-    >>> inputs = [*model.parameters(), torch.ones(2, 4)]
-    >>> costs = graphopt.cost.calibrate(captured.graph_module, inputs, table="costs.json")
+    >>> costs = graphopt.cost.calibrate(captured.graph_module, table="costs.json")
     >>> graphopt.simulate(captured.graph_module, costs).step_seconds > 0
     True
     """
+    inputs = example_inputs(graph_module) if inputs is None else inputs
+    _check_inputs(graph_module, inputs)
     path = _cache_file() if table is None else place(table)
     channel = _channel(group, timeout)
     device = _device(inputs)
@@ -81,6 +86,37 @@ def calibrate(
         if _decides(channel):
             _write(kept, path, required=table is not None)
     return _spread(channel, kept)
+
+
+def example_inputs(graph_module: fx.GraphModule) -> list[Any]:
+    """Zeros of the shapes that a graph was captured with; numbers as they were.
+
+    Raises:
+        CostTableError: a shape is symbolic.
+    """
+    values = [n.meta.get("val") for n in graph_module.graph.find_nodes(op="placeholder")]
+    if any(_compat.has_symbolic_shape(tensor) for tensor in tensors_in(values)):
+        raise CostTableError("the graph has inputs of symbolic shapes: give `inputs` to measure")
+    return [_zeros(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    size, stride = tuple(like.shape), tuple(like.stride())
+    return torch.empty_strided(size, stride, dtype=like.dtype, device=like.device).zero_()
+
+
+def _check_inputs(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    wanted = graph_module.graph.find_nodes(op="placeholder")
+    given = list(inputs)
+    kinds = [isinstance(n.meta.get("val"), torch.Tensor) for n in wanted]
+    fits = [isinstance(value, torch.Tensor) for value in given]
+    if kinds != fits:
+        raise CostTableError(
+            f"the graph takes {len(kinds)} inputs, {sum(kinds)} of them tensors; given are"
+            f" {len(given)}, {sum(fits)} of them tensors\n"
+            "  hint:  leave `inputs` out to measure with zeros of the shapes that it was captured"
+            " with; `captured.inputs` names the inputs, and has no values"
+        )
 
 
 def _cache_file() -> Path:
@@ -156,46 +192,65 @@ def _measured(
     table = CollectiveTable({}) if kept is None else kept.communication
     assert isinstance(table, CollectiveTable)
     if channel is not None:
-        table = _with_group(table, channel.group, device)
+        table = _with_group(table, channel, device)
     return CostModel(operators, table)
 
 
 def _with_group(
-    table: CollectiveTable, group: dist.ProcessGroup, device: torch.device
+    table: CollectiveTable, channel: Channel, device: torch.device
 ) -> CollectiveTable:
     """A table that knows the all-reduces of a group, and other collectives by what these show."""
-    points = measure_all_reduces(group, device)
+    group = channel.group
+    points, computed = measure_all_reduces(group, device)
     ranks = group.size()
     alpha, beta = fitted(points)
     # A ring sends 2 (p - 1) / p of the bytes over each link.
     rate = 2 * (ranks - 1) / ranks / max(beta, 1e-15)
-    fallback = Network("measured", 0.0, rate, start=alpha)
+    each, per_byte = fitted(computed) if _shares_cores(channel, device) else (0.0, 0.0)
+    fallback = Network("measured", 0.0, rate, start=alpha, overhead=each)
     found = {**table.points, ("all_reduce", ranks): tuple(points)}
-    return CollectiveTable(found, table.links, fallback)
+    return CollectiveTable(found, table.links, fallback, (each, per_byte))
+
+
+def _shares_cores(channel: Channel, device: torch.device) -> bool:
+    """Whether the threads of a backend find no core that does not compute, on some rank."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    mine = {"host": platform.node(), "threads": torch.get_num_threads(), "cores": cores}
+    everyone = channel.exchange(mine)
+    here = sum(said["threads"] for said in everyone if said["host"] == mine["host"])
+    full = device.type == "cpu" and here >= (cores or 1)
+    return any(said["full"] for said in channel.exchange({"full": full}))
 
 
 def measure_all_reduces(
     group: dist.ProcessGroup, device: torch.device, rounds: int = 7
-) -> list[Point]:
+) -> tuple[list[Point], list[Point]]:
     """Median seconds of all-reduces of `SIZES` bytes, one at a time; no size is faster than a
-    smaller one. All ranks of the group have to call it."""
+    smaller one. All ranks of the group have to call it.
+
+    Returns:
+        Seconds on the clock, and seconds that all threads of this process compute.
+    """
     points: list[Point] = []
+    computed: list[Point] = []
     for nbytes in SIZES:
         tensor = torch.zeros(nbytes // 4, device=device)
-        seconds = [_all_reduce_seconds(tensor, group) for _ in range(rounds + 1)][1:]
-        points.append((nbytes, max(statistics.median(seconds), points[-1][1] if points else 0.0)))
-    return points
+        found = [_all_reduce_seconds(tensor, group) for _ in range(rounds + 1)][1:]
+        seconds, cores = (statistics.median(times) for times in zip(*found, strict=True))
+        points.append((nbytes, max(seconds, points[-1][1] if points else 0.0)))
+        computed.append((nbytes, max(cores, computed[-1][1] if computed else 0.0)))
+    return points, computed
 
 
-def _all_reduce_seconds(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
+def _all_reduce_seconds(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
     dist.barrier(group)
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
-    start = time.perf_counter()
+    start, computed = time.perf_counter(), time.process_time()
     dist.all_reduce(tensor, group=group)
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - computed
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

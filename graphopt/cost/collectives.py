@@ -15,7 +15,9 @@ algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing
 the faster one counts.
 
 Start-up time takes a communicator, but not its link; time of transfer takes the link, which
-communicators share.
+communicators share. Whoever computes loses the *overhead* of a collective, as in the LogP model
+(Culler et al., "LogP: towards a realistic model of parallel computation", PPoPP 1993): a launch, or
+the threads of a backend that share its cores.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class Transfer(NamedTuple):
         latency: seconds before anything is on the link.
         transfer: seconds that it keeps its links busy, alone on them.
         links: names of what it shares with other groups.
+        overhead: seconds that it takes away from compute.
 
     >>> from graphopt.cost import collective_of, default_cost_model
     >>> launch = graphopt.comm.get_all_comm_blocks(gm)[0].comm_node
@@ -78,6 +81,7 @@ class Transfer(NamedTuple):
     latency: float
     transfer: float
     links: tuple[str, ...] = (SHARED_LINK,)
+    overhead: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -124,6 +128,7 @@ class Network:
         start: seconds that each collective takes on top, whatever its size and ranks.
         links: by group, what it shares with others; a group that is not named takes one link that
             all of these share.
+        overhead: seconds that each collective takes away from compute, whatever its size.
 
     >>> from graphopt.cost import NETWORKS, Network
     >>> all(isinstance(network, Network) for network in NETWORKS.values())
@@ -135,19 +140,21 @@ class Network:
     bytes_per_second: float
     start: float = 0.0
     links: Mapping[str, tuple[str, ...]] | None = None
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.alpha >= 0 and self.start >= 0 and self.bytes_per_second > 0):
+        least = min(self.alpha, self.start, self.overhead)
+        if not (least >= 0 and self.bytes_per_second > 0):
             raise CostTableError(
-                f"network {self.name!r}: alpha and start are seconds from 0, bytes_per_second is"
-                " above 0"
+                f"network {self.name!r}: alpha, start and overhead are seconds from 0,"
+                " bytes_per_second is above 0"
             )
 
     def __call__(self, collective: Collective) -> Transfer:
         steps, passes = _steps_and_passes(collective)
         links = (self.links or {}).get(collective.group, (SHARED_LINK,))
         seconds = passes * collective.nbytes / self.bytes_per_second
-        return Transfer(self.start + steps * self.alpha, seconds, links)
+        return Transfer(self.start + steps * self.alpha, seconds, links, self.overhead)
 
 
 def _steps_and_passes(collective: Collective) -> tuple[float, float]:
@@ -167,14 +174,15 @@ def _steps_and_passes(collective: Collective) -> tuple[float, float]:
 NETWORKS: Mapping[str, Network] = {
     network.name: network
     for network in (
-        Network("nvlink", 1e-6, 360e9, start=6e-6),
-        Network("infiniband", 3e-6, 45e9, start=10e-6),
-        Network("ethernet", 30e-6, 1.1e9, start=100e-6),
-        Network("loopback", 20e-6, 2e9, start=150e-6),
+        Network("nvlink", 1e-6, 360e9, start=6e-6, overhead=10e-6),
+        Network("infiniband", 3e-6, 45e9, start=10e-6, overhead=10e-6),
+        Network("ethernet", 30e-6, 1.1e9, start=100e-6, overhead=1e-3),
+        Network("loopback", 20e-6, 2e9, start=150e-6, overhead=1e-3),
     )
 }
 """NVLink 4 and 400 Gbit/s InfiniBand between GPUs with NCCL; 10 Gbit/s Ethernet and one machine
-with gloo. Rates are about nine tenths of the vendors'."""
+with gloo. Rates are about nine tenths of the vendors'; a collective of gloo wakes a dozen threads,
+on cores that compute."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,7 @@ class CollectiveTable:
         points: by kind and number of ranks, in order of bytes.
         links: as of `Network`.
         fallback: for kinds and numbers of ranks without points.
+        overhead: seconds that a collective takes away from compute, and seconds for each byte.
 
     >>> from graphopt.cost import Collective, CollectiveTable, NETWORKS
     >>> callable(CollectiveTable)
@@ -196,6 +205,7 @@ class CollectiveTable:
     points: Mapping[tuple[str, int], tuple[Point, ...]]
     links: Mapping[str, tuple[str, ...]] | None = None
     fallback: Network = NETWORKS["ethernet"]
+    overhead: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         for (kind, ranks), points in self.points.items():
@@ -213,7 +223,9 @@ class CollectiveTable:
         links = (self.links or {}).get(collective.group, (SHARED_LINK,))
         seconds = interpolated(points, collective.nbytes)
         latency = min(points[0][1], seconds)
-        return Transfer(latency, seconds - latency, links)
+        each, per_byte = self.overhead
+        overhead = each + per_byte * collective.nbytes
+        return Transfer(latency, seconds - latency, links, overhead)
 
 
 def interpolated(points: Sequence[Point], nbytes: int) -> float:

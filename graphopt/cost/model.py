@@ -25,7 +25,7 @@ from graphopt.graph_utils import is_collective, tensors_in
 from graphopt.runtime.places import place, read_text, write
 
 _FORMAT = "graphopt costs"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class CostModel:
         found = self.communication(collective_of(node, world_size))
         _checked(found.latency, node)
         _checked(found.transfer, node)
+        _checked(found.overhead, node)
         return found
 
     @classmethod
@@ -188,25 +189,27 @@ def _encode_communication(communication: Callable[[Collective], Transfer]) -> di
     if isinstance(communication, CollectiveTable):
         points = [[kind, ranks, list(p)] for (kind, ranks), p in communication.points.items()]
         fallback = _network(communication.fallback)
-        return {"points": points, "links": communication.links, "network": fallback}
+        found = {"points": points, "links": communication.links, "network": fallback}
+        return found | {"overhead": list(communication.overhead)}
     raise CostTableError(f"{communication!r} cannot be saved: only networks and tables can")
 
 
 def _network(network: Network) -> list[Any]:
     rates = (network.alpha, network.bytes_per_second, network.start)
-    return [network.name, *rates, network.links]
+    return [network.name, *rates, network.links, network.overhead]
 
 
 def _decode_communication(content: dict[str, Any]) -> Network | CollectiveTable:
-    name, alpha, rate, start, links = content["network"]
-    network = Network(str(name), alpha, rate, start, _links(links))
+    name, alpha, rate, start, links, overhead = content["network"]
+    network = Network(str(name), alpha, rate, start, _links(links), overhead)
     if "points" not in content:
         return network
     points = {
         (str(kind), int(ranks)): tuple((int(size), float(seconds)) for size, seconds in measured)
         for kind, ranks, measured in content["points"]
     }
-    return CollectiveTable(points, _links(content["links"]), network)
+    each, per_byte = content["overhead"]
+    return CollectiveTable(points, _links(content["links"]), network, (each, per_byte))
 
 
 def _links(content: dict[str, list[str]] | None) -> dict[str, tuple[str, ...]] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from graphopt.schedule.deferral import defer_products, hasten
 from graphopt.schedule.errors import ScheduleError
+from graphopt.schedule.granularity import collectives_by_cost
 from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order, hold_back
 from graphopt.schedule.order import Schedule, apply_schedule
 from graphopt.schedule.overlap import overlap_schedule
@@ -28,6 +29,7 @@ __all__ = [
     "Timeline",
     "apply_launch_order",
     "apply_schedule",
+    "collectives_by_cost",
     "collectives_text",
     "defer_products",
     "hasten",

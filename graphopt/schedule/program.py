@@ -80,7 +80,7 @@ class Program:
     Attributes:
         order: all nodes, late ones before their destinations.
         late: those that belong to the iteration before.
-        seconds: of each node that computes.
+        seconds: of each node that computes, and what launches take of compute.
         messages: all collectives, in launch order.
         launched: the message of each launch.
         waited: the message of each wait.
@@ -132,6 +132,8 @@ def program_of(graph: fx.Graph, cost_model: CostModel, world_size: int | None = 
     for node in order:
         if is_collective(node):
             transfer = cost_model.transfer(node, world_size)
+            if transfer.overhead:
+                seconds[node] = transfer.overhead
             messages.append(_message(len(messages), node, transfer, late.keys(), position))
         elif node.op not in ("placeholder", "output", "get_attr"):
             taken = cost_model.compute_seconds(node)

@@ -93,7 +93,7 @@ def _actions(program: Program, every_node: bool = False) -> list[Action]:
                 actions[-1] = ("compute", actions[-1][1] + seconds, None, node)
             else:
                 actions.append(("compute", seconds, None, node))
-        elif node in program.launched:
+        if node in program.launched:
             actions.append(("launch", 0.0, program.launched[node], node))
         elif node in program.waited:
             actions.append(("wait", 0.0, program.waited[node], node))

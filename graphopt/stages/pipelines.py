@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from graphopt.manager import PassManager
     from graphopt.manager.running import PipelineEntry
 
-MIN_BUCKETS = 32
-"""Of the default pipeline: a thirty-second of the gradients is still to be sent when the backward
-ends, most gradients of layers go alone and need no copy, and a gradient of a gigabyte still goes in
-buckets of 25 MB."""
-
 HELD_BACK = 0.4
 """The share of the gradients' bytes that the default pipeline sends after the backward: they have
 the forward of the next step to travel in, and the time until its first gradient is ready. A product
@@ -30,7 +25,7 @@ def default_pipeline() -> list[PipelineEntry]:
 
     return [
         passes.remove_copy_from_optimizer,
-        (passes.comm_fusion_with_concat, {"min_buckets": MIN_BUCKETS}),
+        (passes.comm_fusion_with_concat, {"min_buckets": None}),
         passes.schedule_comm_wait,
         (passes.iter_move_grads_and_optimizers, {"held_back": HELD_BACK}),
         passes.schedule_updates,
