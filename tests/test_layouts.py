@@ -504,3 +504,31 @@ def test_layouts_of_nests() -> None:
         tuple, (), (Layout((3, 2), (1, 3), torch.float32, tensor.device), Constant(int, 1))
     )
     assert described((tensor, 1)) == value
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda t: t.squeeze((0, 1)),
+        lambda t: t.view(t.shape),
+        lambda t: t[:],
+        lambda t: t.t().t(),
+        lambda t: t.reshape(12).view(4, 3),
+        lambda t: t.view(torch.int32).view(torch.float32),
+        lambda t: t.as_strided((4, 3), (3, 1)),
+        lambda t: t.flip(0),  # is not the same, and is written
+        lambda t: t.t().contiguous().t(),
+    ],
+)
+def test_what_is_copied_onto_itself(same: Callable[[Tensor], Tensor]) -> None:
+    """An update that changes nothing, by way of views, is none."""
+
+    def step(model: nn.Module, t: Tensor) -> Tensor:
+        t.copy_(same(t))
+        return model(t).sum()  # type: ignore[no-any-return]
+
+    model, mine = nn.Linear(3, 2), torch.randn(4, 3)
+    theirs, compiled = mine.clone(), graphopt.compile(step)
+    for _ in range(2):
+        assert torch.equal(compiled(model, mine), step(model, theirs))
+        assert torch.equal(mine, theirs)

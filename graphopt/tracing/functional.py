@@ -37,6 +37,7 @@ from graphopt.host import HostCall, note_order
 from graphopt.host.assumptions import hold_updates
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.operators import fused_optimizer
+from graphopt.ir.views import is_pure_view
 from graphopt.tracing import fused, inplace, numbers, statistics
 from graphopt.tracing.host_numbers import PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (
@@ -201,7 +202,7 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
     results, finals = values[:split], values[split:]
     updates = []
     for position, final in zip(updated, finals, strict=True):
-        if final is placeholders[position]:
+        if _is_all_of(final, placeholders[position]):
             continue
         if is_expanded(placeholders[position].meta["val"]):
             raise expanded_write(final)
@@ -212,6 +213,28 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
     user = raw.signature.user_results
     set_outputs(graph, Outputs(results[:user], updates, results[user:]))
     output.meta.clear()
+
+
+def _is_all_of(value: fx.Node, source: fx.Node) -> bool:
+    """Whether a value is `source` itself, perhaps through views that in the end change nothing."""
+    base = value
+    while base is not source:
+        viewed = base.args[0] if base.op == "call_function" and is_pure_view(base) else None
+        if not isinstance(viewed, fx.Node):
+            return False
+        base = viewed
+    return value is source or _shows_the_same(value.meta["val"], source.meta["val"])
+
+
+def _shows_the_same(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a view of all of `base` has its elements at its places."""
+    if view.layout is not torch.strided or base.layout is not torch.strided:
+        return False
+    ours, theirs = (
+        (t.shape, t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg())
+        for t in (view, base)
+    )
+    return ours == theirs
 
 
 def _place_updates(graph: fx.Graph) -> None:
