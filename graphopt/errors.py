@@ -218,6 +218,28 @@ class MissingFileError(FileError, FileNotFoundError):
     """There is no such file."""
 
 
+class PretendError(GraphOptError, RuntimeError):
+    """A device that is not there cannot be pretended, or what ran with it has not come back.
+
+    >>> from graphopt.testing import pretended
+    >>> pretended("tpu:3")
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.PretendError: 'tpu:3' is no device that can be pretended...
+    """
+
+    def __init__(self, reason: str, *, hint: str | None = None) -> None:
+        self.reason, self.hint = reason, hint
+        super().__init__(reason if hint is None else f"{reason}\n  hint:  {hint}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _pretend_error, (self.reason, self.hint)
+
+
+def _pretend_error(reason: str, hint: str | None) -> PretendError:
+    return PretendError(reason, hint=hint)
+
+
 class IterationError(GraphOptError, ValueError):
     """Nodes cannot run one iteration late.
 

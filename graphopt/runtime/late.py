@@ -192,4 +192,4 @@ def warn_of_held(names: str, consequence: str) -> None:
 @functools.cache
 def _alone() -> tuple[int, int, int]:
     """What is counted for a tensor that nobody else holds."""
-    return holders_of(torch.empty(1))
+    return holders_of(torch.empty(1, device="cpu"))

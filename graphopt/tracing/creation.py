@@ -209,7 +209,7 @@ def _takes_negative_zeros(node: fx.Node) -> bool:
 
 def _keeps_denormals() -> bool:
     """Whether arithmetic keeps the smallest numbers, as copying does."""
-    return bool(torch.full((16,), 1e-40).add(0.0).all())
+    return bool(torch.full((16,), 1e-40, device="cpu").add(0.0).all())
 
 
 def _negative_zeros(node: fx.Node) -> torch.Tensor:

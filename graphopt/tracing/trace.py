@@ -261,7 +261,7 @@ class _StepRun:
         with ExitStack() as stack:
             stack.enter_context(tagged(tracer, self.tagger.tag))
             stack.enter_context(_autocast_cache(self._caching))
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(self._on_one_device()))
             alone = self.communication is None and _compat.rank_among_several() is None
             self.made.decider = Decider(tracer, self.inputs, self._values, alone)
             with self.tagger.during("optimizer"):
@@ -282,6 +282,15 @@ class _StepRun:
             self.signature.rebound.extend(sorted(self.rebound))
             self.used = tuple(averager.used) if averager is not None else ()
             return collector.results
+
+    def _on_one_device(self) -> bool:
+        """Whether all gradients are computed by the thread that autograd has for one device.
+
+        Operators of a double backward are numbered by the thread that records them, and the
+        numbers decide in which order gradients are added: it has to be the thread that eager has.
+        """
+        devices = {entry.tensor.device for entry in self.inputs.parameters}
+        return len(devices) == 1 and devices.pop().type != "cpu"
 
     def _groups(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Each distinct parameter group, with its place: the optimizer and the number there."""

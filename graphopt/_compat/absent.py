@@ -1,0 +1,55 @@
+"""What torch answers about a device that is not there; for `graphopt.testing.pretended`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+
+def believe(capability: tuple[int, int]) -> None:
+    """Let Python's questions about CUDA be answered as by one device of a compute capability.
+
+    For a process of its own: nothing takes this back.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    major, minor = capability
+    properties = SimpleNamespace(
+        name=f"pretended CUDA device {major}.{minor}",
+        major=major,
+        minor=minor,
+        total_memory=80 << 30,
+        multi_processor_count=132,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+    )
+    answers = {
+        "_lazy_init": lambda: None,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_properties": lambda device=None: properties,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: major >= 8,
+        "is_initialized": lambda: True,
+        "synchronize": lambda device=None: None,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.cuda.default_generators = (torch.Generator(),)
+    torch.backends.cudnn.is_available = lambda: True
+    # A fake tensor of `torch.tensor(1.0, device="cuda")` keeps its value, which stays on the CPU.
+    torch._C._set_only_lift_cpu_tensors(True)
+    FakeTensorMode.avoid_device_init = property(lambda self: True)
+    torch.utils.swap_tensors = _swap
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """`torch.utils.swap_tensors`, also of fake tensors that their mode remembers weakly: what
+    `module.to("cuda")` needs."""
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)

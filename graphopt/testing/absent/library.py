@@ -1,0 +1,77 @@
+"""Build the library that makes torch believe in a device, once for each version of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from graphopt.errors import PretendError
+
+SOURCE = Path(__file__).with_name("cuda.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+def built() -> Path:
+    """The library, from the cache where it has been built before.
+
+    Raises:
+        PretendError: there is no C++ compiler, or it failed.
+    """
+    made_of = f"{SOURCE.read_text()} {torch.__version__} {torch.__file__}"
+    library = _cache() / f"pretended-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        _build(library)
+    return library
+
+
+def torch_libraries() -> list[Path]:
+    """What has to be loaded before it."""
+    folder = _torch() / "lib"
+    return [folder / "libc10.so", folder / "libtorch_cpu.so"]
+
+
+def _torch() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _cache() -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(folder).expanduser() / "graphopt"
+
+
+def _build(library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    headers = [_torch() / "include", _torch() / "include/torch/csrc/api/include"]
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        command = [
+            *(_compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", str(SOURCE), "-o", str(made)),
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            *(f"-I{path}" for path in headers),
+            *(f"-L{_torch() / 'lib'}", "-lc10", "-ltorch_cpu"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise PretendError(
+                f"{command[0]} could not build what makes torch believe in a device:\n"
+                + done.stderr.strip()[-2000:],
+                hint="it needs a compiler of C++20: g++ 11 or clang 14, or set CXX to one",
+            )
+        os.replace(made, library)  # whole, also where two processes build it at once
+
+
+def _compiler() -> str:
+    for name in filter(None, (os.environ.get("CXX"), *_COMPILERS)):
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise PretendError(
+        f"there is no C++ compiler ({', '.join(_COMPILERS)})",
+        hint="install one, or set CXX to its path; it runs once for each version of torch",
+    )
