@@ -18,6 +18,8 @@ only float32, which optimizers take back. Not part of the default pipeline.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -64,17 +66,14 @@ def _can_be_halved(gm: fx.GraphModule, block: CommBlock) -> bool:
 
 def _halve(gm: fx.GraphModule, block: CommBlock) -> None:
     launch, wait = block.comm_node, block.wait_nodes[0]
-    cast = aten._to_copy.default
+
+    def new(target: Any, node: fx.Node, *others: Any, **options: Any) -> fx.Node:
+        return call_function_with_meta(gm.graph, target, (node, *others), options, like=launch)
+
     with gm.graph.inserting_before(launch):
-        half = call_function_with_meta(
-            gm.graph, cast, (block.inputs[0],), {"dtype": torch.bfloat16}, like=launch
-        )
-        sent = call_function_with_meta(
-            gm.graph, launch.target, (half, *launch.args[1:]), like=launch
-        )
+        half = new(aten._to_copy.default, block.inputs[0], dtype=torch.bfloat16)
+        sent = new(launch.target, half, *launch.args[1:])
     with gm.graph.inserting_before(wait):
-        received = call_function_with_meta(gm.graph, wait.target, (sent,), like=wait)
-        whole = call_function_with_meta(
-            gm.graph, cast, (received,), {"dtype": torch.float32}, like=wait
-        )
+        received = new(wait.target, sent)
+        whole = new(aten._to_copy.default, received, dtype=torch.float32)
     replace_collective(gm, block, whole)

@@ -127,6 +127,6 @@ def test_the_fastest_of_all(overhead: float, rate: float) -> None:
             return graphopt.simulate(module, costs, world_size=2).step_seconds
 
         every = [seconds(count, share) for count in (1, 3, 6, 10, 20) for share in (0.0, 0.3, 0.5)]
-        assert seconds(**{"count": chosen["min_buckets"], "share": chosen["held_back"]}) <= (
+        assert seconds(count=chosen["min_buckets"], share=chosen["held_back"]) <= (
             1.03 * min(every)
         )
