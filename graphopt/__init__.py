@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from graphopt.parallel import DataParallel, Manual
     from graphopt.rewriting import rewrite
     from graphopt.schedule import simulate
+    from graphopt.stages.auto import AutoPipeline
     from graphopt.step import TrainStep, compile
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.callback import callback
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AssumptionFailedError",
+    "AutoPipeline",
     "CaptureError",
     "CapturedStep",
     "CollectiveError",
@@ -84,6 +86,7 @@ __all__ = [
 
 # Imported on first use, so that `graphopt --help` need not wait for torch.
 _HOMES = {
+    "AutoPipeline": "graphopt.stages.auto",
     "CapturedStep": "graphopt.tracing",
     "DataParallel": "graphopt.parallel",
     "IterGraph": "graphopt.iter_graph",

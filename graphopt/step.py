@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from graphopt.manager import PassManager, Report
     from graphopt.runtime.bound_step import BoundStep
     from graphopt.runtime.joint_capture import JointCapture
+    from graphopt.stages.auto import AutoPipeline
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
 
@@ -56,7 +57,7 @@ class TrainStep:
         self,
         fn: Callable[..., Any],
         *,
-        pipeline: str | Sequence[Any] | PassManager = "default",
+        pipeline: str | Sequence[Any] | PassManager | AutoPipeline = "default",
         parallel: Parallel | None = None,
         lower: str | Options | None = None,
         verify: str | None = None,
@@ -455,8 +456,9 @@ def compile(
     Args:
         fn: the step, unchanged PyTorch: modules and optimizers among its arguments; forward,
             backward and optimizer step inside; returns a pytree of tensors and constants or None.
-        **options: ``pipeline`` ("default", "none", a textual pipeline, a list of passes or of
-            `(pass, options)`, a `PassManager`), ``parallel`` (None, `DataParallel` or `Manual`),
+        **options: ``pipeline`` ("default", "auto" or an `AutoPipeline`: the default passes with
+            options as measured at the first call, "none", a textual pipeline, a list of passes or
+            of `(pass, options)`, a `PassManager`), ``parallel`` (None, `DataParallel` or `Manual`),
             ``lower`` (None, "inductor", "inductor+cudagraphs" or `graphopt.lowering.Options`),
             ``verify`` ("equivalence", which None means: each pass is shown to compute the same;
             "dependencies"; "off"; a `PassManager` brings its own; docs/verification.md),

@@ -42,6 +42,7 @@ PRIVATE_TORCH_IS_IN = "graphopt._compat"
 PUBLIC = {
     "graphopt": [
         "AssumptionFailedError",
+        "AutoPipeline",
         "CaptureError",
         "CapturedStep",
         "CollectiveError",

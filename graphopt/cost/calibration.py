@@ -196,9 +196,7 @@ def _measured(
     return CostModel(operators, table)
 
 
-def _with_group(
-    table: CollectiveTable, channel: Channel, device: torch.device
-) -> CollectiveTable:
+def _with_group(table: CollectiveTable, channel: Channel, device: torch.device) -> CollectiveTable:
     """A table that knows the all-reduces of a group, and other collectives by what these show."""
     group = channel.group
     points, computed = measure_all_reduces(group, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,6 +112,12 @@ class PassManager:
 
     def __repr__(self) -> str:
         return f"PassManager({str(self)!r})"
+
+    def with_pipeline(self, pipeline: Sequence[PipelineEntry]) -> PassManager:
+        """A manager of other passes, with the same settings and callbacks."""
+        other = copy.copy(self)
+        other.pipeline = _read_pipeline(pipeline, self._registry)
+        return other
 
     @property
     def settings(self) -> Settings:

@@ -7,7 +7,8 @@ it. The top layer makes it with `stages_for` and hands it to whoever compiles: `
 `Stage.compile`, the hooks and the command line.
 """
 
+from graphopt.stages.auto import AutoPipeline
 from graphopt.stages.compiling import Stages, stages_for
 from graphopt.stages.pipelines import default_pipeline, manager_for, options_for
 
-__all__ = ["Stages", "default_pipeline", "manager_for", "options_for", "stages_for"]
+__all__ = ["AutoPipeline", "Stages", "default_pipeline", "manager_for", "options_for", "stages_for"]

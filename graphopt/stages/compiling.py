@@ -16,8 +16,9 @@ from graphopt.manager.names import suggestion
 from graphopt.manager.records import PassRecord, count
 from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
+from graphopt.stages.auto import AutoPipeline
 from graphopt.stages.entries import Finalize, Vote
-from graphopt.stages.pipelines import manager_for, options_for
+from graphopt.stages.pipelines import manager_for, options_for, pipeline_with
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.inputs import InputSpec
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def stages_for(
-    pipeline: str | Sequence[Any] | PassManager = "default",
+    pipeline: str | Sequence[Any] | PassManager | AutoPipeline = "default",
     lower: str | Options | None = None,
     verify: str | None = None,
 ) -> Stages:
@@ -43,6 +44,10 @@ def stages_for(
         PipelineSyntaxError: no such pipeline or pass.
         LoweringError: no such way to lower.
     """
+    if pipeline == "auto":
+        pipeline = AutoPipeline()
+    if isinstance(pipeline, AutoPipeline):
+        return Stages(manager_for("default", verify), options_for(lower), pipeline)
     return Stages(manager_for(pipeline, verify), options_for(lower))
 
 
@@ -54,10 +59,13 @@ class Stages:
     Args:
         manager: the passes, and how every stage is checked and dumped.
         options: how to lower; None: not at all.
+        auto: chooses the options of the default passes; None: they are the manager's.
     """
 
-    def __init__(self, manager: PassManager, options: Options | None) -> None:
-        self.manager, self.options = manager, options
+    def __init__(
+        self, manager: PassManager, options: Options | None, auto: AutoPipeline | None = None
+    ) -> None:
+        self.manager, self.options, self._auto = manager, options, auto
         self.behind: list[GraphStage] = [Finalize(), Vote()]
         if options is not None:
             from graphopt.lowering.stages import Box, Lower, Record
@@ -85,7 +93,7 @@ class Stages:
 
     def anew(self) -> Stages:
         """The same list, with nothing compiled yet."""
-        return Stages(self.manager, self.options)
+        return Stages(self.manager, self.options, self._auto)
 
     @property
     def names(self) -> list[str]:
@@ -141,10 +149,17 @@ class Stages:
 
     def apply_passes(self, captured: CapturedStep) -> StepInMaking:
         """Make an `IterGraphModule` of a captured graph, and apply the passes."""
+        self._choose(captured.graph_module)
         module = captured.graph_module = IterGraphModule(captured.graph_module)
         step = StepInMaking(module)
         self.manager.run(module, step.passes)
         return step
+
+    def _choose(self, gm: fx.GraphModule) -> None:
+        """Measure and decide once, where the options of the passes are open."""
+        chosen = None if self._auto is None else self._auto.decide(gm)
+        if chosen is not None:
+            self.manager, self._auto = self.manager.with_pipeline(pipeline_with(**chosen)), None
 
     def derive(self, step: StepInMaking) -> None:
         """Make the graphs that run. Regions that are to be compiled are marked in them.

@@ -21,13 +21,18 @@ of matrices takes two in the backward, so that the forward alone is a third."""
 
 def default_pipeline() -> list[PipelineEntry]:
     """What `pipeline="default"` applies to a captured step."""
+    return pipeline_with(None, HELD_BACK)
+
+
+def pipeline_with(min_buckets: int | None, held_back: float) -> list[PipelineEntry]:
+    """The default passes with other options."""
     from graphopt import passes
 
     return [
         passes.remove_copy_from_optimizer,
-        (passes.comm_fusion_with_concat, {"min_buckets": None}),
+        (passes.comm_fusion_with_concat, {"min_buckets": min_buckets}),
         passes.schedule_comm_wait,
-        (passes.iter_move_grads_and_optimizers, {"held_back": HELD_BACK}),
+        (passes.iter_move_grads_and_optimizers, {"held_back": held_back}),
         passes.schedule_updates,
     ]
 
@@ -42,7 +47,7 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
 
     if isinstance(pipeline, PassManager):
         return pipeline
-    named = {"default": default_pipeline, "none": list}
+    named = {"default": default_pipeline, "none": list, "auto": default_pipeline}
     if isinstance(pipeline, str) and pipeline in named:
         return PassManager(named[pipeline](), verify=verify)
     if isinstance(pipeline, str) and pipeline not in registry.names():

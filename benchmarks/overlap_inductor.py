@@ -1,0 +1,147 @@
+"""Sharded steps of a large model: this repository's scheduler beside Inductor's, simulated.
+
+    python benchmarks/overlap_inductor.py
+    python benchmarks/overlap_inductor.py --layers 32
+
+What the figures mean and how they are taken: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from spread import Figures
+from torch import fx
+from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+
+import graphopt
+from graphopt.cost import DEVICES, NETWORKS, Collective, CostModel, Transfer
+from graphopt.cost.roofline import RooflineCost
+from graphopt.graph_utils import is_collective
+from graphopt.schedule import Timeline, apply_schedule, overlap_schedule
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from sharded import Sizes, sharded_step
+
+LARGE = {"width": 4096, "hidden": 14336, "heads": 32, "tokens": 8192}
+GROUPS = {
+    "sharded over 64": {"fsdp": 64},
+    "8 by 8, tensor parallel": {"fsdp": 8, "tp": 8},
+    "tensor parallel over 8": {"fsdp": 1, "tp": 8},
+}
+MS = 1e3
+
+
+def two_networks(collective: Collective) -> Transfer:
+    """The group "tp" in a machine, "fsdp" between machines; a launch takes nothing of compute."""
+    name = "nvlink" if collective.group == "tp" else "infiniband"
+    return NETWORKS[name](collective)._replace(links=(name,), overhead=0.0)
+
+
+def ranks_known(sizes: Sizes) -> Callable[[Collective], Transfer]:
+    """`two_networks`, with the number of ranks that a group has."""
+    of_group = {"fsdp": sizes.fsdp, "tp": sizes.tp}
+    return lambda collective: two_networks(collective._replace(ranks=of_group[collective.group]))
+
+
+def ours(gm: fx.GraphModule, costs: CostModel) -> fx.GraphModule:
+    """In place."""
+    schedule = overlap_schedule(gm.graph, costs)
+    if schedule is not None:
+        apply_schedule(gm.graph, schedule)
+    return gm
+
+
+def inductors(gm: fx.GraphModule, costs: CostModel) -> fx.GraphModule:
+    """With the same costs, as an order alone: no collectives are put together."""
+
+    def estimated(node: fx.Node, size: int | None) -> float | None:
+        seconds = (
+            costs.transfer(node).seconds if is_collective(node) else costs.compute_seconds(node)
+        )
+        return MS * seconds
+
+    return schedule_overlap_bucketing(
+        gm,
+        collective_bucketing=False,
+        pre_bucketing_fsdp_collectives=False,
+        custom_runtime_estimation=estimated,
+        compute_estimator="analytical",
+    )
+
+
+def figures(name: str, layers: int) -> list[Figures]:
+    """One row for each order of one step."""
+    sizes = Sizes(layers=layers, **GROUPS[name], **LARGE)
+    step = sharded_step(sizes)
+    costs = CostModel(RooflineCost(DEVICES["h100"]), ranks_known(sizes))
+    rows = [_row(name, "as it is", 0.0, graphopt.simulate(step, costs))]
+    for label, schedule in (("graphopt", ours), ("Inductor", inductors)):
+        gm = copy.deepcopy(step)
+        start = time.process_time()
+        try:
+            done = schedule(gm, costs)
+        except Exception as error:  # of the other library: the row says so
+            rows.append({"step": name, "order": label, "error": f"{type(error).__name__}: {error}"})
+            continue
+        taken = time.process_time() - start
+        rows.append(_row(name, label, taken, graphopt.simulate(done, costs)))
+    return rows
+
+
+def _row(name: str, order: str, seconds: float, found: Timeline) -> Figures:
+    bound = found.preemptive_bound_seconds
+    return {
+        "step": name,
+        "order": order,
+        "nodes": len(found.program.order),
+        "milliseconds": MS * found.step_seconds,
+        "per_bound": found.step_seconds / bound,
+        "peak_gb": found.peak_bytes / 1e9,
+        "cpu_seconds": seconds,
+    }
+
+
+def table(rows: list[Figures]) -> Table:
+    """All steps and orders."""
+    made = Table(title="sharded steps, simulated on H100s")
+    for heading in ("step", "order", "nodes", "ms", "/ bound", "peak, GB", "CPU, s"):
+        made.add_column(heading)
+    for row in rows:
+        if "error" in row:
+            made.add_row(row["step"], row["order"], row["error"][:60])
+            continue
+        made.add_row(
+            row["step"],
+            row["order"],
+            str(row["nodes"]),
+            f"{row['milliseconds']:.1f}",
+            f"{row['per_bound']:.3f}",
+            f"{row['peak_gb']:.2f}",
+            f"{row['cpu_seconds']:.1f}",
+        )
+    return made
+
+
+def main() -> None:
+    """Simulate and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=32, help="of the model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
+    options = parser.parse_args()
+    rows = [row for name in GROUPS for row in figures(name, options.layers)]
+    Console().print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""`pipeline="auto"`: the default passes, with the options that are fastest here, as measured.
+
+    rank 0   measures operators and collectives ─┐ simulates candidates, chooses ─┐ the same
+    rank 1   measures with it                    ┴ waits                          ┴ pipeline
+
+The first capture that averages gradients over several ranks decides, for all graphs of the step:
+bits on three ranks or more depend on the buckets. So do they from run to run, unless a file keeps
+what was chosen.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import fx
+
+from graphopt import _compat
+from graphopt.comm import get_all_comm_blocks
+from graphopt.errors import FileError, MissingFileError
+from graphopt.iter_graph import IterGraphModule
+from graphopt.ranks.meeting import Channel
+from graphopt.ranks.spmd import launches_digest
+from graphopt.runtime.places import place, read_text, write
+from graphopt.stages.pipelines import pipeline_with
+
+if TYPE_CHECKING:
+    from graphopt.cost import CostModel
+
+logger = logging.getLogger("graphopt")
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48)
+HELD_BACK = (0.4, 0.0, 0.2, 0.6)
+"""What is tried: first how many buckets, with the first share held back, then the other shares."""
+
+_FORMAT = "graphopt plans"
+
+
+class AutoPipeline:
+    """The default passes with options by measurement; `pipeline="auto"` is one without a file.
+
+    Args:
+        plans: file of choices made before, by collectives and number of ranks; rank 0 reads it, and
+            writes what it has chosen. None: measured in every run.
+
+    >>> import graphopt
+    >>> step = graphopt.compile(lambda m, x: m(x), pipeline=graphopt.AutoPipeline("plans.json"))
+    """
+
+    def __init__(self, plans: str | PathLike[str] | None = None) -> None:
+        self._plans = None if plans is None else place(plans)
+
+    def decide(self, graph_module: fx.GraphModule) -> dict[str, Any] | None:
+        """Options of the passes for a captured step and those after it; None where it averages
+        nothing. All ranks have to capture this step together.
+
+        Raises:
+            SpmdMismatchError: a rank did not come.
+            FileError: the file of plans cannot be written.
+        """
+        group = _group_of(graph_module)
+        return None if group is None else self._decided(graph_module, group)
+
+    def _decided(self, gm: fx.GraphModule, group: dist.ProcessGroup) -> dict[str, Any]:
+        channel = Channel(group, "auto", 60.0)
+        key = f"{launches_digest(gm.graph)} on {group.size()}"
+        first = group.rank() == 0
+        known = self._kept().get(key) if first else None
+        said = channel.exchange({"plan": known})[0]["plan"]
+        if said is not None:
+            return dict(said)
+        costs = _measured(gm, group)
+        found = fastest(gm, costs) if first else None
+        if first:
+            self._keep(key, found)
+        with channel.meeting() as meeting:
+            said = meeting.exchange({"plan": found}, patient=True)[0]["plan"]
+        logger.info("auto: %s", said)
+        return dict(said)
+
+    def _kept(self) -> dict[str, Any]:
+        if self._plans is None:
+            return {}
+        try:
+            content = json.loads(read_text(self._plans))
+            if content["format"] != _FORMAT:
+                raise ValueError("another format")
+            return {str(key): _checked(plan) for key, plan in content["plans"].items()}
+        except MissingFileError:
+            return {}
+        except (FileError, ValueError, LookupError, TypeError, AttributeError) as error:
+            logger.warning("plans in %s are not used: %s", self._plans, error)
+            return {}
+
+    def _keep(self, key: str, plan: Any) -> None:
+        if self._plans is None:
+            return
+        plans = self._kept() | {key: plan}
+        text = json.dumps({"format": _FORMAT, "plans": plans}, indent=1) + "\n"
+        write(self._plans, text)
+
+
+def fastest(graph_module: fx.GraphModule, costs: CostModel) -> dict[str, Any]:
+    """The options of the default pipeline whose step is the shortest in simulation.
+
+    Args:
+        graph_module: as captured; left as it is.
+        costs: of its operators and collectives.
+    """
+    tried: dict[tuple[int, float], float] = {}
+    best = BUCKETS[0], HELD_BACK[0]
+    for option in _candidates(tried):
+        if option not in tried:
+            tried[option] = _seconds(graph_module, costs, *option)
+        best = min(tried, key=tried.__getitem__)
+    return {"min_buckets": best[0], "held_back": best[1]}
+
+
+def _candidates(tried: dict[tuple[int, float], float]) -> Iterator[tuple[int, float]]:
+    yield from ((count, HELD_BACK[0]) for count in BUCKETS)
+    count = min(tried, key=tried.__getitem__)[0]
+    yield from ((count, share) for share in HELD_BACK[1:])
+
+
+def _seconds(gm: fx.GraphModule, costs: CostModel, count: int, share: float) -> float:
+    from graphopt.manager.discovery import PassManager
+    from graphopt.schedule import simulate
+
+    module = IterGraphModule(copy.deepcopy(gm))
+    PassManager(pipeline_with(count, share), verify="off").run(module)
+    return simulate(module, costs).step_seconds
+
+
+def _measured(gm: fx.GraphModule, group: dist.ProcessGroup) -> CostModel:
+    """Costs here and now: links are not what they were yesterday."""
+    from graphopt.cost import calibrate
+
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+        return calibrate(gm, group=group, table=Path(folder) / "costs.json")
+
+
+def _group_of(gm: fx.GraphModule) -> dist.ProcessGroup | None:
+    """The group of the gradients, if it has several ranks that can measure."""
+    for block in get_all_comm_blocks(gm, "all_reduce"):
+        group = _compat.group_named(block.group)
+        if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+            return group
+    return None
+
+
+def _checked(plan: Any) -> dict[str, Any]:
+    count, share = plan["min_buckets"], plan["held_back"]
+    if not (isinstance(count, int) and count >= 1 and isinstance(share, float) and 0 <= share < 1):
+        raise ValueError(f"{plan} is no plan")
+    return {"min_buckets": count, "held_back": share}
