@@ -115,6 +115,9 @@ def global_settings() -> tuple[Any, ...]:
 Correction = Callable[[Any, Any, Any, Any], Any]
 """From operator, arguments, keyword arguments and what its shape rule says to the true result."""
 
+Sizer = Callable[[Any, Any], Any]
+"""From operator and a result with unknown sizes to one with known ones."""
+
 
 def new_fake_mode(correct: Correction | None = None) -> Any:
     """A FakeTensorMode with static shapes, and a ShapeEnv for values read by `.item()`.
@@ -125,18 +128,52 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    from graphopt._compat.sizes import gives_unknown_sizes
+
     if correct is None:
         return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     correction: Correction = correct
 
     class CorrectedMode(FakeTensorMode):
+        sizer: Sizer | None = None
+        met_sizes = False
+
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
         ) -> Any:
+            unknown = gives_unknown_sizes(func, args)
+            self.met_sizes |= unknown
+            if self.sizer is not None and unknown:
+                return self._sized(self.sizer, func, types, args, kwargs)
             result = super().dispatch(func, types, args, kwargs)
             return correction(func, args, kwargs, result)
 
+        def _sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            self.sizer = None  # what a shape rule calls itself stays as torch does it
+            try:
+                with self.shape_env.ignore_fresh_unbacked_symbols():
+                    result = super().dispatch(func, types, args, kwargs)
+                    return sizer(func, result)
+            finally:
+                self.sizer = sizer
+
     return CorrectedMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+@contextmanager
+def sizes_given(mode: Any, sizer: Sizer | None) -> Iterator[None]:
+    """While active, `sizer` says what sizes operators give whose results depend on values."""
+    before = getattr(mode, "sizer", None)
+    mode.sizer = sizer
+    try:
+        yield
+    finally:
+        mode.sizer = before
+
+
+def met_sizes(mode: Any) -> bool:
+    """Whether an operator has given what has a size that depends on values."""
+    return getattr(mode, "met_sizes", False)
 
 
 def plain_fake_mode() -> Any:

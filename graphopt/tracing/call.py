@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.host.assumptions import Answer
 from graphopt.tracing.besides import Besides
 
 
@@ -54,7 +55,7 @@ class Call:
         self._names: list[str] | None = None
         self._given = len(self.leaves)
         self.besides = Besides()
-        self.decided: tuple[bool | int, ...] = ()
+        self.decided: tuple[Answer, ...] = ()
 
     def using(self, besides: Besides) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""
@@ -74,7 +75,7 @@ class Call:
         new._names = None
         return new
 
-    def deciding(self, answers: tuple[bool | int, ...]) -> Call:
+    def deciding(self, answers: tuple[Answer, ...]) -> Call:
         """The same call, with answers to its first decisions, and without what it uses besides."""
         new = copy.copy(self.using(Besides()) or self)
         new.decided = answers

@@ -32,7 +32,7 @@ from graphopt.tracing.host_numbers import (
     is_host_number,
     traced_math,
 )
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, SizesKept, Storage, is_number
 from graphopt.tracing.leftovers import (
     Effects,
     HostState,
@@ -102,6 +102,28 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
         MoreInputs: it works on more than `inputs`. Nothing has changed then, either.
     """
     _compat.register_fused_meta_kernels()
+    while True:
+        try:
+            return _trace(call, inputs, communication)
+        except CaptureError:
+            if not _told_more(call, inputs):
+                raise
+
+
+def _told_more(call: Call, inputs: Inputs) -> bool:
+    """Whether a step that has been refused may be traced with more known of its sizes."""
+    alone = _compat.rank_among_several() is None
+    if not inputs.meets_sizes or not alone or inputs.sizes is SizesKept.EXACT:
+        return False
+    if any(map(_compat.is_fake, inputs.live_values(call))):
+        return False
+    if inputs.sizes is SizesKept.UNKNOWN:
+        inputs.answers.clear()  # sizes are among them from now on
+    inputs.sizes = SizesKept(inputs.sizes.value + 1)
+    return True
+
+
+def _trace(call: Call, inputs: Inputs, communication: Communication | None) -> RawTrace:
     for _ in range(2):  # the first time, modules imported on the way may draw, too
         raw, drawn = _attempt(call, inputs, communication)
         if drawn is None:
@@ -160,6 +182,8 @@ def _traced(
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
         raise
+    finally:
+        inputs.meets_sizes |= _compat.met_sizes(mode)
 
 
 def _run_once(
@@ -240,7 +264,7 @@ class _StepRun:
         mode: Any,
         values: list[torch.Tensor],
     ) -> None:
-        self._values = values
+        self._values, self._mode = values, mode
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
@@ -263,7 +287,10 @@ class _StepRun:
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             alone = self.communication is None and _compat.rank_among_several() is None
-            self.made.decider = Decider(tracer, self.inputs, self._values, alone)
+            decider = Decider(tracer, self.inputs, self._mode, self._values, alone)
+            self.made.decider = decider
+            if self.inputs.sizes is not SizesKept.UNKNOWN:
+                stack.enter_context(_compat.sizes_given(self._mode, decider.sized))
             with self.tagger.during("optimizer"):
                 traced = self._stand_ins(flat)
             _compat.copy_hooks(
