@@ -25,7 +25,8 @@ from graphopt.graph_utils import is_collective, without_autocast
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
-from graphopt.tracing.inputs import Inputs, SizesKept
+from graphopt.tracing.call import SizesKept
+from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.source import current_user_line
 
 SIZED = "sized"

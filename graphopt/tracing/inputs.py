@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Literal
 
 import torch
@@ -18,9 +17,8 @@ from graphopt import _compat
 from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
-from graphopt.host.sizes import Sizes
 from graphopt.runtime.late import names_of_held
-from graphopt.tracing.call import Call
+from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.host_numbers import EXACT, Conditions
 from graphopt.tracing.numbers import SCHEDULED
 
@@ -143,15 +141,6 @@ class ArgumentNumber:
         return call.leaves[self.position]
 
 
-class SizesKept(Enum):
-    """What is made of a size that depends on values: one that nobody may ask about, a symbol with
-    a value, of which all answers are kept, or the number itself."""
-
-    UNKNOWN = 0
-    RELATED = 1
-    EXACT = 2
-
-
 Number = Hyperparameter | StateNumber | ArgumentNumber
 
 
@@ -239,8 +228,7 @@ def collect(call: Call) -> Inputs:
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
     inputs.answers.extend(call.decided)
-    if any(isinstance(answer, Sizes) for answer in call.decided):
-        inputs.sizes = SizesKept.RELATED
+    inputs.sizes = call.sizes
     _refuse_overlaps(inputs, call)
     inputs.held = _held(inputs, call)
     return inputs

@@ -22,7 +22,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing import impurity, numbers, reduction, rng, strides
 from graphopt.tracing.besides import Finder, MoreInputs
-from graphopt.tracing.call import Call
+from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.failures import definition_of, explained
@@ -32,7 +32,7 @@ from graphopt.tracing.host_numbers import (
     is_host_number,
     traced_math,
 )
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, SizesKept, Storage, is_number
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
 from graphopt.tracing.leftovers import (
     Effects,
     HostState,
@@ -102,28 +102,6 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
         MoreInputs: it works on more than `inputs`. Nothing has changed then, either.
     """
     _compat.register_fused_meta_kernels()
-    while True:
-        try:
-            return _trace(call, inputs, communication)
-        except CaptureError:
-            if not _told_more(call, inputs):
-                raise
-
-
-def _told_more(call: Call, inputs: Inputs) -> bool:
-    """Whether a step that has been refused may be traced with more known of its sizes."""
-    alone = _compat.rank_among_several() is None
-    if not inputs.meets_sizes or not alone or inputs.sizes is SizesKept.EXACT:
-        return False
-    if any(map(_compat.is_fake, inputs.live_values(call))):
-        return False
-    if inputs.sizes is SizesKept.UNKNOWN:
-        inputs.answers.clear()  # sizes are among them from now on
-    inputs.sizes = SizesKept(inputs.sizes.value + 1)
-    return True
-
-
-def _trace(call: Call, inputs: Inputs, communication: Communication | None) -> RawTrace:
     for _ in range(2):  # the first time, modules imported on the way may draw, too
         raw, drawn = _attempt(call, inputs, communication)
         if drawn is None:
