@@ -132,10 +132,10 @@ class Decider:
             value = fx.Proxy(node, self._tracer)
             if not whole:
                 value = self._tracer.create_proxy("call_function", getitem, (value, index), {})
-                value.node.meta["val"] = leaves[index]
             values.append(value)
         where = [(used.index(index), dimension) for index, dimension in places]
         if not isinstance(leaves[0], torch.Tensor):
+            node.meta["val"] = leaves[0]
             values = [fx.Proxy(node.args[0], self._tracer)]  # the number may be a constant
         assumption = SizeAssumption(self._count, line, where, len(values), self._relations)
         assumption.answer = answer
