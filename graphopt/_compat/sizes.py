@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -127,11 +128,28 @@ def laid_out_like(result: Any, like: Any) -> Any:
     new = []
     for leaf, old in zip(leaves, tree_leaves(like), strict=True):
         if isinstance(leaf, torch.Tensor):
-            leaf = fake_laid_out(leaf, [*old.shape], [*old.stride()], leaf.dtype)
+            shape, strides = map(_plain, old.shape), map(_plain, old.stride())
+            leaf = fake_laid_out(leaf, [*shape], [*strides], leaf.dtype)
         elif isinstance(leaf, torch.SymInt):
-            leaf = old
+            leaf = _plain(old)
         new.append(leaf)
     return tree_unflatten(new, nest)
+
+
+def _plain(number: Any) -> Any:
+    """A number of which all has been asked, so that it is known, as a plain one."""
+    known = number.node.maybe_as_int() if isinstance(number, torch.SymInt) else None
+    return number if known is None else known
+
+
+@contextmanager
+def arithmetic_when_used(tracer: Any) -> Iterator[None]:
+    """While active, arithmetic on sizes becomes nodes where something uses it: not where torch
+    only asks itself something."""
+    from torch.fx.experimental.proxy_tensor import _enable_thunkify
+
+    with _enable_thunkify(tracer):
+        yield
 
 
 class Guards:
