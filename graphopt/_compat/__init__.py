@@ -128,8 +128,6 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from graphopt._compat.sizes import gives_unknown_sizes
-
     if correct is None:
         return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     correction: Correction = correct
@@ -151,13 +149,22 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
         def _sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             self.sizer = None  # what a shape rule calls itself stays as torch does it
             try:
-                with self.shape_env.ignore_fresh_unbacked_symbols():
+                environment: Any = self.shape_env
+                with environment.ignore_fresh_unbacked_symbols():
                     result = super().dispatch(func, types, args, kwargs)
                     return sizer(func, result)
             finally:
                 self.sizer = sizer
 
     return CorrectedMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def gives_unknown_sizes(func: Any, args: Any) -> bool:
+    """Whether the sizes of what an operator gives depend on values, or it gives an integer."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        kind: torch.dtype = args[0].dtype
+        return not (kind is torch.bool or kind.is_floating_point or kind.is_complex)
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
 
 
 @contextmanager

@@ -18,24 +18,10 @@ import torch
 
 from graphopt._compat import fake_laid_out, tree_flatten, tree_leaves, tree_unflatten
 
-_BY_VALUES = (torch.Tag.dynamic_output_shape,)
 _COUNTER = itertools.count()
 
 Place = tuple[int, int | None]
-"""Where a size stands: which leaf of a result, and which dimension; None: the leaf is the number."""
-
-
-def gives_unknown_sizes(func: Any, args: Any) -> bool:
-    """Whether the sizes of what an operator gives depend on values, or it gives an integer."""
-    if func is _ITEM:
-        return args[0].dtype is not torch.bool and not (
-            args[0].is_floating_point() or args[0].is_complex()
-        )
-    tags = getattr(func, "tags", ())
-    return any(tag in tags for tag in _BY_VALUES)
-
-
-_ITEM = torch.ops.aten._local_scalar_dense.default
+"""Where a size stands: which leaf of a result, which dimension; None: the leaf is the number."""
 
 
 def unknown_places(result: Any) -> list[tuple[Place, torch.SymInt]]:
@@ -111,15 +97,15 @@ def _substituted(value: torch.SymInt, known: Mapping[Any, Any]) -> Any:
     expression = value.node.expr
     if expression in known:
         return known[expression]
-    by = {
-        symbol: known[symbol].node.expr if isinstance(known[symbol], torch.SymInt) else known[symbol]
-        for symbol in expression.free_symbols
-        if symbol in known
-    }
+    by = {symbol: known[symbol] for symbol in expression.free_symbols & known.keys()}
     if not by:
         return value
     environment = value.node.shape_env
-    return environment.create_symintnode(expression.xreplace(by), hint=None)
+    expressions = {
+        symbol: size.node.expr if isinstance(size, torch.SymInt) else size
+        for symbol, size in by.items()
+    }
+    return environment.create_symintnode(expression.xreplace(expressions), hint=None)
 
 
 def laid_out_like(result: Any, like: Any) -> Any:

@@ -4,9 +4,9 @@
     loss = net(chosen).mean()    ==>    assumption = graphopt.assumption(index, w)  # s0 >= 2
                                         …
 
-A graph is captured for the sizes that tensors have in one call, kept as symbols. What was asked
-about them on the way (is it empty? is it as long as that one? does it divide by 4?) is what it holds
-for: the same answers. Where a step needs plain numbers, it holds for these numbers alone.
+A graph is captured for the sizes that tensors have in one call, kept as symbols. It holds for the
+answers that were given on the way (is it empty? is it as long as that one? does it divide by 4?).
+Where a step needs plain numbers, it holds for these numbers alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Relations:
         self._plain: dict[int, Sizes] = {}
         self.found: dict[int, Sizes] = {}
 
-    def add(self, index: int, answer: Sizes, places: Sequence[Place], symbols: Sequence[Any]) -> None:
+    def add(
+        self, index: int, answer: Sizes, places: Sequence[Place], symbols: Sequence[Any]
+    ) -> None:
         """The sizes that assumption `index` is about; where a symbol is None: the plain number."""
         self._symbols[index], self._plain[index] = symbols, answer
         for place, symbol in zip(places, symbols, strict=True):
@@ -102,9 +104,7 @@ def found_before(graph: fx.Graph, index: int) -> dict[int, Sizes]:
     return {i: found for i, found in relations.found.items() if i < index}
 
 
-def answered_alike(
-    graph: fx.Graph, answers: Sequence[Answer], others: Sequence[Answer]
-) -> bool:
+def answered_alike(graph: fx.Graph, answers: Sequence[Answer], others: Sequence[Answer]) -> bool:
     """Whether a graph that was captured with `answers` holds for calls whose first decisions have
     other ones."""
     if len(others) > len(answers):

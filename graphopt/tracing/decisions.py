@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -136,7 +136,8 @@ class Decider:
         where = [(used.index(index), dimension) for index, dimension in places]
         if not isinstance(leaves[0], torch.Tensor):
             node.meta["val"] = leaves[0]
-            values = [fx.Proxy(node.args[0], self._tracer)]  # the number may be a constant
+            source = cast(fx.Node, node.args[0])
+            values = [fx.Proxy(source, self._tracer)]  # the number may be a constant
         assumption = SizeAssumption(self._count, line, where, len(values), self._relations)
         assumption.answer = answer
         self._tracer.create_proxy("call_function", assumption, tuple(values), {})
