@@ -18,6 +18,7 @@ MODE = "mode"
 SHAPE = "shape"
 VALUE = "value"
 BRANCH = "branch"
+COUNT = "count"
 
 WITHOUT_BRANCHES = (
     "use tensor operations (torch.where, torch.clamp, …) in place of Python's if and while"
@@ -25,13 +26,15 @@ WITHOUT_BRANCHES = (
 
 _CURES = {
     SHAPE: "pad the batch, or sort it into buckets of a few lengths",
+    COUNT: "keep the size (torch.where(mask, x, 0), or a mean as (x * mask).sum() / mask.sum()), or"
+    " pad what is chosen to one of a few lengths",
     BRANCH: f"{WITHOUT_BRANCHES}, or decide outside the step",
     VALUE: "pass it as a tensor, or as a number that the step only computes with; decide outside"
     " the step what depends on it",
 }
 
 
-_EACH = {SHAPE: "shape", VALUE: "value", BRANCH: "outcome"}
+_EACH = {SHAPE: "shape", VALUE: "value", BRANCH: "outcome", COUNT: "size"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Cause:
     """Why a step was captured again.
 
     Attributes:
-        kind: `MODE`, `SHAPE`, `VALUE` or `BRANCH`.
+        kind: `MODE`, `SHAPE`, `VALUE`, `BRANCH` or `COUNT`.
         name: of what changed; empty for a mode.
         said: the reason in full.
     """
@@ -58,6 +61,8 @@ class Cause:
 
     @classmethod
     def of_branch(cls, place: str, found: object) -> Cause:
+        if isinstance(found, tuple):
+            return cls(COUNT, f"what is chosen by value at {place}", f"it is {list(found)} now")
         return cls(BRANCH, f"the decision at {place}", f"it is {found!r} now")
 
     @property

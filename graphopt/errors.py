@@ -64,10 +64,11 @@ class AssumptionFailedError(GraphOptError, RuntimeError):
     graphopt.errors.AssumptionFailedError: the graph was captured for another outcome ...
     """
 
-    def __init__(self, index: int, found: bool | int, place: str) -> None:
+    def __init__(self, index: int, found: bool | int | tuple[int, ...], place: str) -> None:
         self.index, self.found, self.place = index, found, place
         super().__init__(
-            f"the graph was captured for another outcome of a decision than {found!r}: {place}\n"
+            f"the graph was captured for another outcome of a decision or a size by value than"
+            f" {found!r}: {place}\n"
             "  hint:  call the step by graphopt.compile, which captures the other branch"
         )
 

@@ -141,7 +141,8 @@ class TrainStep:
     def _run_other_branch(self, entry: BoundStep, call: Call, failed: AssumptionFailedError) -> Any:
         """Run the graph of the branch that the values of a call take, where `entry` took another
         one, and changed nothing."""
-        mode, call = self._mode(), call.deciding((*entry.answers[: failed.index], failed.found))
+        mode = self._mode()
+        call = call.deciding((*entry.answers_before(failed.index), failed.found))
         self._land()
         for position, other in enumerate(self._entries):
             bound = call.using(other.captured.besides)

@@ -15,9 +15,11 @@ from coverage import judged
 SLICE = [
     "adversarial.diffusion_closed_over",
     "language.accumulation_by_batch_index",
+    "language.mixture_of_experts",
     "optimizers.adam_with_python_count",
     "optimizers.lookahead",
     "reinforcement.maml",
+    "styles.mask_through_layers",
     "styles.trainer_method",
     "vision.focal_loss",
 ]

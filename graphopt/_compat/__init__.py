@@ -115,6 +115,9 @@ def global_settings() -> tuple[Any, ...]:
 Correction = Callable[[Any, Any, Any, Any], Any]
 """From operator, arguments, keyword arguments and what its shape rule says to the true result."""
 
+Sizer = Callable[[Any, Any], Any]
+"""From operator and a result with unknown sizes to one with known ones."""
+
 
 def new_fake_mode(correct: Correction | None = None) -> Any:
     """A FakeTensorMode with static shapes, and a ShapeEnv for values read by `.item()`.
@@ -130,13 +133,54 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
     correction: Correction = correct
 
     class CorrectedMode(FakeTensorMode):
+        sizer: Sizer | None = None
+        met_sizes = False
+
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
         ) -> Any:
+            unknown = gives_unknown_sizes(func, args)
+            self.met_sizes |= unknown
+            if self.sizer is not None and unknown:
+                return self._sized(self.sizer, func, types, args, kwargs)
             result = super().dispatch(func, types, args, kwargs)
             return correction(func, args, kwargs, result)
 
+        def _sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            self.sizer = None  # what a shape rule calls itself stays as torch does it
+            try:
+                environment: Any = self.shape_env
+                with environment.ignore_fresh_unbacked_symbols():
+                    result = super().dispatch(func, types, args, kwargs)
+                    return sizer(func, result)
+            finally:
+                self.sizer = sizer
+
     return CorrectedMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def gives_unknown_sizes(func: Any, args: Any) -> bool:
+    """Whether the sizes of what an operator gives depend on values, or it gives an integer."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        kind: torch.dtype = args[0].dtype
+        return not (kind is torch.bool or kind.is_floating_point or kind.is_complex)
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+
+
+@contextmanager
+def sizes_given(mode: Any, sizer: Sizer | None) -> Iterator[None]:
+    """While active, `sizer` says what sizes operators give whose results depend on values."""
+    before = getattr(mode, "sizer", None)
+    mode.sizer = sizer
+    try:
+        yield
+    finally:
+        mode.sizer = before
+
+
+def met_sizes(mode: Any) -> bool:
+    """Whether an operator has given what has a size that depends on values."""
+    return getattr(mode, "met_sizes", False)
 
 
 def plain_fake_mode() -> Any:

@@ -43,7 +43,7 @@ def believe(capability: tuple[int, int]) -> None:
     torch.backends.cudnn.is_available = lambda: True
     # A fake tensor of `torch.tensor(1.0, device="cuda")` keeps its value, which stays on the CPU.
     torch._C._set_only_lift_cpu_tensors(True)
-    FakeTensorMode.avoid_device_init = property(lambda self: True)
+    setattr(FakeTensorMode, "avoid_device_init", property(lambda self: True))  # noqa: B010
     torch.utils.swap_tensors = _swap
 
 

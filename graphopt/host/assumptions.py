@@ -20,7 +20,7 @@ from graphopt import _compat
 from graphopt.errors import AssumptionFailedError
 from graphopt.host import HostCall, is_host_call
 
-Answer = bool | int
+Answer = bool | int | tuple[int, ...]
 
 
 class Assumption(HostCall):
@@ -32,7 +32,10 @@ class Assumption(HostCall):
 
     Attributes:
         answer: what the number was at capture.
+        count: how many values of the node it looks at; what follows are inputs of the graph.
     """
+
+    count = 1
 
     def __init__(self, index: int, place: str) -> None:
         super().__init__(_nothing, ())
@@ -48,7 +51,7 @@ class Assumption(HostCall):
 
     def run(self, values: Sequence[Any]) -> None:
         """Raise `AssumptionFailedError` where the first value is not as it was at capture."""
-        found = type(self.answer)(values[0])
+        found: Answer = type(self.answer)(values[0])
         if found != self.answer:
             raise AssumptionFailedError(self.index, found, self.line)
 
@@ -70,12 +73,16 @@ def assumptions(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if isinstance(node.target, Assumption)]
 
 
+def _count(node: fx.Node) -> int:
+    return node.target.count if isinstance(node.target, Assumption) else 0
+
+
 def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
     """Let each assumption read the inputs that the graph updates, and let what the program's
     functions are told before the last one wait for it: a failed step has not happened."""
     found = assumptions(graph)
     for node in found:
-        node.args = (node.args[0], *states)
+        node.args = (*node.args[: _count(node)], *states)
     if not found:
         return
     last = found[-1]

@@ -18,7 +18,9 @@ from graphopt._compat.late import set_gradient, without_torch_function
 from graphopt.budget import Cause
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast, written
+from graphopt.host.assumptions import Answer
 from graphopt.host.running import HostRun, running
+from graphopt.host.sizes import answered_alike, found_before
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
@@ -130,12 +132,14 @@ class BoundStep:
             host.end()
             return returned
 
-    def goes_on(self, answers: Sequence[bool | int]) -> bool:
+    def goes_on(self, answers: Sequence[Answer]) -> bool:
         """Whether it holds for a call whose first decisions have these answers."""
-        mine = self.answers[: len(answers)]
-        return len(mine) == len(answers) and all(
-            type(a) is type(b) and a == b for a, b in zip(mine, answers, strict=True)
-        )
+        return answered_alike(self.module.graph, self.answers, answers)
+
+    def answers_before(self, index: int) -> tuple[Answer, ...]:
+        """To the first decisions of the last call, which came to a decision that failed."""
+        found = found_before(self.module.graph, index)
+        return tuple(found.get(i, answer) for i, answer in enumerate(self.answers[:index]))
 
     def _give_storage(self) -> None:
         """Move tensors whose `.data` the step sets to storage of their own."""

@@ -1,9 +1,9 @@
 """Devices and ranks that are not there: prepare a step for a cluster on a laptop.
 
 torch's own tools reach half of the way: a fake tensor may say that it is on a GPU, but autograd,
-autocast and the choice of attention's kernels ask for the device. Here a process is started in which
-a small library answers them. No kernel runs and no value exists; what is captured is the graph that
-the device would get.
+autocast and the choice of attention's kernels ask for the device. Here a process is started in
+which a small library answers them. No kernel runs and no value exists; what is captured is the
+graph that the device would get.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,7 +15,18 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.host.assumptions import Answer
+from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import Besides
+
+
+class SizesKept(Enum):
+    """What is made of a size that depends on values: one that nobody may ask about, a symbol with
+    a value, of which all answers are kept, or the number itself."""
+
+    UNKNOWN = 0
+    RELATED = 1
+    EXACT = 2
 
 
 class Call:
@@ -28,6 +40,7 @@ class Call:
         repeats: positions of modules and optimizers that stand at an earlier position, too.
         besides: what the step uses besides its arguments; the objects follow them in `leaves`.
         decided: answers to its first decisions by value, where they are known.
+        sizes: what a trace makes of sizes that depend on values.
     """
 
     def __init__(
@@ -54,7 +67,8 @@ class Call:
         self._names: list[str] | None = None
         self._given = len(self.leaves)
         self.besides = Besides()
-        self.decided: tuple[bool | int, ...] = ()
+        self.decided: tuple[Answer, ...] = ()
+        self.sizes = SizesKept.UNKNOWN
 
     def using(self, besides: Besides) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""
@@ -74,10 +88,26 @@ class Call:
         new._names = None
         return new
 
-    def deciding(self, answers: tuple[bool | int, ...]) -> Call:
+    def deciding(self, answers: tuple[Answer, ...]) -> Call:
         """The same call, with answers to its first decisions, and without what it uses besides."""
         new = copy.copy(self.using(Besides()) or self)
         new.decided = answers
+        if any(isinstance(answer, Sizes) for answer in answers):
+            new.sizes = SizesKept.RELATED
+        return new
+
+    def knowing_sizes(self) -> Call | None:
+        """The same call, in whose traces more is known of sizes that depend on values; None where
+        nothing more can be: they are numbers already, another rank may have others, or the tensors
+        are fake ones."""
+        if self.sizes is SizesKept.EXACT or _compat.rank_among_several() is not None:
+            return None
+        if any(map(_compat.is_fake, self.leaves)):
+            return None
+        new = copy.copy(self)
+        if self.sizes is SizesKept.UNKNOWN:
+            new.decided = ()  # sizes are among the answers from now on
+        new.sizes = SizesKept(self.sizes.value + 1)
         return new
 
     @property

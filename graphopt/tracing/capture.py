@@ -386,11 +386,16 @@ def first_trace(call: Call, communication: Communication | None) -> tuple[Call, 
 
 def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
     """The call as it may be traced with success where it has been refused with `inputs`: with what
-    it works on besides; or with its numbers as constants, since some code takes nothing else.
+    it works on besides; with more known of sizes that depend on values, where something asked about
+    them; or with its numbers as constants, since some code takes nothing else.
 
     Raises:
         CaptureError: `error`, where that has been tried.
     """
+    asked = inputs.meets_sizes and error.__cause__ is not None
+    knowing = call.knowing_sizes() if asked and isinstance(error, CaptureError) else None
+    if knowing is not None:
+        return knowing
     if isinstance(error, MoreInputs):
         more = error.besides
     elif any(isinstance(each, ArgumentNumber) for each in inputs.hyperparameters):

@@ -11,19 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from operator import getitem
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.sizes import Guards, Place, backed, number_at, unknown_places, with_sizes
 from graphopt.budget import WITHOUT_BRANCHES
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_collective, without_autocast
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption
+from graphopt.host.sizes import Relations, SizeAssumption, Sizes
+from graphopt.tracing.call import SizesKept
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.source import current_user_line
+
+SIZED = "sized"
+"""The key of a node's metadata that says that its sizes were given."""
 
 LIMIT = 1000
 """Decisions in one step."""
@@ -35,14 +42,22 @@ class Decider:
     Args:
         tracer: records the step.
         inputs: keep the answers.
+        mode: in which the trace computes.
         values: of the inputs in this call, which decide.
         alone: no other rank runs the same step.
     """
 
     def __init__(
-        self, tracer: Any, inputs: Inputs, values: Sequence[torch.Tensor], alone: bool
+        self,
+        tracer: Any,
+        inputs: Inputs,
+        mode: Any,
+        values: Sequence[torch.Tensor],
+        alone: bool,
     ) -> None:
         self._tracer, self._inputs, self._alone = tracer, inputs, alone
+        self._mode = mode
+        self._relations = Relations(Guards(mode))
         self._count = 0
         self._values = Values(tracer, values)
 
@@ -63,6 +78,69 @@ class Decider:
         assumption.answer = known[self._count]
         self._count += 1
         return assumption.answer
+
+    def sized(self, function: Any, result: Any) -> Any:
+        """What an operator gives that the trace records now, with the sizes that it has in this
+        call, on which the graph relies from now on.
+
+        Args:
+            result: with sizes of which nothing is known.
+        """
+        unknown = unknown_places(result)
+        if not unknown:
+            return result
+        line = current_user_line()
+        self._refuse(line)
+        places = [place for place, _ in unknown]
+        node = next(iter(reversed(self._tracer.graph.nodes)))
+        answer = self._sizes(node, places)
+        numbers, symbols = self._known(answer, places)
+        self._relations.add(self._count, answer, places, symbols)
+        result = with_sizes(result, [number for _, number in unknown], numbers)
+        self._assume(node, result, places, answer, str(line))
+        self._count += 1
+        return result
+
+    def _sizes(self, node: fx.Node, places: Sequence[Place]) -> Sizes:
+        known = self._inputs.answers
+        if self._count == len(known):
+            real = self._values.of(node)
+            known.append(Sizes(number_at(real, place) for place in places))
+        answer = known[self._count]
+        assert isinstance(answer, Sizes)
+        return answer
+
+    def _known(self, answer: Sizes, places: Sequence[Place]) -> tuple[list[Any], list[Any]]:
+        """Numbers that stand for sizes in the trace, and their symbols, None for plain numbers."""
+        if self._inputs.sizes is SizesKept.EXACT:
+            return list(answer), [None] * len(answer)
+        pairs = [
+            backed(self._mode, number, place[1] is not None)
+            for number, place in zip(answer, places, strict=True)
+        ]
+        return [number for number, _ in pairs], [symbol for _, symbol in pairs]
+
+    def _assume(
+        self, node: fx.Node, result: Any, places: Sequence[Place], answer: Sizes, line: str
+    ) -> None:
+        node.meta[SIZED] = True
+        leaves = _compat.tree_leaves(result)
+        whole = len(leaves) == 1 and not isinstance(result, (tuple, list))
+        used = sorted({index for index, _ in places})
+        values = []
+        for index in used:
+            value = fx.Proxy(node, self._tracer)
+            if not whole:
+                value = self._tracer.create_proxy("call_function", getitem, (value, index), {})
+            values.append(value)
+        where = [(used.index(index), dimension) for index, dimension in places]
+        if not isinstance(leaves[0], torch.Tensor):
+            node.meta["val"] = leaves[0]
+            source = cast(fx.Node, node.args[0])
+            values = [fx.Proxy(source, self._tracer)]  # the number may be a constant
+        assumption = SizeAssumption(self._count, line, where, len(values), self._relations)
+        assumption.answer = answer
+        self._tracer.create_proxy("call_function", assumption, tuple(values), {})
 
     def _refuse(self, line: Any) -> None:
         if self._values.fake:

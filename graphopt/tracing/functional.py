@@ -10,6 +10,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.sizes import arithmetic_when_used, laid_out_like
 from graphopt.comm.waits import split_waits
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import (
@@ -39,6 +41,7 @@ from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.operators import fused_optimizer
 from graphopt.ir.views import is_pure_view
 from graphopt.tracing import fused, inplace, numbers, statistics
+from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.host_numbers import PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (
     expanded_write,
@@ -80,8 +83,10 @@ def functionalize(raw: RawTrace) -> Functional:
         tracer = _compat.current_tracer()
         with torch.no_grad(), _compat.functional_mode():
             wrapped = [_compat.to_functional(tensor) for tensor in flat]
-            interpreter = _Interpreter(raw.graph_module, tracer)
-            with tagged(tracer, interpreter.tag):
+            interpreter = _Interpreter(raw.graph_module, tracer, _compat.fake_mode_of(flat))
+            sized = any(SIZED in node.meta for node in raw.graph_module.graph.nodes)
+            lazily = arithmetic_when_used(tracer) if sized else nullcontext()
+            with tagged(tracer, interpreter.tag), lazily:
                 results = [_compat.from_functional(r) for r in interpreter.run(*wrapped)]
                 finals = [_compat.from_functional(tensor) for tensor in wrapped]
         changed = [i for i, tensor in enumerate(flat) if finals[i] is not tensor]
@@ -137,9 +142,9 @@ def _refuse_grad_mode_operators(graph: fx.Graph) -> None:
 class _Interpreter(fx.Interpreter):
     """Runs the raw graph; new nodes take over the tags of the raw node that is running."""
 
-    def __init__(self, graph_module: fx.GraphModule, tracer: Any) -> None:
+    def __init__(self, graph_module: fx.GraphModule, tracer: Any, mode: Any) -> None:
         super().__init__(graph_module)
-        self._tracer = tracer
+        self._tracer, self._mode = tracer, mode
         self._running: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -147,8 +152,16 @@ class _Interpreter(fx.Interpreter):
         refuse_unusual_writes(n)
         for source in n.all_input_nodes:
             keep_strides(self.env[source], source.meta.get("val"))
-        with explained_at(n):
+        with explained_at(n), self._sizes_of(n):
             return super().run_node(n)
+
+    def _sizes_of(self, node: fx.Node) -> AbstractContextManager[None]:
+        """Gives what a node has the sizes that it was traced with."""
+        if SIZED not in node.meta:
+            return nullcontext()
+        return _compat.sizes_given(
+            self._mode, lambda function, result: laid_out_like(result, node.meta["val"])
+        )
 
     def tag(self, node: fx.Node) -> None:
         source = self._running

@@ -16,8 +16,9 @@ from torch import nn
 from graphopt import _compat
 from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
+from graphopt.host.assumptions import Answer
 from graphopt.runtime.late import names_of_held
-from graphopt.tracing.call import Call
+from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.host_numbers import EXACT, Conditions
 from graphopt.tracing.numbers import SCHEDULED
 
@@ -150,6 +151,8 @@ class Inputs:
     Attributes:
         conditions: what has to be so of `hyperparameters`.
         answers: to the decisions by value that the step takes, in their order, as far as known.
+        sizes: what is made of sizes that depend on values.
+        meets_sizes: a trace has met such a size.
         rebound: `module_tensors` that get other storage in each call; see `rebinding`.
         held: names of what others may use without being seen (`graphopt.runtime.late`); none where
             that is so of all parameters, as while a variable holds a checkpoint.
@@ -164,7 +167,9 @@ class Inputs:
     held: frozenset[str] = frozenset()
     conditions: Conditions = field(default_factory=Conditions)
     rebound: list[int] = field(default_factory=list)
-    answers: list[bool | int] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    sizes: SizesKept = SizesKept.UNKNOWN
+    meets_sizes: bool = False
 
     @property
     def parameters(self) -> list[ModuleTensor]:
@@ -223,6 +228,7 @@ def collect(call: Call) -> Inputs:
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
     inputs.answers.extend(call.decided)
+    inputs.sizes = call.sizes
     _refuse_overlaps(inputs, call)
     inputs.held = _held(inputs, call)
     return inputs

@@ -50,7 +50,7 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """`result`, fake tensors that the shape rule of `func` has made, with the kernel's strides."""
     if not _is_checked(func) or _is_plain(func, args, kwargs):
         return result
-    if func in _VIEWS and not {0, 1} & set(result.shape):
+    if func in _VIEWS and not {0, 1}.intersection(filter(_is_plain_number, result.shape)):
         return result
     try:
         call = (func, described(tuple(args)), described(dict(kwargs)))
@@ -65,6 +65,10 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     if func in _VIEWS:
         return result.as_strided(found.shape, found.strides, result.storage_offset())
     return _with_layouts(result, found)
+
+
+def _is_plain_number(size: object) -> bool:
+    return type(size) is int
 
 
 @lru_cache(maxsize=4096)
@@ -107,6 +111,8 @@ def _is_plain(func: Any, args: Any, kwargs: Any) -> bool:
             continue
         if value.dim() == 0:
             continue
+        if _compat.has_symbolic_shape(value):
+            return False
         if shape is not None and value.shape != shape:
             return False
         shape = value.shape

@@ -22,7 +22,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing import impurity, numbers, reduction, rng, strides
 from graphopt.tracing.besides import Finder, MoreInputs
-from graphopt.tracing.call import Call
+from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.failures import definition_of, explained
@@ -160,6 +160,8 @@ def _traced(
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
         raise
+    finally:
+        inputs.meets_sizes |= _compat.met_sizes(mode)
 
 
 def _run_once(
@@ -240,7 +242,7 @@ class _StepRun:
         mode: Any,
         values: list[torch.Tensor],
     ) -> None:
-        self._values = values
+        self._values, self._mode = values, mode
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
@@ -263,7 +265,10 @@ class _StepRun:
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(self._on_one_device()))
             alone = self.communication is None and _compat.rank_among_several() is None
-            self.made.decider = Decider(tracer, self.inputs, self._values, alone)
+            decider = Decider(tracer, self.inputs, self._mode, self._values, alone)
+            self.made.decider = decider
+            if self.inputs.sizes is not SizesKept.UNKNOWN:
+                stack.enter_context(_compat.sizes_given(self._mode, decider.sized))
             with self.tagger.during("optimizer"):
                 traced = self._stand_ins(flat)
             _compat.copy_hooks(

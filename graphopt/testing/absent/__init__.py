@@ -1,5 +1,5 @@
 """The process in which a device is believed to be there; see `graphopt.testing.pretended`.
 
-`cuda.cpp` is what torch has to be told before it is imported, `library` builds it, `bootstrap` is the
-script that the process runs.
+`cuda.cpp` is what torch has to be told before it is imported, `library` builds it, `bootstrap` is
+the script that the process runs.
 """

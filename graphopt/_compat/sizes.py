@@ -1,0 +1,202 @@
+"""Sizes that depend on values, while a step is traced: what torch keeps of them, and how to tell it
+more.
+
+A fake tensor whose size nobody can know (`x[mask]`, `nonzero`) has an *unbacked* symbol there, of
+which every question is an error. A *backed* symbol has a value besides: questions are answered for
+that value, and each answer is kept as a guard.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphopt._compat import fake_laid_out, tree_flatten, tree_leaves, tree_unflatten
+
+_COUNTER = itertools.count()
+
+Place = tuple[int, int | None]
+"""Where a size stands: which leaf of a result, which dimension; None: the leaf is the number."""
+
+
+def unknown_places(result: Any) -> list[tuple[Place, torch.SymInt]]:
+    """The sizes in a result that no question may be asked about; each symbol once."""
+    found: dict[Any, tuple[Place, torch.SymInt]] = {}
+    for place, number in _integers(result):
+        if isinstance(number, torch.SymInt) and _is_unknown(number):
+            found.setdefault(number.node.expr, (place, number))
+    return list(found.values())
+
+
+def _integers(result: Any) -> Iterator[tuple[Place, Any]]:
+    for index, leaf in enumerate(tree_leaves(result)):
+        if isinstance(leaf, torch.SymInt):
+            yield (index, None), leaf
+        elif isinstance(leaf, torch.Tensor):
+            yield from (((index, d), size) for d, size in enumerate(leaf.shape))
+
+
+def _is_unknown(number: torch.SymInt) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    expression = number.node.expr
+    return bool(expression.is_Symbol) and bool(free_unbacked_symbols(expression))
+
+
+def number_at(result: Any, place: Place) -> int:
+    """The number that stands at a place of a real result."""
+    index, dimension = place
+    leaf = tree_leaves(result)[index]
+    return int(leaf) if dimension is None else int(leaf.shape[dimension])
+
+
+def backed(mode: Any, value: int, is_size: bool) -> tuple[Any, Any]:
+    """A number that is `value` now, and its symbol: for a size of 0 or 1 the number itself, and
+    None."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    environment = mode.shape_env
+    source = ConstantSource(f"graphopt_size_{next(_COUNTER)}")
+    create = environment.create_symbol if is_size else environment.create_unspecified_symbol
+    symbol = create(value, source, DimDynamic.DYNAMIC)
+    number = environment.create_symintnode(symbol, hint=value, source=source)
+    return number, (symbol if isinstance(number, torch.SymInt) else None)
+
+
+def with_sizes(result: Any, unknown: Sequence[torch.SymInt], sizes: Sequence[Any]) -> Any:
+    """Fake tensors and numbers like a result, with known numbers for unknown ones.
+
+    Args:
+        sizes: symbolic or plain numbers.
+    """
+    pairs = zip(unknown, sizes, strict=True)
+    known = {number.node.expr: size for number, size in pairs}
+
+    def told(value: Any) -> Any:
+        if not isinstance(value, torch.SymInt):
+            return value
+        return _substituted(value, known)
+
+    leaves, nest = tree_flatten(result)
+    new = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            shape, strides = [*map(told, leaf.shape)], [*map(told, leaf.stride())]
+            leaf = fake_laid_out(leaf, shape, strides, leaf.dtype)
+        new.append(told(leaf))
+    return tree_unflatten(new, nest)
+
+
+def _substituted(value: torch.SymInt, known: Mapping[Any, Any]) -> Any:
+    expression = value.node.expr
+    if expression in known:
+        return known[expression]
+    by = {symbol: known[symbol] for symbol in expression.free_symbols & known.keys()}
+    if not by:
+        return value
+    environment = value.node.shape_env
+    expressions = {
+        symbol: size.node.expr if isinstance(size, torch.SymInt) else size
+        for symbol, size in by.items()
+    }
+    return environment.create_symintnode(expression.xreplace(expressions), hint=None)
+
+
+def laid_out_like(result: Any, like: Any) -> Any:
+    """`result` with the sizes and strides of fake tensors made before, and with their numbers."""
+    leaves, nest = tree_flatten(result)
+    new = []
+    for leaf, old in zip(leaves, tree_leaves(like), strict=True):
+        if isinstance(leaf, torch.Tensor):
+            shape, strides = map(_plain, old.shape), map(_plain, old.stride())
+            leaf = fake_laid_out(leaf, [*shape], [*strides], leaf.dtype)
+        elif isinstance(leaf, torch.SymInt):
+            leaf = _plain(old)
+        new.append(leaf)
+    return tree_unflatten(new, nest)
+
+
+def _plain(number: Any) -> Any:
+    """A number of which all has been asked, so that it is known, as a plain one."""
+    known = number.node.maybe_as_int() if isinstance(number, torch.SymInt) else None
+    return number if known is None else known
+
+
+@contextmanager
+def arithmetic_when_used(tracer: Any) -> Iterator[None]:
+    """While active, arithmetic on sizes becomes nodes where something uses it: not where torch
+    only asks itself something."""
+    from torch.fx.experimental.proxy_tensor import _enable_thunkify
+
+    with _enable_thunkify(tracer):
+        yield
+
+
+class Guards:
+    """The answers that questions about known numbers have been given, read whenever they are
+    checked: whatever has asked by then.
+
+    Args:
+        mode: the fake mode whose numbers they are about.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        self._environment = mode.shape_env
+        self._order: dict[Any, int] = {}
+        self._sizes: set[Any] = set()
+        self._checks: dict[int, list[Callable[..., bool]]] = {}
+        self._read = 0
+
+    def add(self, symbol: Any, order: int, is_size: bool) -> None:
+        """A symbol whose number is known to the running step from its check `order` on."""
+        self._order[symbol] = order
+        if is_size:
+            self._sizes.add(symbol)
+
+    def hold(self, order: int, numbers: Mapping[Any, int]) -> bool:
+        """Whether all that becomes known with check `order` is as it was answered.
+
+        Args:
+            numbers: of all symbols up to that.
+        """
+        self._compile()
+        for symbol, at in self._order.items():
+            if at == order and symbol in self._sizes and numbers[symbol] < 2:
+                return False
+        return all(check(numbers) for check in self._checks.get(order, ()))
+
+    def _compile(self) -> None:
+        guards = self._environment.guards
+        for guard in guards[self._read :]:
+            symbols = sorted(guard.expr.free_symbols & self._order.keys(), key=str)
+            if symbols:
+                last = max(self._order[symbol] for symbol in symbols)
+                self._checks.setdefault(last, []).append(_compiled(guard.expr, symbols))
+        self._read = len(guards)
+
+
+def _compiled(expression: Any, symbols: Sequence[Any]) -> Callable[[Mapping[Any, int]], bool]:
+    """A relation of sizes as a function of them."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.printers import PythonPrinter
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    def interpreted(numbers: Mapping[Any, int]) -> bool:
+        known = {symbol: numbers[symbol] for symbol in symbols}
+        return bool(sympy_interp(PythonReferenceAnalysis, known, expression))
+
+    if expression.free_symbols - set(symbols):
+        return lambda numbers: False
+    try:
+        names = ", ".join(map(str, symbols))
+        text = PythonPrinter().doprint(expression)
+        function = eval(f"lambda {names}: {text}", {"math": math, "torch": torch})
+    except Exception:  # a function that cannot be written down
+        return interpreted
+    return lambda numbers: bool(function(*(numbers[symbol] for symbol in symbols)))

@@ -1,0 +1,177 @@
+"""Sizes that depend on values: kept as symbols, as numbers where a step needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import graphopt
+from gloo import pool
+from graphopt.errors import AssumptionFailedError, CaptureError
+from test_decisions import finish, left_by, same
+
+Step = Callable[[nn.Module, Optimizer, Tensor, Tensor], Any]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(F.gelu(self.first(x)), 0.1))
+
+
+def through_layers(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+    chosen = y > 1
+    return finish(optimizer, F.cross_entropy(model(x[chosen]), y[chosen] % 4))
+
+
+def hardest(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+    losses = F.cross_entropy(model(x), y % 4, reduction="none")
+    hard = losses[losses > losses.mean()]
+    return finish(optimizer, hard.sum() / hard.numel())
+
+
+def experts(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+    out = torch.zeros(x.shape[0], 4)
+    for number in range(2):
+        (rows,) = torch.where(y % 2 == number)
+        out.index_add_(0, rows, model(x[rows]) * (number + 1))
+    return finish(optimizer, out.square().mean())
+
+
+def by_class(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+    classes, where, counts = torch.unique(y, return_inverse=True, return_counts=True)
+    means = torch.zeros(classes.shape[0], 4).index_add(0, where, model(x)) / counts[:, None]
+    return finish(optimizer, means.square().sum())
+
+
+def repeated(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+    rows = x.repeat_interleave(y + 1, dim=0)
+    return finish(optimizer, model(rows).square().mean()), rows.shape[0]
+
+
+def split(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+    parts = torch.split(model(x), torch.bincount(y % 2, minlength=2).tolist())
+    return finish(optimizer, parts[0].square().sum() + parts[1].sum())
+
+
+def up_to_longest(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+    mask = torch.arange(y.max().item() + 1)[None] < y[:, None]
+    return finish(optimizer, (model(x) * mask.sum(1, keepdim=True)).square().mean())
+
+
+def similar(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+    rows = model(x[y > 0])
+    return finish(optimizer, (rows @ rows.T).square().mean())
+
+
+def where_there_are_some(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Any:
+    rows, loss = x[y == 1], model(x).square().mean()
+    return finish(optimizer, loss + model(rows).sum() / len(rows) if len(rows) else loss)
+
+
+STEPS: dict[Step, int] = {
+    through_layers: 2, hardest: 2, experts: 3, by_class: 2, repeated: 1, split: 3,
+    up_to_longest: 1, similar: 2, where_there_are_some: 4,
+}  # fmt: skip
+"""Each with how many graphs its calls need at most."""
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+}
+
+
+def batches(calls: int) -> list[tuple[Tensor, Tensor]]:
+    """Some with all labels alike, which leaves masks empty or full."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for call in range(calls):
+        x = torch.randn(10, 6, generator=generator)
+        y = torch.randint(0, 5, (10,), generator=generator)
+        found.append((x, torch.full_like(y, 2) if call % 6 == 3 else y))
+    return found
+
+
+def trained(step: Step, compiled: bool, optimizer: str = "adam", calls: int = 7) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    updates = OPTIMIZERS[optimizer](model.parameters())
+    run = graphopt.compile(step) if compiled else step
+    found: list[Any] = []
+    for x, y in batches(calls):
+        result = run(model, updates, x, y)
+        if isinstance(run, graphopt.TrainStep):
+            run.flush()
+        found += [result, *left_by(model, updates)]
+    made = len(run.captures) if isinstance(run, graphopt.TrainStep) else 0
+    return torch.utils._pytree.tree_leaves(found), made
+
+
+def check(step: Step, optimizer: str = "adam", calls: int = 7) -> int:
+    expected, _ = trained(step, False, optimizer, calls)
+    found, made = trained(step, True, optimizer, calls)
+    assert len(found) == len(expected)
+    assert all(map(same, found, expected))
+    return int(made)
+
+
+@pytest.mark.parametrize("step", [through_layers, experts, split, similar])
+def test_one_graph_for_many_sizes(step: Step) -> None:
+    assert check(step) <= STEPS[step]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("step", STEPS)
+def test_every_call_is_that_of_eager(step: Step, optimizer: str) -> None:
+    assert check(step, optimizer, calls=18) <= STEPS[step] + 2
+
+
+def test_a_graph_for_other_relations_changes_nothing() -> None:
+    captured = graphopt.capture(
+        lambda model, x: model(x[x[:, 0] > 0]).reshape(2, -1), nn.Identity(), torch.ones(4, 3)
+    )
+    graph = captured.graph_module
+    assert graph(torch.ones(6, 3))[0][0].shape == (2, 9)
+    with pytest.raises(AssumptionFailedError, match=r"\(5,\).*test_sizes_by_value"):
+        graph(torch.ones(5, 3))
+
+
+def test_a_size_that_python_needs_has_a_graph_for_each() -> None:
+    @graphopt.compile(max_graphs=3)
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        names = {1: "one", 2: "two"}
+        rows = model(x[x > 0])  # HERE
+        return rows * len(names.get(rows.shape[0], "many"))
+
+    model = nn.Identity()
+    for count in (1, 2, 3):
+        x = torch.arange(5.0) - 4 + count
+        assert step(model, x).shape == (count,)
+    with pytest.raises(CaptureError, match=r"each size .*# HERE"):
+        step(model, torch.arange(6.0) - 5 + 4)
+
+
+def _rank(rank: int) -> str:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        graphopt.compile(through_layers)(model, optimizer, *batches(1)[0])
+    except CaptureError as error:
+        return str(error)
+    return "captured"
+
+
+def test_ranks_with_sizes_of_their_own() -> None:
+    with pool(2) as ranks:
+        assert all("depends on values" in said for said in ranks.run(_rank))
