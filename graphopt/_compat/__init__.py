@@ -183,6 +183,13 @@ def met_sizes(mode: Any) -> bool:
     return getattr(mode, "met_sizes", False)
 
 
+def without_fake_mode() -> AbstractContextManager[Any]:
+    """A fake mode of the caller's does not see what runs inside. What is fake stays fake."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def plain_fake_mode() -> Any:
     """A FakeTensorMode in which reading a value is an error."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from graphopt import _compat
 from graphopt.comm.waits import split_waits
 from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
@@ -143,7 +144,7 @@ class PassManager:
         """
         check_graph_module(gm)
         # Graphs are cycles: what Python's collector would free meanwhile is not worth the looking.
-        with collector_paused():
+        with collector_paused(), _compat.without_fake_mode():
             return self._run(gm, proof)
 
     def _run(self, gm: fx.GraphModule, proof: Proof | None) -> list[PassRecord]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from graphopt import _compat
 from graphopt.errors import PipelineSyntaxError
 from graphopt.iter_graph import IterGraphModule
 from graphopt.iter_graph.module import DERIVED
@@ -117,7 +118,7 @@ class Stages:
             have agreed on for it.
         """
         for ranks in ways:
-            with suppress(NotAsAgreedError), ranks:
+            with suppress(NotAsAgreedError), _compat.without_fake_mode(), ranks:
                 captured = self.capture(call, ranks)  # with the averages of parallelize
                 call = call.using(captured.besides) or call
                 step = self.apply_passes(captured)

@@ -354,12 +354,13 @@ def capture_call(
     lasts: bool = False,
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart; `settled` and `lasts`: see `finish`."""
-    while True:
-        call, inputs, raw = first_trace(call, communication)
-        try:
-            return finish(call, inputs, communication, raw, settled, lasts=lasts)
-        except (MoreInputs, CaptureError) as error:
-            call = retried(call, inputs, error)
+    with _compat.without_fake_mode():
+        while True:
+            call, inputs, raw = first_trace(call, communication)
+            try:
+                return finish(call, inputs, communication, raw, settled, lasts=lasts)
+            except (MoreInputs, CaptureError) as error:
+                call = retried(call, inputs, error)
 
 
 def first_trace(call: Call, communication: Communication | None) -> tuple[Call, Inputs, RawTrace]:

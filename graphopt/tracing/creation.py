@@ -14,6 +14,7 @@ is for `steady` to see.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,13 +83,16 @@ class Creation:
         the trace says."""
         values = dict(zip(_placeholders(graph_module.graph), inputs, strict=True))
         entries = {(s.optimizer, s.owner, s.key): value for s, value in self.constants}
-        with _compat.without_modes(), torch.no_grad(), without_autocast():
+        # Of fake tensors, as of a device that is not there, the state is fake as well.
+        fake = _compat.fake_mode_of([v for v in inputs if isinstance(v, torch.Tensor)])
+        unseen = _compat.without_modes()
+        with unseen, torch.no_grad(), without_autocast(), fake or nullcontext():
             for node in self.needed:
                 if node not in values:
                     values[node] = _computed(graph_module, node, values)
             for node, state in self.made.items():
                 value = _negative_zeros(node) if node in self.copies else values[node]
-                if not _is_like(value, node.meta["val"]):
+                if not _is_like(value, node.meta["val"], fake is not None):
                     return None
                 entries[state.optimizer, state.owner, state.key] = value
         return [(s, entries[s.optimizer, s.owner, s.key]) for s in self.states]
@@ -234,10 +238,10 @@ def _computed(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.No
     return target(*args, **kwargs)
 
 
-def _is_like(value: Any, traced: torch.Tensor) -> bool:
+def _is_like(value: Any, traced: torch.Tensor, fake: bool) -> bool:
     return (
         isinstance(value, torch.Tensor)
-        and not _compat.is_fake(value)
+        and _compat.is_fake(value) is fake
         and value.shape == traced.shape
         and value.dtype == traced.dtype
         and value.device == traced.device
