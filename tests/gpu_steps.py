@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,8 +58,8 @@ def _training() -> tuple[Any, Any, Tensor]:
 
 
 def operators(graph: fx.Graph) -> Counter[str]:
-    names = (str(n.target) for n in graph.nodes if n.op == "call_function")
-    return Counter(name.removesuffix(".default") for name in names)
+    targets = (n.target for n in graph.nodes if isinstance(n.target, OpOverload))
+    return Counter(target._schema.name for target in targets)
 
 
 def compiled() -> tuple[str, int, Counter[str]]:
