@@ -34,7 +34,7 @@ COMPUTE = "compute alone"
 def pipelines() -> dict[str, list[object] | str]:
     """What is predicted: the default, its buckets as they come, and one that hides little."""
     plain = [entry[0] if isinstance(entry, tuple) else entry for entry in default_pipeline()]
-    buckets = (plain[1], {"min_buckets": 16})
+    buckets = (plain[1], {"min_buckets": None})
     return {
         "default": "default",
         "as they come": [plain[0], buckets, *plain[2:]],
