@@ -99,7 +99,8 @@ def measure(
     trainings.clear()
     gc.collect()
     for variant in seconds:
-        if variant == EAGER or "none" in variant or "default" in variant:
+        plain = variant == EAGER or "none" in variant or "default" in variant
+        if plain or options.steps_only:
             continue
         with console.status(f"{variant}: warm start"):
             warm = in_fresh_process("warm", task, budget.left, variant=variant)
@@ -187,6 +188,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--bf16", choices=("autocast", "weights"), default="autocast")
+    parser.add_argument(
+        "--steps-only", action="store_true", help="no checks, no warm starts, no bandwidth"
+    )
     parser.add_argument("--rounds", type=int, help="turns of each variant; 20, with --quick 5")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="all")
     parser.add_argument("--minutes", type=float, help="of the whole run; 9, with --quick 3")
@@ -221,9 +225,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="graphopt-") as caches:
         os.environ["GPU_STEP_CACHES"] = caches  # empty, so that first steps compile
         use_caches("checks")
-        checks = check(options, device, budget, console)
+        checks = {} if options.steps_only else check(options, device, budget, console)
         figures, seconds = measure(options, task, budget, console)
-        rates = bandwidth(task, budget, console)
+        rates = {} if options.steps_only else bandwidth(task, budget, console)
     peak = 1e12 * options.peak_tflops if options.peak_tflops else peak_flops(name) or 0.0
     flops = flops_per_step(task)
     add_times(figures, seconds, flops, peak)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -215,7 +215,8 @@ def _monitored(observer: Observer) -> Iterator[None]:
         steps = observer.entered(sys._getframe(1))
         if steps and code not in looked_at:
             looked_at[code] = steps
-            monitoring.set_local_events(tool, code, instruction)
+            with suppress(ValueError):  # another thread's function, begun as the trace ended
+                monitoring.set_local_events(tool, code, instruction)
         return monitoring.DISABLE if code in observer.ignored else None
 
     def executed(code: CodeType, offset: int) -> None:
@@ -231,6 +232,6 @@ def _monitored(observer: Observer) -> Iterator[None]:
         yield
     finally:
         monitoring.set_events(tool, 0)
-        for code in looked_at:
+        for code in list(looked_at):  # another thread may be about to add one
             monitoring.set_local_events(tool, code, 0)
         monitoring.free_tool_id(tool)
