@@ -60,7 +60,8 @@ def difference(before: Snapshot, gm: fx.GraphModule, name: str) -> PassDifferenc
     late: Mapping[fx.Node, fx.Node] = graph.late if isinstance(graph, IterGraph) else {}
     new = list(graph.nodes)
     changed = {node for node, _ in before.changed_nodes()} | (before.nodes.keys() - set(new))
-    changed |= {n for n in before.late.keys() | late.keys() if before.late.get(n) is not late.get(n)}
+    marked = before.late.keys() | late.keys()
+    changed |= {node for node in marked if before.late.get(node) is not late.get(node)}
     old = [
         NotedNode(node, held, before.late.get(node)) if node in changed else node
         for node, held in before.nodes.items()

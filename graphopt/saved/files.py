@@ -180,7 +180,7 @@ def _unknown(kind: str, content: Any) -> Any:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return dict(record.__getstate__() if is_dataclass(record) else vars(record))
+    return dict(record.__getstate__() if is_dataclass(type(record)) else vars(record))
 
 
 def _constants(graph_module: fx.GraphModule) -> Iterator[tuple[str, Any]]:

@@ -74,6 +74,11 @@ class Evaluation:
     nodes: dict[tuple[str, Any], Any] = field(default_factory=dict)
     aliases: dict[fx.Node, list[tuple[str, Any]]] = field(default_factory=dict)
 
+    def edges(self, kind: Any, term: int) -> Counter[int]:
+        """At which elements of a term more or fewer copies begin to be sent by a kind of
+        collective."""
+        return self.sent.setdefault((kind, term), Counter())
+
     @cached_property
     def origins(self) -> Origins:
         """The first node of each term: wanted only where there is something to be said."""
