@@ -51,6 +51,8 @@ class PassContext:
         index: its place there.
         before: the graph module before the pass; not to be changed.
         record: complete in `after_pass`, except for what other callbacks add.
+        changed: nodes that the pass has changed, with the `meta["val"]` that they had; None as long
+            as that is not known.
 
     >>> from graphopt.manager import PassCallback
     >>> class Nodes(PassCallback):
@@ -67,6 +69,7 @@ class PassContext:
     index: int
     before: Snapshot
     record: PassRecord
+    changed: list[tuple[fx.Node, Any]] | None = None
 
 
 class PassCallback:
@@ -218,7 +221,8 @@ class Verification(PassCallback):
         before, gm = context.before, context.gm
         if not before.is_of_the_same_graph or not before.annotated:
             return before.changed_constants()
-        new, changed = before.new_nodes(), before.changed_nodes()
+        new = before.new_nodes()
+        changed = before.changed_nodes() if context.changed is None else context.changed
         problems = list(
             changed_problems(new, changed, functional=before.functional, kinds=self._kinds)
         )

@@ -6,8 +6,9 @@ and written out as text when it is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -52,14 +53,20 @@ class PassDifference:
         return str, (str(self),)
 
 
-def difference(before: Snapshot, gm: fx.GraphModule, name: str) -> PassDifference | str:
-    """The difference that a pass has made; `str` of it is unified text."""
+def difference(
+    before: Snapshot, gm: fx.GraphModule, name: str, changed_nodes: Iterable[tuple[fx.Node, Any]]
+) -> PassDifference | str:
+    """The difference that a pass has made; `str` of it is unified text.
+
+    Args:
+        changed_nodes: those that `before` says have changed.
+    """
     if not before.is_of_the_same_graph:
         return graph_diff(before.graph, gm, _names(name))
     graph = gm.graph
     late: Mapping[fx.Node, fx.Node] = graph.late if isinstance(graph, IterGraph) else {}
     new = list(graph.nodes)
-    changed = {node for node, _ in before.changed_nodes()} | (before.nodes.keys() - set(new))
+    changed = {node for node, _ in changed_nodes} | (before.nodes.keys() - set(new))
     marked = before.late.keys() | late.keys()
     changed |= {node for node in marked if before.late.get(node) is not late.get(node)}
     old = [

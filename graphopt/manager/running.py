@@ -267,7 +267,8 @@ def _finish(context: PassContext) -> None:
         raise Refused([found])
     inserted = [] if untouched else [node.name for node in before.new_nodes()]
     removed = eliminate_dead_code(gm.graph)
-    record.changed = bool(removed) if untouched else not before.unchanged()
+    again = bool(removed) and not untouched  # what was put in may be what was taken out
+    record.changed = not before.unchanged() if again else bool(removed) or not untouched
     if inserted and record.changes and not record.changed:
         _refuse_unread(context, inserted)
     if record.changed:
@@ -275,7 +276,8 @@ def _finish(context: PassContext) -> None:
             made_by = (*node.meta.get("provenance", ()), record.name)
             node.meta = {**node.meta, "provenance": made_by}
         gm.recompile()
-        record.difference = difference(before, gm, record.name)
+        context.changed = before.changed_nodes()
+        record.difference = difference(before, gm, record.name, context.changed)
     record.after = count(gm.graph) if record.changed else record.before
     record.launches = launches_digest(gm.graph)
     add_record(gm, record)

@@ -51,10 +51,11 @@ class Axiom:
 
     def value(self, terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
         """The value of a call; None outside the condition."""
-        others = () if self.speaks_of is None else args.keys() - self.speaks_of
-        if any(not _is_usual(args[name]) for name in others) or not _has_sizes(fake):
-            return None
-        return self.apply(terms, target, args, fake)
+        known = args if self.speaks_of is None else self.speaks_of
+        for name, given in args.items():
+            if name not in known and not _is_usual(given):
+                return None
+        return self.apply(terms, target, args, fake) if _has_sizes(fake) else None
 
 
 def _is_usual(value: Any) -> bool:

@@ -99,9 +99,11 @@ class Settled(NamedTuple):
 def input_value(terms: Terms, node: fx.Node) -> Any:
     """An arbitrary value of a placeholder; one that is waited for is under way."""
     fake = node.meta.get("val")
-    known = (call for call in terms.recall.calls(node.name) if call.target == node.target)
-    value = next((call.value for call in known if not call.args and call.fake is fake), None)
-    if value is None:
+    for call in terms.recall.calls(node.name):
+        if call.fake is fake and call.target == node.target and not call.args:
+            value = call.value
+            break
+    else:
         value = fresh(terms, ("input", str(node.target)), fake)
         terms.recall.note(node, (), {}, value, based=False)
     return Pending(value) if any(map(is_wait, node.users)) else value

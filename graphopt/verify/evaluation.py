@@ -13,14 +13,14 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_output, get_outputs, may_alias, written
 from graphopt.host import is_host_call
-from graphopt.ir.operators import draws, is_operator
+from graphopt.ir.operators import draws
 from graphopt.optim.lists import list_schema
 from graphopt.verify.axioms import RULES
-from graphopt.verify.calls import entries, fresh, named, target_name
+from graphopt.verify.callees import Callees
+from graphopt.verify.calls import entries, fresh, named
 from graphopt.verify.communicating import Communication
 from graphopt.verify.constants import sent_constants
 from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, input_value
-from graphopt.verify.functional import standard_form
 from graphopt.verify.inlining import call_of
 from graphopt.verify.reading import Reading
 from graphopt.verify.recall import Call, same_arguments
@@ -28,9 +28,6 @@ from graphopt.verify.regions import Unknown
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, whole
 from graphopt.verify.traits import traits_of
 from graphopt.verify.updating import Updates
-
-_OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
-"""Operators that read elements of a storage besides those of their argument."""
 
 _PERHAPS_VIEWS = ("aten::reshape", "aten::flatten", "aten::contiguous", "aten::to")
 """Operators that give a view of their argument or a copy, as its strides have it."""
@@ -83,6 +80,7 @@ class _Evaluator:
         self._by_launch = by_launch
         self._sent_constants = {} if by_launch else sent_constants(graph)
         self._found = found or Evaluation()
+        self._callees = Callees()
         self._unknowns = unknowns or {}
         self._reading = Reading(terms, self._view)
         self._contents, self._read = self._reading.contents, self._reading.read
@@ -112,16 +110,18 @@ class _Evaluator:
 
     def _taken_in(self, node: fx.Node) -> Any:
         """The value of a node, after which others may read it."""
+        if node.op == "placeholder":
+            value = self._evaluated(node)
+            self._contents.add(node, value, None)
+            return value
         known = self._recalled(node)
         if known is not None:
-            base = node.args[0] if known.based else None
-            self._contents.add(node, known.value, cast("fx.Node | None", base))
+            base = cast(fx.Node, node.args[0]) if known.based else None
+            self._contents.add(node, known.value, base)
             return known.value
         same = False
         if node in self._unknowns:
             value, base = self._unknown(node), self._base(node)
-        elif node.op == "placeholder":
-            value, base = self._evaluated(node), None
         elif node.target is operator.getitem and node.op == "call_function":
             value, base = self._item(node)
         else:
@@ -144,8 +144,6 @@ class _Evaluator:
         """The same call, if it was evaluated before."""
         calls = self._terms.recall.calls(node.name)
         if not calls or node in self._unknowns or node in self._sent_constants:
-            return None
-        if node.op == "placeholder":  # what it is follows from its readers as well
             return None
         target, fake = node.target, node.meta.get("val")
         args, kwargs = node.args, node.kwargs
@@ -247,7 +245,7 @@ class _Evaluator:
             return self._updates.in_place(node)
         if traits.collective:
             return self._communication.launched(node)
-        if str(node.target).endswith("_mutation"):
+        if self._callees.of(node, node.target).writes_unseen:
             raise NotDecidedError("it updates arguments of which its schema does not speak", node)
         return self._call(node)
 
@@ -283,29 +281,29 @@ class _Evaluator:
             found = entries(self._terms, node.target, arguments, node.meta["val"])
         if found is None:
             found = self._applied(node, node.target, arguments)
-        if not (draws(node) or node.is_impure() or is_operator(node.target, *_OF_STORAGE)):
+        callee = self._callees.of(node, node.target)
+        if not (callee.reads_storage or callee.does_more(node) or draws(node)):
             based = self._base(node) is not None
             self._terms.recall.note(node, args, kwargs, found, based=based)
         return found
 
     def _applied(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
         """What a call gives: by its rule, or an unknown function of all arguments."""
-        extra: tuple[Any, ...] = ()
-        fake, target = node.meta.get("val"), standard_form(target)
-        if draws(node):
-            extra = ("draw", len(self._found.draws))
-            self._found.draws.append((target_name(target), canonical(arguments)))
-        elif isinstance(target, _compat.OpOverload) and isinstance(
-            fake, (torch.Tensor, list, tuple)
-        ):
-            rule = RULES.get(target._schema.name)
-            value = rule and rule.value(self._terms, target, arguments, fake)
+        fake, callee = node.meta.get("val"), self._callees.of(node, target)
+        drawn = draws(node)
+        if callee.rule is not None and not drawn and isinstance(fake, (torch.Tensor, list, tuple)):
+            value = callee.rule.value(self._terms, callee.standard, arguments, fake)
             if value is not None:
                 return value
-        key = ("call", target_name(target), *extra, canonical(arguments))
-        if is_operator(target, *_OF_STORAGE):
+        given = canonical(arguments)
+        place: tuple[Any, ...] = ()
+        if drawn:
+            place = ("draw", len(self._found.draws))
+            self._found.draws.append((callee.name, given))
+        key = ("call", callee.name, *place, given)
+        if callee.reads_storage:
             key = (*key, *self._storage(cast(fx.Node, node.args[0])))
-        if not extra and node.is_impure() and not written(node):
+        if not drawn and callee.does_more(node) and not written(node):
             self._found.effects.append(key)
             self._found.calls_of_host += is_host_call(node)
         return fresh(self._terms, key, fake)

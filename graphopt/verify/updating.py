@@ -47,10 +47,10 @@ class Updates:
 
     def copied(self, node: fx.Node) -> Any:
         """What a `copy_` gives."""
-        destination = cast(fx.Node, node.args[0])
-        self._reading.refuse_pending(node)
-        if len(node.args) == 2 and not node.kwargs:
-            before, source = map(self._reading.read, node.args)
+        args = cast(Sequence[fx.Node], node.args)
+        destination = args[0]
+        if len(args) == 2 and not node.kwargs:
+            before, source = self._reading.read(destination), self._reading.read(args[1])
         else:
             arguments = self._reading.arguments(node)
             before, source = arguments["self"], arguments["src"]
@@ -58,6 +58,7 @@ class Updates:
                 raise NotDecidedError("it copies while the host goes on", node)
         value = _copied(self._terms, before, source, destination)
         if value is None:
+            self._reading.refuse_pending(node)
             raise NotDecidedError("what it writes has another shape than its destination", node)
         return self._put(node, destination, value)
 
