@@ -202,7 +202,7 @@ class PassManager:
             _refuse_edits(context, checked, self._callbacks)
             forget_places(context.gm.graph)
         except BaseException as error:
-            tried = _trial(context) if isinstance(error, Refused) and error.broken else None
+            tried = _trial(context, error) if isinstance(error, Refused) else None
             context.before.restore()
             for callback in reversed(callbacks):
                 callback.failed(context, error)
@@ -223,11 +223,12 @@ class _Raised(Exception):
         self.cause = cause
 
 
-def _trial(context: PassContext) -> str | None:
+def _trial(context: PassContext, refused: Refused) -> str | None:
     """What random inputs say of a graph that is refused."""
-    if context.pass_.changes_numerics or not context.before.annotated:
+    if not refused.broken or context.pass_.changes_numerics or not context.before.annotated:
         return None
-    return verdict(module_of(context.gm, context.before.graph), context.gm)
+    before = module_of(context.gm, context.before.graph)
+    return verdict(before, context.gm, of_values=refused.of_values)
 
 
 def run_alone(

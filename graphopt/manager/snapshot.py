@@ -18,6 +18,7 @@ from graphopt.iter_graph.graph import empty_like
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify import Problem
 from graphopt.verify.interface import kinds_returned
+from graphopt.verify.metadata import Given
 from graphopt.verify.module_constants import attribute
 
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -130,6 +131,15 @@ class Snapshot:
             if node.meta.get("val") is not value or not _same(_content(node), held.content):
                 found.append((node, value))
         return found
+
+    def former_arguments(self, node: fx.Node) -> Any:
+        """What a node got that was there, positional and by name."""
+        _, _, args, kwargs = self.nodes[node].content
+
+        def given(source: fx.Node) -> Any:
+            return Given(self.nodes[source].meta.get("val"))
+
+        return fx.node.map_arg((args, kwargs), given)
 
     def changed_constants(self) -> list[Problem]:
         """Constants of the module that stand behind their names no longer."""
