@@ -31,11 +31,11 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
-def detour(*targets: tuple[Any, ...]) -> Edit:
-    """Values that somebody reads go through some calls first, of which shapes come back."""
+def detour(*targets: tuple[Any, ...], dims: int = 1) -> Edit:
+    """Values that somebody reads, of so many dimensions at least, go through some calls first."""
 
     def edit(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
-        node = pick(draw, computed(gm))
+        node = pick(draw, [n for n in computed(gm) if n.meta["val"].dim() >= dims])
         return None if node is None else _detoured(node, targets)
 
     return edit
@@ -330,11 +330,11 @@ FURTHER: dict[str, Edit] = {
     "state a little larger": written_through((aten.mul.Tensor, 1.0 + 2**-20)),
     "state clamped far away": written_through((aten.clamp.default, -0.05, 0.05)),
     "state with a diagonal shifted": written_through((aten.roll.default, [1])),
-    "a triangle of a value": detour((aten.tril.default,)),
+    "a triangle of a value": detour((aten.tril.default,), dims=2),
     "a value sorted": detour((aten.sort.default,)),
     "a cumulative sum": detour((aten.cumsum.default, 0)),
     "a value rolled by one": detour((aten.roll.default, [1])),
-    "a value turned around": detour((aten.rot90.default, 2)),
+    "a value turned around": detour((aten.rot90.default, 2), dims=2),
     "a value through its logarithm": detour((aten.abs.default,), (aten.log1p.default,)),
     "a value up to its sign": detour((aten.neg.default,), (aten.sin.default,), (aten.neg.default,)),
     "a value with its maximum out": detour((aten.clamp_max.default, 0.3)),

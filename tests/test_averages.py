@@ -112,7 +112,7 @@ CASES = [
     ("convnet", "adam-decay-loop", 2),
     ("reused", "rmsprop-foreach", 3),
     ("recurrent", "adagrad-fused", 2),
-    ("shared-storage", "nadam-loop", 4),
+    ("mlp", "nadam-loop", 4),
     ("checkpointed", "adamw-amsgrad-fused", 2),
     ("running-mean", "sgd-nesterov-foreach", 2),
 ]
