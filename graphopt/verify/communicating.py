@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.verify.axioms import reduced
 from graphopt.verify.calls import fresh
+from graphopt.verify.elementwise import reduced
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.labels import sent_tensors, signature_of
 from graphopt.verify.reading import Reading

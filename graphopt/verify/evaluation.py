@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,21 +11,21 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_output, get_outputs, may_alias, written
+from graphopt.graph_utils import get_output, may_alias, written
 from graphopt.host import is_host_call
 from graphopt.ir.operators import draws
 from graphopt.optim.lists import list_schema
-from graphopt.verify.axioms import RULES
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, named
 from graphopt.verify.communicating import Communication
-from graphopt.verify.constants import sent_constants
+from graphopt.verify.constants import sent_constant, sent_constants
 from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, input_value
 from graphopt.verify.inlining import call_of
-from graphopt.verify.reading import Reading
+from graphopt.verify.outputs import note_what_is_left
+from graphopt.verify.reading import Reading, is_itself
 from graphopt.verify.recall import Call, same_arguments
 from graphopt.verify.regions import Unknown
-from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, whole
+from graphopt.verify.terms import Pending, Terms, canonical
 from graphopt.verify.traits import traits_of
 from graphopt.verify.updating import Updates
 
@@ -92,7 +92,7 @@ class _Evaluator:
     def run(self) -> Evaluation:
         """The evaluation of the whole graph."""
         self._walk()
-        self._finish()
+        note_what_is_left(self._graph, self._reading, self._found)
         return self._found
 
     def _walk(self) -> None:
@@ -126,7 +126,7 @@ class _Evaluator:
             value, base = self._item(node)
         else:
             value, base = self._evaluated(node), self._base(node)
-            same = base is not None and _is_itself(node)
+            same = base is not None and is_itself(node)
         self._contents.add(node, value, base, same=same)
         return value
 
@@ -184,32 +184,7 @@ class _Evaluator:
         traits = traits_of(node)
         if traits.wait or (traits.may_alias and may_alias(node)):
             return source
-        return source if _is_itself(node) else None
-
-    def _finish(self) -> None:
-        outputs = get_outputs(self._graph)
-        found = self._found
-        found.results = self._returned("result", outputs.results)
-        found.carried = self._returned("carried", outputs.carried)
-        for owner in self._contents.written():
-            if owner.op == "placeholder":
-                found.states[str(owner.target)] = self._contents.read(owner)
-                found.nodes["state", str(owner.target)] = owner
-            elif owner.op == "get_attr":
-                raise NotDecidedError("it updates a constant of the module", owner)
-        for update in outputs.updates:
-            if isinstance(update, fx.Node):
-                owner = self._contents.owner(update)
-                found.nodes["state", str(owner.target)] = update
-                found.listed.add(str(owner.target))
-
-    def _returned(self, kind: str, values: Sequence[Any]) -> list[Any]:
-        for index, value in enumerate(values):
-            if isinstance(value, fx.Node):
-                self._found.nodes[kind, index] = value
-                owner = self._contents.owner(value)
-                self._found.aliases.setdefault(owner, []).append((kind, index))
-        return [self._read(value, sent=True) for value in values]
+        return source if is_itself(node) else None
 
     def _view(self, node: fx.Node, value: Any) -> Any:
         """What a view gives of another value of its first argument."""
@@ -275,7 +250,9 @@ class _Evaluator:
         args, kwargs = self._read(node.args), self._read(node.kwargs)
         arguments = named(node.target, args, kwargs)
         if node in self._sent_constants:
-            return self._sent_constant(node, arguments)
+            several = self._sent_constants[node]
+            found = sent_constant(self._terms, node, arguments, by_name=several)
+            return self._applied(node, node.target, arguments) if found is None else found
         found = None
         if list_schema(node) is not None:
             found = entries(self._terms, node.target, arguments, node.meta["val"])
@@ -313,21 +290,6 @@ class _Evaluator:
         held = canonical(self._contents.read(self._contents.owner(node)))
         return held, node.meta["val"].storage_offset()
 
-    def _sent_constant(self, node: fx.Node, arguments: dict[str, Any]) -> Any:
-        """A constant that is sent: what other ranks send there is theirs, so that a reduction of
-        this one is told from that of another which has the same value here."""
-        fake = node.meta["val"]
-        value = RULES[cast(Any, node.target)._schema.name].value(
-            self._terms, node.target, arguments, fake
-        )
-        if value is None:
-            return self._applied(node, node.target, arguments)
-        like = [entry for entry in arguments.values() if isinstance(entry, TensorValue)]
-        named = node.name if self._sent_constants[node] or not like else None
-        place = (*map(canonical, like), named)
-        key = ("constant", tuple(self._terms[s.term].key for s in value.segments), place)
-        return whole(self._terms.make(key, constant=True), fake)
-
     def _picked(self, node: fx.Node, source: Any) -> Any:
         index = cast(Any, node.args[1])
         if isinstance(source, Pending):
@@ -336,9 +298,3 @@ class _Evaluator:
             return source[index]
         key = ("call", "getitem", canonical(source), canonical(self._read(index)))
         return fresh(self._terms, key, node.meta.get("val"))
-
-
-def _is_itself(node: fx.Node) -> bool:
-    """Whether a node gives its first argument, by another name."""
-    traits = traits_of(node)
-    return traits.wait or (bool(traits.writes) and isinstance(node.args[0], fx.Node))

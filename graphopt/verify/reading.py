@@ -10,6 +10,7 @@ from graphopt.verify.calls import named
 from graphopt.verify.contents import Contents, View
 from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.terms import Pending, Terms
+from graphopt.verify.traits import traits_of
 
 
 class Reading:
@@ -64,3 +65,9 @@ def _is_pending(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_is_pending, value))
     return isinstance(value, Pending)
+
+
+def is_itself(node: fx.Node) -> bool:
+    """Whether a node gives its first argument, by another name."""
+    traits = traits_of(node)
+    return traits.wait or (bool(traits.writes) and isinstance(node.args[0], fx.Node))
