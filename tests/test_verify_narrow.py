@@ -498,10 +498,12 @@ def test_strides_seen_by_the_capture_are_believed_for_arguments_of_one_kind(
     def edit(gm: fx.GraphModule) -> None:
         source = product.args[0]
         assert isinstance(source, fx.Node)
-        layouts = [] if laid_out_alike else [(aten.t.default,)]
-        new = source
-        for target, *args in (*layouts, (aten.clone.default,), *layouts):
-            new = added(new, target, new, *args)
+        new = added(source, aten.clone.default, source)
+        if not laid_out_alike:
+            turned = added(new, aten.t.default, new)
+            dense = torch.contiguous_format
+            turned = added(turned, aten.clone.default, turned, memory_format=dense)
+            new = added(turned, aten.t.default, turned)
         with_arg(product, 0, new)
 
     if laid_out_alike:
