@@ -33,7 +33,7 @@ def same_log() -> Iterator[None]:
 def test_a_slice(name: str, ranks: int, optimizers: str) -> None:
     outcome = judged(name, cases()[name], ranks, optimizers)
     assert (outcome.verdict, outcome.reason) == ("proven", "")
-    assert outcome.stages > 3
+    assert outcome.stages >= 2
 
 
 @pytest.mark.full
