@@ -29,6 +29,7 @@ from edit_tools import (
     waits,
     with_arg,
 )
+from further_edits import FURTHER
 from graphopt.graph_utils import (
     get_output,
     get_outputs,
@@ -729,4 +730,5 @@ ILLEGAL: dict[str, Edit] = {
     "late work not late": unmarked,
     "late work of others": marked,
     **NARROW,
+    **FURTHER,
 }

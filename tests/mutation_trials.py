@@ -193,8 +193,9 @@ def verify(context: PassContext, verification: Verification, unedited: fx.GraphM
         return False
     gm.recompile()
     if is_finalized(before.graph):
-        changed = changed_problems(before.new_nodes(), before.changed_nodes(), functional=False)
-        problems = [*changed, *check_finalized(unedited, gm).problems]
+        new, changed = before.new_nodes(), before.changed_nodes()
+        wrong = changed_problems(new, changed, before.former_arguments, functional=False)
+        problems = [*wrong, *check_finalized(unedited, gm).problems]
         if problems:
             raise Refused(problems)
     else:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphopt
-from edit_tools import added, put_after, with_arg
+from edit_tools import added, put_after, renewed, with_arg
 from graphopt import _compat
+from graphopt.errors import VerificationError
 from graphopt.graph_utils import (
     call_function_with_meta,
     evaluate,
@@ -470,3 +471,43 @@ def test_nothing_is_known_after_a_refusal() -> None:
 def _seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+
+
+def test_what_reads_a_value_of_another_shape_has_to_fit() -> None:
+    """Its elements are the same, in the same order, and nothing is said of its new shape."""
+    gm = captured(lambda x: x.unsqueeze(2).unsqueeze(3).expand(4, 5, 2, 2) + 1, torch.ones(4, 5))
+
+    def edit(gm: fx.GraphModule) -> None:
+        node = first(gm, "unsqueeze")
+        with_arg(node, 1, 1)
+        renewed(node)
+
+    with pytest.raises(VerificationError, match=r"meta\['val'\] says"):
+        declared(edit)(gm)
+
+
+@pytest.mark.parametrize("laid_out_alike", [True, False])
+def test_strides_seen_by_the_capture_are_believed_for_arguments_of_one_kind(
+    laid_out_alike: bool,
+) -> None:
+    gm = captured(lambda x, w: torch.mm(x, w), torch.ones(4, 4), torch.ones(4, 4))
+    product = only(gm, "mm")
+    with product.meta["val"].fake_mode:  # as if a kernel gave strides that no rule gives
+        product.meta["val"] = torch.empty_strided((4, 4), (1, 4))
+
+    def edit(gm: fx.GraphModule) -> None:
+        source = product.args[0]
+        assert isinstance(source, fx.Node)
+        new = added(source, aten.clone.default, source)
+        if not laid_out_alike:
+            turned = added(new, aten.t.default, new)
+            dense = torch.contiguous_format
+            turned = added(turned, aten.clone.default, turned, memory_format=dense)
+            new = added(turned, aten.t.default, turned)
+        with_arg(product, 0, new)
+
+    if laid_out_alike:
+        declared(edit)(gm)
+        return
+    with pytest.raises(VerificationError, match=r"meta\['val'\] says"):
+        declared(edit)(gm)

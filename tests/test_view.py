@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import html
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -169,6 +171,24 @@ def test_what_passes_changed_needs_no_dumps(late: graphopt.IterGraphModule, tmp_
         moved = passes["iter_move_grads_and_optimizers"]
         assert any(line.startswith("+") and "late → before" in line for line in moved)
         assert passes["remove_copy_from_optimizer"] == []
+
+
+def test_what_a_pass_changed_stays_as_it_was() -> None:
+    """A difference is written out when it is read: later passes do not change it, nor do copies."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fake_ranks(2):
+        captured = graphopt.capture(mean_square, model, optimizer, torch.randn(3, 6))
+        steps = [graphopt.IterGraphModule(captured.graph_module) for _ in range(2)]
+        records = [graphopt.PassManager("comm_fusion_with_concat").run(gm)[0] for gm in steps]
+        text = records[0].difference
+        graphopt.PassManager(
+            "remove_copy_from_optimizer -> schedule_comm_wait -> iter_move_grads_and_optimizers"
+        ).run(steps[1])
+    assert "aten.cat.default" in text
+    assert records[1].difference == text
+    assert copy.deepcopy(records[1]).difference == text
+    assert pickle.loads(pickle.dumps(records[1])).difference == text
 
 
 @needs_browser

@@ -51,6 +51,8 @@ class PassContext:
         index: its place there.
         before: the graph module before the pass; not to be changed.
         record: complete in `after_pass`, except for what other callbacks add.
+        changed: nodes that the pass has changed, with the `meta["val"]` that they had; None as long
+            as that is not known.
 
     >>> from graphopt.manager import PassCallback
     >>> class Nodes(PassCallback):
@@ -67,6 +69,7 @@ class PassContext:
     index: int
     before: Snapshot
     record: PassRecord
+    changed: list[tuple[fx.Node, Any]] | None = None
 
 
 class PassCallback:
@@ -145,18 +148,20 @@ class Verification(PassCallback):
         else:
             problems = self._not_kept(context)
         if problems:
-            raise Refused(problems)
+            raise Refused(problems, of_values=True)
 
     def _not_proven(self, context: PassContext) -> list[Problem]:
         """What is wrong where all has to be computed as it was."""
         before, gm = context.before, context.gm
-        problems = self._badly_typed(context) or list(structure.waits_of_launches(gm.graph))
-        if not problems:
-            report = self._report(context)
-            if not report.decidable:
-                logger.info("%s: %s", context.pass_.name, report.problems[0].message)
-                return self._dependencies_lost(context) or _kept_nodes_changed(context)
-            problems = report.problems or _calls_of_host(before, gm.graph, self._proof)
+        wrong = self._badly_typed(context) or list(structure.waits_of_launches(gm.graph))
+        if wrong:
+            self._proof.forget()
+            raise Refused(self._dependencies_lost(context) or wrong)
+        report = self._report(context)
+        if not report.decidable:
+            logger.info("%s: %s", context.pass_.name, report.problems[0].message)
+            return self._dependencies_lost(context) or _kept_nodes_changed(context)
+        problems = report.problems or _calls_of_host(before, gm.graph, self._proof)
         if not problems:
             self._dependencies.forget()
             return []
@@ -218,10 +223,16 @@ class Verification(PassCallback):
         before, gm = context.before, context.gm
         if not before.is_of_the_same_graph or not before.annotated:
             return before.changed_constants()
-        new, changed = before.new_nodes(), before.changed_nodes()
-        problems = list(
-            changed_problems(new, changed, functional=before.functional, kinds=self._kinds)
+        new = before.new_nodes()
+        changed = before.changed_nodes() if context.changed is None else context.changed
+        found = changed_problems(
+            new,
+            changed,
+            before.former_arguments,
+            functional=before.functional,
+            kinds=self._kinds,
         )
+        problems = list(found)
         if before.kinds_returned != kinds_returned(gm.graph):
             problems += returned_problems(before.graph, gm.graph)
         return problems or before.changed_constants()

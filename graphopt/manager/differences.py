@@ -1,35 +1,111 @@
-"""What a pass changed, kept with its record: the page of a step shows it."""
+"""What a pass changed, kept with its record: the page of a step shows it.
+
+Every pass of every step leaves one, and nearly nobody asks for it: what differs is noted at once,
+and written out as text when it is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from graphopt.iter_graph import IterGraph
-from graphopt.manager.snapshot import Snapshot
-from graphopt.readable.diff import graph_diff, sequence_diff
+from graphopt.manager.snapshot import NodeRecord, Snapshot, copy_of, noted
+from graphopt.readable.diff import ChangedLine, graph_diff, sequence_changes, written_out
 from graphopt.readable.rows import argument, row_of
 from graphopt.readable.text import compact_line
 
 
-def difference(before: Snapshot, gm: fx.GraphModule, name: str) -> str:
-    """The difference that a pass has made, as unified text.
+@dataclass(frozen=True, eq=False, slots=True)
+class NotedNode:
+    """A node as it was at some time.
 
-    Rows are written out only where they differ: that takes a small part of the time of
-    `graph_diff`, and every pass of every step does it.
+    Attributes:
+        node: the node, which may hold something else by now.
+        held: what it held.
+        destination: of its late work, if it was late.
     """
-    names = f"before {name}", f"after {name}"
+
+    node: fx.Node
+    held: NodeRecord
+    destination: fx.Node | None
+
+
+@dataclass(frozen=True, eq=False)
+class PassDifference:
+    """What a pass has changed, to be written out. Copies are the text: nodes belong to their graph.
+
+    Attributes:
+        name: of the pass.
+        lines: the nodes that differ, with those beside them.
+    """
+
+    name: str
+    lines: Sequence[ChangedLine[NotedNode]]
+
+    def __str__(self) -> str:
+        return written_out(self.lines, _text, _names(self.name))
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def difference(
+    before: Snapshot, gm: fx.GraphModule, name: str, changed_nodes: Iterable[tuple[fx.Node, Any]]
+) -> PassDifference | str:
+    """The difference that a pass has made; `str` of it is unified text.
+
+    Args:
+        changed_nodes: those that `before` says have changed.
+    """
     if not before.is_of_the_same_graph:
-        return graph_diff(before.graph, gm, names)
-    old, late = before.former_nodes()
-    if isinstance(gm.graph, IterGraph):
-        late = {**late, **gm.graph.late}
-    return sequence_diff(old, list(gm.graph.nodes), partial(_text, late=late), names)
+        return graph_diff(before.graph, gm, _names(name))
+    graph = gm.graph
+    late: Mapping[fx.Node, fx.Node] = graph.late if isinstance(graph, IterGraph) else {}
+    new = list(graph.nodes)
+    changed = {node for node, _ in changed_nodes} | (before.nodes.keys() - set(new))
+    marked = before.late.keys() | late.keys()
+    changed |= {node for node in marked if before.late.get(node) is not late.get(node)}
+    old = [
+        NotedNode(node, held, before.late.get(node)) if node in changed else node
+        for node, held in before.nodes.items()
+    ]
+
+    def note(line: fx.Node | NotedNode | None) -> NotedNode | None:
+        if not isinstance(line, fx.Node):
+            return line
+        held = None if line in changed else before.nodes.get(line)
+        return NotedNode(line, noted(line) if held is None else held, late.get(line))
+
+    return PassDifference(name, [(m, note(line)) for m, line in sequence_changes(old, new)])
 
 
-def _text(node: fx.Node, late: Mapping[fx.Node, fx.Node]) -> str:
+def _names(name: str) -> tuple[str, str]:
+    return f"before {name}", f"after {name}"
+
+
+def _text(line: NotedNode) -> str:
+    graph = fx.Graph(owning_module=line.node.graph.owning_module)
+    stand_ins = _StandIns(graph)
+    node = copy_of(line.node, line.held, graph, stand_ins.of)
+    late = {} if line.destination is None else {node: stand_ins.of(line.destination)}
     if node.op == "output":
         return f"output: {argument(node.args, shorten=False)}"
     return compact_line(row_of(node, late, shorten=False))
+
+
+class _StandIns:
+    """Nodes in a graph of their own in place of those of another: their names and metadata."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._made: dict[fx.Node, fx.Node] = {}
+
+    def of(self, node: fx.Node) -> fx.Node:
+        if node not in self._made:
+            self._made[node] = self._graph.placeholder(node.name)
+            self._made[node].meta.update(node.meta)
+        return self._made[node]

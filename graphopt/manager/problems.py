@@ -16,11 +16,14 @@ class Refused(Exception):
         problems: why; at least one.
         broken: whether the graph is broken or means something else; otherwise the pass broke its
             own contract.
+        of_values: whether it is about what the graph computes, and not about its form.
     """
 
-    def __init__(self, problems: Sequence[Problem], *, broken: bool = True) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], *, broken: bool = True, of_values: bool = False
+    ) -> None:
         super().__init__(problems[0].message)
-        self.problems, self.broken = tuple(problems), broken
+        self.problems, self.broken, self.of_values = tuple(problems), broken, of_values
 
 
 @contextmanager

@@ -63,8 +63,27 @@ class PassRecord:
     changes_numerics: bool = False
     skipped: bool = False
     stage: bool = False
-    difference: str = field(default="", repr=False, compare=False)
     launches: str = field(default="", repr=False, compare=False)
+    _difference: object = field(default="", init=False, repr=False, compare=False)
+
+    @property
+    def difference(self) -> str:
+        return str(self._difference)
+
+    @difference.setter
+    def difference(self, text: object) -> None:
+        """Take a text, or what gives one when it is read."""
+        self._difference = text
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies, and what is saved, hold the text: nodes belong to their graph."""
+        state = {**vars(self), "difference": self.difference}
+        state.pop("_difference", None)
+        return state
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
     @property
     def before(self) -> Counts:
@@ -165,8 +184,10 @@ def _as_record(record: Any) -> PassRecord:
     """A record; that of a loaded graph has the same attributes, but may lack or add some."""
     if isinstance(record, PassRecord):
         return record
-    known = {entry.name for entry in fields(PassRecord)}
-    return PassRecord(**{name: v for name, v in vars(record).items() if name in known})
+    known = {entry.name for entry in fields(PassRecord) if entry.init}
+    found = PassRecord(**{name: v for name, v in vars(record).items() if name in known})
+    found.difference = getattr(record, "difference", "")  # older files have none
+    return found
 
 
 def add_record(gm: fx.GraphModule, record: PassRecord) -> None:

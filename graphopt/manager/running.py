@@ -210,7 +210,7 @@ class PassManager:
             _refuse_edits(context, checked, self._callbacks)
             forget_places(context.gm.graph)
         except BaseException as error:
-            tried = _trial(context) if isinstance(error, Refused) and error.broken else None
+            tried = _trial(context, error) if isinstance(error, Refused) else None
             context.before.restore()
             for callback in reversed(callbacks):
                 callback.failed(context, error)
@@ -231,11 +231,12 @@ class _Raised(Exception):
         self.cause = cause
 
 
-def _trial(context: PassContext) -> str | None:
+def _trial(context: PassContext, refused: Refused) -> str | None:
     """What random inputs say of a graph that is refused."""
-    if context.pass_.changes_numerics or not context.before.annotated:
+    if not refused.broken or context.pass_.changes_numerics or not context.before.annotated:
         return None
-    return verdict(module_of(context.gm, context.before.graph), context.gm)
+    before = module_of(context.gm, context.before.graph)
+    return verdict(before, context.gm, of_values=refused.of_values)
 
 
 def run_alone(
@@ -275,7 +276,8 @@ def _finish(context: PassContext) -> None:
         raise Refused([found])
     inserted = [] if untouched else [node.name for node in before.new_nodes()]
     removed = eliminate_dead_code(gm.graph)
-    record.changed = bool(removed) if untouched else not before.unchanged()
+    again = bool(removed) and not untouched  # what was put in may be what was taken out
+    record.changed = not before.unchanged() if again else bool(removed) or not untouched
     if inserted and record.changes and not record.changed:
         _refuse_unread(context, inserted)
     if record.changed:
@@ -283,7 +285,8 @@ def _finish(context: PassContext) -> None:
             made_by = (*node.meta.get("provenance", ()), record.name)
             node.meta = {**node.meta, "provenance": made_by}
         gm.recompile()
-        record.difference = difference(before, gm, record.name)
+        context.changed = before.changed_nodes()
+        record.difference = difference(before, gm, record.name, context.changed)
     record.after = count(gm.graph) if record.changed else record.before
     record.launches = launches_digest(gm.graph)
     add_record(gm, record)

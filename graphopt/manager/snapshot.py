@@ -18,6 +18,7 @@ from graphopt.iter_graph.graph import empty_like
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify import Problem
 from graphopt.verify.interface import kinds_returned
+from graphopt.verify.metadata import Given
 from graphopt.verify.module_constants import attribute
 
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -34,6 +35,11 @@ class NodeRecord(NamedTuple):
     meta: dict[str, Any]
 
 
+def noted(node: fx.Node) -> NodeRecord:
+    """What a node holds now."""
+    return NodeRecord(_content(node), node.meta.copy())
+
+
 class Snapshot:
     """The state of a graph module when this is made.
 
@@ -41,6 +47,8 @@ class Snapshot:
     asks for it: nearly always nobody does.
 
     Attributes:
+        nodes: what each node held, in the order of the graph.
+        late: late nodes, with their destinations.
         placeholders: targets of the placeholders.
         annotated: whether all nodes have metadata.
         functional: whether the graph is in the captured dialect, which updates by `copy_` only.
@@ -53,8 +61,8 @@ class Snapshot:
         self._empty = empty_like(gm.graph)
         with collector_paused():
             # Arguments are immutable: a changed node has other argument objects.
-            self._nodes = {n: NodeRecord(_content(n), n.meta.copy()) for n in gm.graph.nodes}
-        self._late = _late(gm.graph)
+            self.nodes = {node: noted(node) for node in gm.graph.nodes}
+        self.late = late_nodes(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
         self.note_attributes()
         self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
@@ -71,9 +79,9 @@ class Snapshot:
         # garbage would be looked for, over and over, among growing numbers of new nodes
         with collector_paused():
             copies: dict[fx.Node, fx.Node] = {}
-            for node, record in self._nodes.items():
-                copies[node] = _copy(self._empty, node, record, copies.__getitem__)
-        for node, destination in self._late.items():
+            for node, record in self.nodes.items():
+                copies[node] = copy_of(node, record, self._empty, copies.__getitem__)
+        for node, destination in self.late.items():
             cast(IterGraph, self._empty).mark_late(copies[node], copies[destination])
         return self._empty, MappingProxyType(copies)
 
@@ -100,43 +108,38 @@ class Snapshot:
     def unchanged(self) -> bool:
         """Whether the graph is still the same: nodes, arguments, metadata, late marks."""
         graph = self._gm.graph
-        if graph is not self._original or len(graph.nodes) != len(self._nodes):
+        if graph is not self._original or len(graph.nodes) != len(self.nodes):
             return False
-        return _late(graph) == self._late and all(
+        return late_nodes(graph) == self.late and all(
             node is old and _same(_content(node), held.content) and _same_meta(node.meta, held.meta)
-            for node, (old, held) in zip(graph.nodes, self._nodes.items(), strict=True)
+            for node, (old, held) in zip(graph.nodes, self.nodes.items(), strict=True)
         )
 
     def new_nodes(self) -> Iterable[fx.Node]:
         """Nodes that were not there."""
-        return [node for node in self._gm.graph.nodes if node not in self._nodes]
+        return [node for node in self._gm.graph.nodes if node not in self.nodes]
 
     def changed_nodes(self) -> list[tuple[fx.Node, Any]]:
         """Nodes with another operator, other arguments or another `meta["val"]`, and what the
         latter was."""
-        nodes = ((node, self._nodes.get(node)) for node in self._gm.graph.nodes)
-        return [
-            (node, held.meta.get("val"))
-            for node, held in nodes
-            if held is not None
-            and (
-                not _same(_content(node), held.content)
-                or node.meta.get("val") is not held.meta.get("val")
-            )
-        ]
+        found = []
+        for node in self._gm.graph.nodes:
+            held = self.nodes.get(node)
+            if held is None:
+                continue
+            value = held.meta.get("val")
+            if node.meta.get("val") is not value or not _same(_content(node), held.content):
+                found.append((node, value))
+        return found
 
-    def former_nodes(self) -> tuple[list[fx.Node], Mapping[fx.Node, fx.Node]]:
-        """The nodes that there were, in order, and which of them were late with which destination:
-        those that are as they were themselves, others as copies whose arguments are stand-ins."""
-        late, there = _late(self._gm.graph), set(self._gm.graph.nodes)
-        changed = {node for node, _ in self.changed_nodes()}
-        former = _Former(self._nodes)
-        for node in self._nodes:
-            moved = late.get(node) is not self._late.get(node)
-            if node in changed or node not in there or moved:
-                former.add(node)
-        was_late = {former.of(node): former.of(to) for node, to in self._late.items()}
-        return [former.of(node) for node in self._nodes], was_late
+    def former_arguments(self, node: fx.Node) -> Any:
+        """What a node got that was there, positional and by name."""
+        _, _, args, kwargs = self.nodes[node].content
+
+        def given(source: fx.Node) -> Any:
+            return Given(self.nodes[source].meta.get("val"))
+
+        return fx.node.map_arg((args, kwargs), given)
 
     def changed_constants(self) -> list[Problem]:
         """Constants of the module that stand behind their names no longer."""
@@ -158,34 +161,11 @@ class Snapshot:
         self._gm.graph = self.graph
 
 
-def _copy(
-    graph: fx.Graph, node: fx.Node, held: NodeRecord, value_of: Callable[[fx.Node], fx.Node]
+def copy_of(
+    node: fx.Node, held: NodeRecord, graph: fx.Graph, value_of: Callable[[fx.Node], fx.Node]
 ) -> fx.Node:
     """What a node was, at the end of another graph."""
     return _compat.copy_node(graph, node, value_of, (*held.content, held.meta))
-
-
-class _Former:
-    """Copies of what some nodes were, in a graph of their own, which is never run."""
-
-    def __init__(self, nodes: Mapping[fx.Node, NodeRecord]) -> None:
-        self._nodes, self._graph = nodes, fx.Graph()
-        self._copies: dict[fx.Node, fx.Node] = {}
-        self._stand_ins: dict[fx.Node, fx.Node] = {}
-
-    def of(self, node: fx.Node) -> fx.Node:
-        return self._copies.get(node, node)
-
-    def add(self, node: fx.Node) -> None:
-        self._copies[node] = _copy(self._graph, node, self._nodes[node], self._argument)
-
-    def _argument(self, node: fx.Node) -> fx.Node:
-        if node not in self._copies and node not in self._stand_ins:
-            content, meta = self._nodes[node]
-            stand_in = self._graph.create_node("placeholder", content[0], name=content[0])
-            stand_in.meta.update(meta)
-            self._stand_ins[node] = stand_in
-        return self._copies.get(node) or self._stand_ins[node]
 
 
 def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
@@ -212,7 +192,7 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _late(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def late_nodes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return dict(graph.late) if isinstance(graph, IterGraph) else {}
 
 

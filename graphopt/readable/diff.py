@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import fx
 
@@ -21,6 +21,8 @@ _CONTEXT = 3
 
 Match = tuple[int, int]
 Line = TypeVar("Line", bound=Hashable)
+ChangedLine: TypeAlias = tuple[str, Line | None]
+"""What stands before a line of a difference, and the line; a heading and None."""
 
 
 def graph_diff(
@@ -55,26 +57,34 @@ def text_diff(before: str, after: str, names: tuple[str, str]) -> str:
     -old
     +new
     """
-    return sequence_diff(before.splitlines(), after.splitlines(), str, names)
+    changes = sequence_changes(before.splitlines(), after.splitlines())
+    return written_out(changes, str, names)
 
 
-def sequence_diff(
-    old: Sequence[Line], new: Sequence[Line], text: Callable[[Line], str], names: tuple[str, str]
-) -> str:
-    """The difference between two sequences as unified text; empty where there is none.
+def sequence_changes(old: Sequence[Line], new: Sequence[Line]) -> list[ChangedLine[Line]]:
+    """The lines of the difference between two sequences, none where they are equal.
 
     Args:
         old, new: lines, or whatever is equal where the lines are.
-        text: a line; asked for those alone that are part of the difference.
-        names: what the two are called in the first lines.
     """
     changes = list(_changes(list(matches(old, new)), len(old), len(new)))
-    if not changes:
+    return [line for hunk in _hunks(changes) for line in _hunk_lines(hunk, old, new)]
+
+
+def written_out(
+    lines: Sequence[ChangedLine[Line]], text: Callable[[Line], str], names: tuple[str, str]
+) -> str:
+    """Changed lines as unified text.
+
+    Args:
+        text: a line.
+        names: what the two sequences are called in the first lines.
+    """
+    if not lines:
         return ""
-    lines = [f"--- {names[0]}", f"+++ {names[1]}"]
-    for hunk in _hunks(changes):
-        lines += _hunk_lines(hunk, old, new, text)
-    return "\n".join(lines) + "\n"
+    heads = [f"--- {names[0]}", f"+++ {names[1]}"]
+    rest = [mark if line is None else f"{mark}{text(line)}" for mark, line in lines]
+    return "\n".join([*heads, *rest]) + "\n"
 
 
 def _text(graph: fx.GraphModule | fx.Graph | str) -> str:
@@ -160,23 +170,24 @@ def _hunks(changes: list[Change]) -> Iterator[list[Change]]:
             yield hunk
             hunk = []
         hunk.append(change)
-    yield hunk
+    if hunk:
+        yield hunk
 
 
 def _hunk_lines(
-    hunk: list[Change], old: Sequence[Line], new: Sequence[Line], text: Callable[[Line], str]
-) -> Iterator[str]:
+    hunk: list[Change], old: Sequence[Line], new: Sequence[Line]
+) -> Iterator[ChangedLine[Line]]:
     before = min(_CONTEXT, hunk[0][0])
     after = min(_CONTEXT, len(old) - hunk[-1][1])
     a, a_end = hunk[0][0] - before, hunk[-1][1] + after
     b, b_end = hunk[0][2] - before, hunk[-1][3] + after
-    yield f"@@ -{_range(a, a_end)} +{_range(b, b_end)} @@"
+    yield f"@@ -{_range(a, a_end)} +{_range(b, b_end)} @@", None
     for i, i_end, j, j_end in hunk:
-        yield from (f" {text(line)}" for line in old[a:i])
-        yield from (f"-{text(line)}" for line in old[i:i_end])
-        yield from (f"+{text(line)}" for line in new[j:j_end])
+        yield from ((" ", line) for line in old[a:i])
+        yield from (("-", line) for line in old[i:i_end])
+        yield from (("+", line) for line in new[j:j_end])
         a = i_end
-    yield from (f" {text(line)}" for line in old[a:a_end])
+    yield from ((" ", line) for line in old[a:a_end])
 
 
 def _range(start: int, end: int) -> str:

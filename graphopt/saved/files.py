@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,7 +180,7 @@ def _unknown(kind: str, content: Any) -> Any:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return asdict(record) if is_dataclass(record) else dict(vars(record))  # type: ignore[arg-type]
+    return dict(record.__getstate__() if is_dataclass(type(record)) else vars(record))
 
 
 def _constants(graph_module: fx.GraphModule) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from graphopt.comm import late_nodes
 from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
 from graphopt.ir.effects import Effects
 from graphopt.schedule.order import Schedule, apply_schedule
-from graphopt.schedule.program import Program, peak_bytes, steady_order
+from graphopt.schedule.program import Program, Storages, peak_bytes, steady_order
 
 
 def defer_products(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
@@ -41,11 +41,12 @@ def defer_products(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     True
     """
     order = Schedule(tuple(graph.nodes))
-    most = _peak(graph)
+    storages: Storages = {}
+    most = _peak(graph, storages)
     chosen = list(launches)
     while chosen:
         moved = _defer(graph, chosen)
-        if not moved or _peak(graph) <= most:
+        if not moved or _peak(graph, storages) <= most:
             return moved
         apply_schedule(graph, order)
         chosen = chosen[: len(chosen) // 2]
@@ -86,9 +87,9 @@ def _raised(node: fx.Node, previous: fx.Node | None) -> bool:
     return True
 
 
-def _peak(graph: fx.Graph) -> int:
+def _peak(graph: fx.Graph, storages: Storages) -> int:
     late = frozenset(late_nodes(graph))
-    return peak_bytes(Program(list(steady_order(graph)), late, {}, []))
+    return peak_bytes(Program(list(steady_order(graph)), late, {}, []), storages)
 
 
 def _defer(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:

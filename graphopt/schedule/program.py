@@ -181,20 +181,27 @@ def _bytes(tensor: torch.Tensor) -> int:
     return 0 if _compat.has_symbolic_shape(tensor) else tensor.numel() * tensor.element_size()
 
 
-def peak_bytes(program: Program) -> int:
-    """The most bytes of values that are held at once, inputs of the step left out."""
-    return int(held_bytes(program).max(initial=0))
+Storages = dict[fx.Node, list[tuple[int, int]]]
+"""The storages of what nodes give, each by a number of its own and with its bytes."""
 
 
-def held_bytes(program: Program) -> NDArray[np.int64]:
+def peak_bytes(program: Program, storages: Storages | None = None) -> int:
+    """The most bytes of values that are held at once, inputs of the step left out.
+
+    Args:
+        storages: what is known of nodes, where several orders of a graph are compared.
+    """
+    return int(held_bytes(program, storages).max(initial=0))
+
+
+def held_bytes(program: Program, storages: Storages | None = None) -> NDArray[np.int64]:
     """Bytes of values that are held while each node of the order runs, inputs left out.
 
     A value is held from the node that makes its storage to the last one that reads it; what late
     nodes read of the iteration before is held throughout.
     """
-    lives = _lives(program)
     change = np.zeros(len(program.order) + 1, dtype=np.int64)
-    for first, last, size in lives:
+    for first, last, size in _lives(program, {} if storages is None else storages):
         change[first] += size
         change[last + 1] -= size
     held: NDArray[np.int64] = change.cumsum()[:-1]
@@ -204,38 +211,32 @@ def held_bytes(program: Program) -> NDArray[np.int64]:
 def made_bytes(program: Program) -> dict[fx.Node, int]:
     """Bytes of the storages that each node makes."""
     made: dict[fx.Node, int] = {}
-    for first, _, size in _lives(program):
+    for first, _, size in _lives(program, {}):
         node = program.order[first]
         made[node] = made.get(node, 0) + size
     return made
 
 
-def _lives(program: Program) -> list[tuple[int, int, int]]:
+def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
     """First position, last position and bytes of each storage that the step makes."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     size: dict[int, int] = {}
     inputs: set[int] = set()
     carried: set[int] = set()
-    keys: dict[fx.Node, list[int]] = {}  # late nodes come before what they read
     for index, node in enumerate(program.order):
-        tensors = list(tensors_in(node.meta.get("val"))) if node.op != "output" else []
-        mine = keys[node] = [_compat.storage_key(tensor) for tensor in tensors]
-        for tensor, key in zip(tensors, mine, strict=True):
-            if node.op in ("placeholder", "get_attr"):
-                inputs.add(key)
+        mine = _storages(node, storages)
+        for key, nbytes in mine:
             first.setdefault(key, index)
             last[key] = index
-            size[key] = max(size.get(key, 0), _bytes(tensor))
+            size[key] = max(size.get(key, 0), nbytes)
+        if node.op in ("placeholder", "get_attr"):
+            inputs.update(key for key, _ in mine)
         late = node in program.late
         for source in node.all_input_nodes:
             # An item of a list reads nothing of the others, of which there may be many.
-            read = mine if node.target is operator.getitem else keys.get(source)
-            if read is None:
-                read = [
-                    _compat.storage_key(tensor) for tensor in tensors_in(source.meta.get("val"))
-                ]
-            for key in read:
+            item = node.target is operator.getitem
+            for key, _ in mine if item else _storages(source, storages):
                 last[key] = index
                 if late and source not in program.late:
                     carried.add(key)
@@ -247,8 +248,12 @@ def _lives(program: Program) -> list[tuple[int, int, int]]:
     ]
 
 
-def _storages(node: fx.Node) -> list[int]:
-    return [_compat.storage_key(tensor) for tensor in tensors_in(node.meta.get("val"))]
+def _storages(node: fx.Node, known: Storages) -> list[tuple[int, int]]:
+    found = known.get(node)
+    if found is None:
+        tensors = tensors_in(node.meta.get("val")) if node.op != "output" else ()
+        found = known[node] = [(_compat.storage_key(t), _bytes(t)) for t in tensors]
+    return found
 
 
 def states_written_late(program: Program) -> dict[fx.Node, list[fx.Node]]:

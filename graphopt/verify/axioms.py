@@ -7,7 +7,7 @@ of all of its arguments, layouts included: it is the same only where it gets the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in
+from graphopt.verify.elementwise import Arguments, elementwise, is_static
 from graphopt.verify.terms import (
     Segment,
     TensorValue,
@@ -25,7 +26,6 @@ from graphopt.verify.terms import (
     tensor_value,
 )
 
-Arguments = dict[str, Any]
 Apply = Callable[[Terms, Any, Arguments, Any], Any]
 """(terms, operator, arguments by name, fake result) -> values, or None outside the condition."""
 
@@ -51,10 +51,11 @@ class Axiom:
 
     def value(self, terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
         """The value of a call; None outside the condition."""
-        others = () if self.speaks_of is None else args.keys() - self.speaks_of
-        if any(not _is_usual(args[name]) for name in others) or not _has_sizes(fake):
-            return None
-        return self.apply(terms, target, args, fake)
+        known = args if self.speaks_of is None else self.speaks_of
+        for name, given in args.items():
+            if name not in known and not _is_usual(given):
+                return None
+        return self.apply(terms, target, args, fake) if _has_sizes(fake) else None
 
 
 def _is_usual(value: Any) -> bool:
@@ -71,7 +72,7 @@ def _has_sizes(fake: Any) -> bool:
 
 def _same_elements(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     source = next(iter(args.values()))
-    if not _is_static(source) or elements(source.shape) != fake.numel():
+    if not is_static(source) or elements(source.shape) != fake.numel():
         return None
     if target._schema.name == "aten::view" and "dtype" in args:
         return None  # it reads the same bits as numbers of another kind
@@ -100,7 +101,7 @@ def _cast(
 
 def _permuted(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     source = args["self"]
-    if not _is_static(source):
+    if not is_static(source):
         return None
     order = _order(target._schema.name, args, len(source.shape))
     base, shape, before = source.segments, source.shape, tuple(range(len(order)))
@@ -157,7 +158,7 @@ def _order(name: str, args: Arguments, rank: int) -> tuple[int, ...]:
 
 def _slice(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     source = args["self"]
-    if not _is_static(source) or not source.shape:
+    if not is_static(source) or not source.shape:
         return None
     dim = args["dim"] % len(source.shape)
     size = source.shape[dim]
@@ -173,7 +174,7 @@ def _slice(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
 
 def _split(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     source = args["self"]
-    if not _is_static(source) or not source.shape:
+    if not is_static(source) or not source.shape:
         return None
     if elements(source.shape[: args["dim"] % len(source.shape)]) != 1:
         return None
@@ -187,7 +188,7 @@ def _split(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
 def _cat(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     sources = args["tensors"]
     rank = fake.dim()
-    if not all(_is_static(source) and source.dtype == fake.dtype for source in sources):
+    if not all(is_static(source) and source.dtype == fake.dtype for source in sources):
         return None
     dim = args["dim"] % rank if rank else 0
     if elements(tuple(fake.shape[:dim])) != 1:
@@ -210,121 +211,6 @@ def _filled(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
 def _uninitialised(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     term = terms.make(("undefined", str(fake.dtype)), uniform=True)
     return tensor_value(terms.segments([Segment(term, 0, fake.numel())]), fake)
-
-
-def _elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
-    """The operator on each run of elements that stands in one segment of every operand."""
-    operands = [value for value in args.values() if isinstance(value, TensorValue)]
-    if not operands or not all(_is_static(v) and v.shape == tuple(fake.shape) for v in operands):
-        return None
-    if canonical(args.get("alpha", 1)) != 1 or args.get("rounding_mode") is not None:
-        return None
-    if any(value.dtype.is_complex for value in operands):
-        return None
-    device = {value.device for value in operands}
-    if device != {str(fake.device)}:
-        return None
-    return tensor_value(
-        _each(terms, target, args, [value.segments for value in operands], fake.dtype), fake
-    )
-
-
-def _each(
-    terms: Terms,
-    target: Any,
-    args: Arguments,
-    rows: Sequence[Sequence[Segment]],
-    dtype: torch.dtype,
-) -> tuple[Segment, ...]:
-    found = []
-    for runs in _aligned(rows):
-        inner = _same_permutation(terms, runs)
-        if inner is None:
-            found.append(_apply_to_runs(terms, target, args, runs, dtype))
-            continue
-        bases, shape, order = inner
-        base = _each(terms, target, args, bases, dtype)
-        term = terms.make(("permute", base, shape, order))
-        found.append(Segment(term, runs[0].start, runs[0].length))
-    return terms.segments(found)
-
-
-def _same_permutation(terms: Terms, runs: Sequence[Segment]) -> tuple[Any, Any, Any] | None:
-    """What is permuted alike in all operands, of which the same elements are taken: an operator on
-    each element may come before it."""
-    keys = [terms[run.term].key for run in runs]
-    alike = all(key[0] == "permute" and key[2:] == keys[0][2:] for key in keys)
-    if not alike or any(run.start != runs[0].start for run in runs):
-        return None
-    return [key[1] for key in keys], keys[0][2], keys[0][3]
-
-
-def _apply_to_runs(
-    terms: Terms, target: Any, args: Arguments, runs: Sequence[Segment], dtype: torch.dtype
-) -> Segment:
-    """One term for whole terms of the operands where their ranges agree, so that an element has
-    the same term however tensors are cut."""
-    uniform = [terms[run.term].uniform for run in runs]
-    starts = {run.start for run, same in zip(runs, uniform, strict=True) if not same}
-    together = len(starts) <= 1
-    remaining = iter(runs)
-    shown: list[Any] = []
-    for name, value in args.items():
-        if isinstance(value, TensorValue):
-            run = next(remaining)
-            entry: Any = (*elements_of(run.term), str(value.dtype))
-            shown.append((name, entry if together else (*entry, run.start, run.length)))
-        else:
-            shown.append((name, canonical(value)))
-    key = ("each", str(target), str(dtype), *shown)
-    twice = _negated(terms, key)
-    if twice is not None:
-        return Segment(twice, runs[0].start, runs[0].length)
-    constant = all(terms[run.term].constant for run in runs)
-    term = terms.make(key, uniform=all(uniform), constant=constant)
-    start = starts.pop() if together and starts else 0
-    return Segment(term, start, runs[0].length)
-
-
-def _negated(terms: Terms, key: tuple[Any, ...]) -> int | None:
-    """What a negation negates, if that is a negation: it changes one bit, and back."""
-    operand = key[3][1]
-    if key[1] != "aten.neg.default" or len(operand) != 3:
-        return None
-    inner = terms[operand[1]].key
-    if inner[:3] != key[:3] or len(inner[3][1]) != 3:
-        return None
-    return int(inner[3][1][1])
-
-
-def _aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:
-    """Rows of equal length cut at all of their boundaries."""
-    positions = [(0, 0) for _ in rows]
-    while rows and positions[0][0] < len(rows[0]):
-        length = min(
-            row[index].length - offset for row, (index, offset) in zip(rows, positions, strict=True)
-        )
-        yield [
-            Segment(row[index].term, row[index].start + offset, length)
-            for row, (index, offset) in zip(rows, positions, strict=True)
-        ]
-        positions = [
-            (index + 1, 0) if offset + length == row[index].length else (index, offset + length)
-            for row, (index, offset) in zip(rows, positions, strict=True)
-        ]
-
-
-def reduced(terms: Terms, key: tuple[Any, ...], value: TensorValue, fake: Any) -> TensorValue:
-    """An elementwise collective on every segment of what is sent."""
-    found = [
-        Segment(terms.make((*key, str(value.dtype), elements_of(s.term))), s.start, s.length)
-        for s in value.segments
-    ]
-    return tensor_value(terms.segments(found), fake)
-
-
-def _is_static(value: Any) -> bool:
-    return isinstance(value, TensorValue) and value.is_static
 
 
 def _aten(*names: str) -> tuple[str, ...]:
@@ -399,7 +285,7 @@ AXIOMS = (
         "IEEE 754 rounds each of these correctly, so that an element has the same bits in whatever"
         " loop, vector or remainder it is computed; exp or tanh do not, nor does alpha * b + a, nor"
         " complex numbers, nor a quotient made whole; the larger of 0.0 and -0.0 is either",
-        _elementwise,
+        elementwise,
     ),
 )  # fmt: skip
 

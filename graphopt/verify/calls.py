@@ -84,17 +84,6 @@ def terms_in(value: Any) -> list[int]:
     return []
 
 
-def leaves(value: Any) -> list[Any]:
-    """The tensors, and whatever else is no nest, in a nest of values."""
-    if isinstance(value, (TensorValue, Pending)):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [leaf for entry in value for leaf in leaves(entry)]
-    if isinstance(value, dict):
-        return [leaf for entry in value.values() for leaf in leaves(entry)]
-    return [value]
-
-
 def target_name(target: Any) -> str:
     """By which a key knows a target: what has no name of its own is known by its identity."""
     if isinstance(target, _compat.OpOverload):

@@ -7,12 +7,15 @@ that parameter. Two such reductions are two values, though this rank sends the s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from graphopt.graph_utils import is_operator
-from graphopt.verify.axioms import AXIOMS
+from graphopt.verify.axioms import AXIOMS, RULES
+from graphopt.verify.terms import TensorValue, Terms, canonical, whole
 from graphopt.verify.traits import traits_of
 
 (_CONSTANTS,) = (axiom for axiom in AXIOMS if axiom.name == "constants")
@@ -63,3 +66,26 @@ def _note(node: fx.Node, makers: Makers) -> None:
 def _tensors_read(node: fx.Node) -> list[fx.Node]:
     held = ((n, n.meta.get("val")) for n in node.all_input_nodes)
     return [n for n, value in held if isinstance(value, (torch.Tensor, list, tuple))]
+
+
+def sent_constant(
+    terms: Terms, node: fx.Node, arguments: Mapping[str, Any], *, by_name: bool
+) -> TensorValue | None:
+    """A constant that is sent: what other ranks send there is theirs, so that a reduction of this
+    one is told from that of another which has the same value here.
+
+    Args:
+        arguments: of the node that makes it, by name.
+        by_name: whether another node makes the same.
+
+    Returns:
+        None where no rule says what it is.
+    """
+    fake, target = node.meta["val"], cast(Any, node.target)
+    value = RULES[target._schema.name].value(terms, target, dict(arguments), fake)
+    if value is None:
+        return None
+    like = [entry for entry in arguments.values() if isinstance(entry, TensorValue)]
+    place = (*map(canonical, like), node.name if by_name or not like else None)
+    key = ("constant", tuple(terms[s.term].key for s in value.segments), place)
+    return whole(terms.make(key, constant=True), fake)

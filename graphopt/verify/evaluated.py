@@ -74,6 +74,11 @@ class Evaluation:
     nodes: dict[tuple[str, Any], Any] = field(default_factory=dict)
     aliases: dict[fx.Node, list[tuple[str, Any]]] = field(default_factory=dict)
 
+    def edges(self, kind: Any, term: int) -> Counter[int]:
+        """At which elements of a term more or fewer copies begin to be sent by a kind of
+        collective."""
+        return self.sent.setdefault((kind, term), Counter())
+
     @cached_property
     def origins(self) -> Origins:
         """The first node of each term: wanted only where there is something to be said."""
@@ -94,9 +99,11 @@ class Settled(NamedTuple):
 def input_value(terms: Terms, node: fx.Node) -> Any:
     """An arbitrary value of a placeholder; one that is waited for is under way."""
     fake = node.meta.get("val")
-    known = (call for call in terms.recall.calls(node.name) if call.target == node.target)
-    value = next((call.value for call in known if not call.args and call.fake is fake), None)
-    if value is None:
+    for call in terms.recall.calls(node.name):
+        if call.fake is fake and call.target == node.target and not call.args:
+            value = call.value
+            break
+    else:
         value = fresh(terms, ("input", str(node.target)), fake)
         terms.recall.note(node, (), {}, value, based=False)
     return Pending(value) if any(map(is_wait, node.users)) else value

@@ -5,7 +5,8 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,17 @@ from graphopt.verify.traits import traits_of
 _PYTHON = (operator, math, builtins)
 _HINT = "insert nodes with graphopt.graph_utils.call_function_with_meta"
 _DATA_DEPENDENT = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a node gave as an argument, in place of the node."""
+
+    value: Any
+
+
+Former = Callable[[fx.Node], Any]
+"""The arguments that a node had, positional and by name, with what was given in place of nodes."""
 
 
 class KindsOfResults:
@@ -54,8 +66,8 @@ def _kind_of(value: Any) -> Any:
     Raises:
         TypeError: it is symbolic: to compare that would decide something.
     """
-    if isinstance(value, fx.Node):
-        return "node", _kind_of(value.meta["val"])
+    if isinstance(value, (fx.Node, Given)):
+        return "node", _kind_of(value.meta["val"] if isinstance(value, fx.Node) else value.value)
     if isinstance(value, torch.Tensor) and not _compat.has_symbolic_shape(value):
         return "tensor", layout_of(value)
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -70,24 +82,36 @@ def _kind_of(value: Any) -> Any:
 def changed_problems(
     new: Iterable[fx.Node],
     changed: Iterable[tuple[fx.Node, Any]],
+    former: Former,
     *,
     functional: bool,
     kinds: KindsOfResults | None = None,
 ) -> Iterator[Problem]:
-    """What is wrong with nodes that a pass inserted or gave other arguments.
+    """What is wrong with nodes that a pass inserted or gave other arguments, and with those that
+    read values whose shape or strides have changed.
 
     Args:
         changed: nodes with the `meta["val"]` that they had.
+        former: what the nodes that were there got.
         functional: whether the graph is in the captured dialect, which updates by `copy_` only.
         kinds: what is known of operators.
     """
     kinds = KindsOfResults() if kinds is None else kinds
+    looked_at: set[fx.Node] = set()
     for node in new:
+        looked_at.add(node)
         yield from _of_target(node, functional)
-        yield from _of_value(node, None, kinds)
+        yield from _of_value(node, None, former, kinds)
+    changed = list(changed)
     for node, value in changed:
+        looked_at.add(node)
         yield from _of_target(node, functional)
-        yield from _of_value(node, value, kinds)
+        yield from _of_value(node, value, former, kinds)
+    for node, value in changed:
+        if _layouts(node.meta.get("val")) != _layouts(value):
+            for reader in node.users.keys() - looked_at:
+                looked_at.add(reader)
+                yield from _of_value(reader, reader.meta.get("val"), former, kinds)
 
 
 def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
@@ -118,7 +142,9 @@ def _is_known(target: Any) -> bool:
     return any(getattr(known, name, None) is target for known in _PYTHON)
 
 
-def _of_value(node: fx.Node, before: Any, kinds: KindsOfResults) -> Iterator[Problem]:
+def _of_value(
+    node: fx.Node, before: Any, former: Former, kinds: KindsOfResults
+) -> Iterator[Problem]:
     if node.op != "call_function" or "val" not in node.meta or _has_no_rule(node):
         return
     try:
@@ -127,30 +153,37 @@ def _of_value(node: fx.Node, before: Any, kinds: KindsOfResults) -> Iterator[Pro
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         yield Problem(f"its arguments do not fit: {what}", (node,))
         return
-    held, earlier = (
-        [layout_of(tensor) for tensor in tensors_in(value)] for value in (node.meta["val"], before)
-    )
+    held, earlier = _layouts(node.meta["val"]), _layouts(before)
     if len(held) != len(found):
         count = f"{len(held)} tensor(s) where the node gives {len(found)}"
         yield Problem(f"meta['val'] holds {count}", (node,), hint=_HINT)
         return
     for index, (says, gives) in enumerate(zip(held, found, strict=True)):
         known = earlier[index] if len(earlier) == len(held) else None
-        if not _agree(says, gives, known):
+        if says != gives and not (_differ_in_strides(says, gives, known) and _gets(node, former)):
             message = f"meta['val'] says {_text(says)}, but the node gives {_text(gives)}"
             yield Problem(message, (node,), hint=_HINT)
             return
 
 
-def _agree(says: Layout, gives: Layout, known: Layout | None) -> bool:
-    """Whether metadata is true. Strides may be those known before: shape rules may give others
-    than the kernel, of which the capture has seen."""
-    if says == gives:
-        return True
+def _layouts(value: Any) -> list[Layout]:
+    return [layout_of(tensor) for tensor in tensors_in(value)]
+
+
+def _differ_in_strides(says: Layout, gives: Layout, known: Layout | None) -> bool:
+    """Whether metadata has the strides known before, where a shape rule gives others: the kernel
+    may give those, of which the capture has seen."""
     shape, stride, dtype, device = says
-    return (shape, dtype, device) == (gives[0], gives[2], gives[3]) and (
-        known is not None and stride == known[1]
-    )
+    same = (shape, dtype, device) == (gives[0], gives[2], gives[3])
+    return same and known is not None and stride == known[1]
+
+
+def _gets(node: fx.Node, former: Former) -> bool:
+    """Whether a node still gets the kinds of arguments that it had."""
+    try:
+        return bool(_kind_of(former(node)) == _kind_of((node.args, node.kwargs)))
+    except TypeError:  # symbolic ones
+        return False
 
 
 def _has_no_rule(node: fx.Node) -> bool:

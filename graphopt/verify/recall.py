@@ -6,6 +6,7 @@ nodes. To find that a call is one that was evaluated is many times cheaper than 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,32 @@ class Recall:
         calls = self._calls.setdefault(node.name, [])
         calls.insert(0, Call(node.target, node.meta.get("val"), args, kwargs, value, based))
         del calls[_FEW:]
+
+
+Same = Callable[[fx.Node, Any], bool]
+"""Whether a node stands for what was in its place."""
+
+
+def same_arguments(given: Any, known: Any, same: Same) -> bool:
+    """Whether arguments of a call are what they were: nodes by `same`, constants as written (0.0
+    and -0.0 differ, and so do 1 and True)."""
+    if isinstance(given, fx.Node):
+        return same(given, known)
+    if isinstance(given, (list, tuple)):
+        if not isinstance(known, (list, tuple)) or len(given) != len(known):
+            return False
+        return all(same_arguments(a, b, same) for a, b in zip(given, known, strict=True))
+    if isinstance(given, dict):
+        if not isinstance(known, dict) or given.keys() != known.keys():
+            return False
+        return all(same_arguments(value, known[name], same) for name, value in given.items())
+    if isinstance(given, slice):
+        return isinstance(known, slice) and same_arguments(_ends(given), _ends(known), same)
+    return same_constant(given, known)
+
+
+def _ends(value: slice) -> tuple[Any, ...]:
+    return value.start, value.stop, value.step
 
 
 def same_constant(given: Any, known: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.graph_utils import get_outputs
+from graphopt.graph_utils import get_output, get_outputs
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder, Write
 from graphopt.ir.operators import draws, is_collective
@@ -47,7 +47,7 @@ def interface(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
             added = tuple(v for v in other[len(one) :] if isinstance(v, fx.Node))
             yield Problem(
                 f"the step returned {len(one)} {what}{'s' * (len(one) != 1)}, now {len(other)}",
-                added[:1],
+                added[:1] or (get_output(after),),
                 "what a step returns is fixed; graphopt.host.insert_callback gives values of every"
                 " step to a function",
             )

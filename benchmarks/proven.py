@@ -1,0 +1,213 @@
+"""Is every pass and every stage proven on what people train?
+
+    python benchmarks/proven.py                            all cases of benchmarks/cases
+    python benchmarks/proven.py vision optimizers.lookahead --ranks 2 --optimizers fused
+    python benchmarks/proven.py --json proven.json
+
+Each training loop of the coverage set is captured as it is in its second call, once for each number
+of ranks (of a group in which nothing is communicated) and each way in which optimizers go through
+their parameters, and taken through the default pipeline and the stages behind it, all of which are
+verified at level "equivalence". A combination is *proven* if nothing was refused and no graph was
+left without a comparison; *not decided* if terms could not speak of some graph; *not proven* if a
+pass or a stage was refused; *not captured* if there is no graph at all, of which
+benchmarks/coverage.py tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from cases import Build, cases
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import graphopt
+from graphopt.errors import GraphOptError, PassError, VerificationError
+from graphopt.manager import records_of
+from graphopt.stages import default_pipeline
+from graphopt.stages.compiling import Stages
+
+RANKS = (1, 2, 4)
+OPTIMIZERS = ("fused", "foreach", "loop")
+TIMEOUT = 120.0
+
+
+@dataclass
+class Outcome:
+    """What became of one case on some ranks.
+
+    Attributes:
+        verdict: "proven", "not decided", "not proven", "not captured" or "failed".
+        reason: of any but the first.
+        stages: how many passes and stages have left a graph, of all captures.
+    """
+
+    name: str
+    ranks: int
+    optimizers: str
+    verdict: str
+    reason: str = ""
+    stages: int = 0
+
+
+class Undecided(logging.Handler):
+    """Collects what the log says of graphs that were not compared."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "not compared" in text or "not decided" in text or "to be compared" in text:
+            self.lines.append(text)
+
+
+def judged(name: str, build: Build, ranks: int, optimizers: str) -> Outcome:
+    """Take a case through all passes and stages."""
+    logger, undecided = logging.getLogger("graphopt"), Undecided()
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(undecided)
+    outcome = Outcome(name, ranks, optimizers, "proven")
+    try:
+        with group_of(ranks), looping_as(optimizers):
+            outcome.stages = _stages_run(build, ranks)
+    except (VerificationError, PassError) as error:
+        outcome.verdict, outcome.reason = "not proven", str(error)
+    except GraphOptError as error:
+        outcome.verdict, outcome.reason = "not captured", f"{type(error).__name__}: {error}"
+    except Exception as error:
+        outcome.verdict, outcome.reason = "failed", f"{type(error).__name__}: {error}"
+    finally:
+        logger.removeHandler(undecided)
+    if outcome.verdict == "proven" and undecided.lines:
+        outcome.verdict, outcome.reason = "not decided", "; ".join(dict.fromkeys(undecided.lines))
+    return outcome
+
+
+def _stages_run(build: Build, ranks: int) -> int:
+    torch.manual_seed(0)
+    case = build()
+    case.step(*case.calls[0])  # optimizers make their state
+    parallel = graphopt.DataParallel() if ranks > 1 else graphopt.Manual()
+    captured = graphopt.capture(case.step, *case.calls[1], parallel=parallel)
+    stages = Stages(graphopt.PassManager(default_pipeline()), None)
+    step = stages.apply_passes(captured)
+    stages.derive(step)
+    stages.make_executable(step)
+    records = records_of(captured.graph_module)
+    return sum(record.changed or record.stage for record in records)
+
+
+@contextmanager
+def group_of(ranks: int) -> Iterator[None]:
+    """A group of so many ranks, of which this process is the first; none for a single one."""
+    if ranks > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def looping_as(kind: str) -> Iterator[None]:
+    """Let optimizers of torch go through their parameters in one way, where they know it."""
+    original = torch.optim.Optimizer.__init__
+
+    def init(self: Any, params: Any, defaults: dict[str, Any]) -> None:
+        chosen = {name: name == kind for name in ("fused", "foreach") if name in defaults}
+        if kind == "fused" and "fused" not in defaults and "foreach" in defaults:
+            chosen["foreach"] = True
+        original(self, params, {**defaults, **chosen})
+
+    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def _child(name: str, build: Build, wanted: Sequence[tuple[int, str]], end: Connection) -> None:
+    torch.set_num_threads(1)
+    for ranks, optimizers in wanted:
+        end.send(asdict(judged(name, build, ranks, optimizers)))
+
+
+def in_process(name: str, build: Build, wanted: Sequence[tuple[int, str]]) -> list[Outcome]:
+    """`judged` for all combinations, in a forked process."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(name, build, wanted, there))
+    process.start()
+    there.close()
+    found: list[Outcome] = []
+    for ranks, optimizers in wanted:
+        try:
+            if not here.poll(TIMEOUT):
+                raise EOFError
+            found.append(Outcome(**here.recv()))
+        except EOFError:
+            found.append(Outcome(name, ranks, optimizers, "failed", "the process ended"))
+            break
+    process.kill()
+    process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="families or cases")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--optimizers", choices=OPTIMIZERS, nargs="+", default=OPTIMIZERS)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="K N: each Nth, from K")
+    parser.add_argument("--json", type=Path, help="write the outcomes there")
+    options = parser.parse_args()
+    wanted = list(product(options.ranks, options.optimizers))
+    first, every = options.part
+    outcomes: list[Outcome] = []
+    for name in chosen(options.names)[first::every]:
+        for outcome in in_process(name, cases()[name], wanted):
+            outcomes.append(outcome)
+            if outcome.verdict not in ("proven", "not captured"):
+                print(f"{outcome.name} on {outcome.ranks}, {outcome.optimizers}:", outcome.verdict)
+                print("    " + outcome.reason.strip().replace("\n", "\n    "), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
+    print(summary(outcomes))
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The cases of these families, or with these names; all where there are none."""
+    wanted = {*names}
+    return [n for n in cases() if not names or {n, n.partition(".")[0]} & wanted]
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """All verdicts in one sentence."""
+    counts = Counter(each.verdict for each in outcomes)
+    stages = sum(each.stages for each in outcomes)
+    text = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    return f"{len(outcomes)} combinations: {text}; {stages} passes and stages that left a graph"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

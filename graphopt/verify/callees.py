@@ -1,0 +1,73 @@
+"""What is known of the targets of calls, found out once for each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.ir.operators import is_operator
+from graphopt.verify.axioms import RULES, Axiom
+from graphopt.verify.calls import target_name
+from graphopt.verify.functional import standard_form
+
+_OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+
+
+class Callee(NamedTuple):
+    """The target of calls.
+
+    Attributes:
+        target: what is called; held, since it is known by its identity.
+        standard: the operator that stands for all that give the same.
+        name: of `standard`, in keys.
+        rule: about its elements, if there is one.
+        reads_storage: it reads elements of a storage besides those of its argument.
+        writes_unseen: it updates arguments of which its schema does not speak.
+        impure: whether it does more than to give a value; None where its arguments decide.
+    """
+
+    target: Any
+    standard: Any
+    name: str
+    rule: Axiom | None
+    reads_storage: bool
+    writes_unseen: bool
+    impure: bool | None
+
+    def does_more(self, node: fx.Node) -> bool:
+        """Whether a call of it does more than to give a value."""
+        return node.is_impure() if self.impure is None else self.impure
+
+
+class Callees:
+    """Targets by their identity: to hash an operator runs Python code."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Callee] = {}
+
+    def of(self, node: fx.Node, target: Any) -> Callee:
+        """What is known of a target.
+
+        Args:
+            node: one that calls it, or its form that works in place.
+        """
+        found = self._found.get(id(target))
+        if found is None:
+            found = self._found[id(target)] = _callee(node, target)
+        return found
+
+
+def _callee(node: fx.Node, target: Any) -> Callee:
+    standard = standard_form(target)
+    is_aten = isinstance(standard, _compat.OpOverload)
+    return Callee(
+        target,
+        standard,
+        target_name(standard),
+        RULES.get(standard._schema.name) if is_aten else None,
+        is_operator(standard, *_OF_STORAGE),
+        str(target).endswith("_mutation"),
+        node.is_impure() if is_aten and node.target is target else None,
+    )

@@ -1,0 +1,92 @@
+"""What collectives give, and what is noted of what they send, while a graph is evaluated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from graphopt.verify.calls import fresh
+from graphopt.verify.elementwise import reduced
+from graphopt.verify.evaluated import Evaluation, NotDecidedError
+from graphopt.verify.labels import sent_tensors, signature_of
+from graphopt.verify.reading import Reading
+from graphopt.verify.sending import Sending, with_constants_of
+from graphopt.verify.terms import Pending, TensorValue, Terms, canonical
+from graphopt.verify.traits import traits_of
+
+ELEMENTWISE = ("all_reduce", "broadcast")
+"""Collectives that treat each element for itself."""
+
+_SUMMING = ("all_reduce", "reduce_scatter_tensor")
+
+
+class Communication:
+    """The collectives of one graph as it runs.
+
+    Args:
+        found: where it is noted what is sent.
+        by_launch: a constant that is sent is known by the launch that sends it.
+    """
+
+    def __init__(
+        self, terms: Terms, reading: Reading, found: Evaluation, *, by_launch: bool
+    ) -> None:
+        self._terms, self._reading, self._found = terms, reading, found
+        self._by_launch = by_launch
+        self.sending = Sending(reading.contents.owner)
+
+    def launched(self, node: fx.Node) -> Pending:
+        """What a collective will give."""
+        reduction = traits_of(node).reduction
+        self._reading.refuse_pending(node)
+        arguments = self._reading.arguments(node)
+        first, sent = next(iter(arguments.items()))
+        options = canonical({name: v for name, v in arguments.items() if name != first})
+        kind = (reduction, options)
+        if self._by_launch:
+            sent = with_constants_of(self._terms, sent, (self._found.launches,))
+        self._note(node, kind, sent)
+        fake = node.meta["val"]
+        if reduction in ELEMENTWISE and _is_static(sent):
+            if isinstance(sent, tuple):
+                pairs = zip(sent, fake, strict=True)
+                return Pending(tuple(reduced(self._terms, kind, v, f) for v, f in pairs))
+            return Pending(reduced(self._terms, kind, sent, fake))
+        return Pending(fresh(self._terms, ("collective", *kind, canonical(sent)), fake))
+
+    def waited(self, node: fx.Node) -> Any:
+        """What a wait gives."""
+        source = node.args[0]
+        value = self._reading.read(source, sent=True)
+        if not isinstance(value, Pending):
+            raise NotDecidedError("it waits for something that is not a collective's", node)
+        if isinstance(source, fx.Node):
+            self._reading.in_flight.pop(self._reading.contents.owner(source), None)
+        self.sending.waited(node)
+        return value.value
+
+    def _note(self, node: fx.Node, kind: Any, sent: Any) -> None:
+        """Note that something is sent, and how much of it."""
+        self._found.launches += 1
+        self.sending.launched(node)
+        signature = signature_of(node)
+        for tensor in sent_tensors(node):
+            self._found.amounts[signature, tensor.dtype] += tensor.numel()
+        rows = sent if isinstance(sent, tuple) else (sent,)
+        for row in rows:
+            self._count(kind, row)
+        if kind[0] in _SUMMING:
+            self._found.places[kind, tuple(canonical(row) for row in rows)] += 1
+
+    def _count(self, kind: Any, row: Any) -> None:
+        for segment in row.segments if isinstance(row, TensorValue) else ():
+            if not self._terms[segment.term].constant:
+                edges = self._found.edges(kind, segment.term)
+                edges[segment.start] += 1
+                edges[segment.start + segment.length] -= 1
+
+
+def _is_static(sent: Any) -> bool:
+    values = sent if isinstance(sent, tuple) else (sent,)
+    return all(isinstance(value, TensorValue) and value.is_static for value in values)

@@ -1,0 +1,73 @@
+"""What nodes give when others read them, while a graph is evaluated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from graphopt.verify.calls import named
+from graphopt.verify.contents import Contents, View
+from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.terms import Pending, Terms
+from graphopt.verify.traits import traits_of
+
+
+class Reading:
+    """Values of the nodes of one graph as it runs.
+
+    Args:
+        view: what a view gives of another value of its first argument.
+
+    Attributes:
+        contents: what storages hold.
+        in_flight: by the owner of a storage, the collective that may write to it at any time.
+    """
+
+    def __init__(self, terms: Terms, view: View) -> None:
+        self.contents = Contents(terms, view)
+        self.in_flight: dict[fx.Node, fx.Node] = {}
+
+    def read(self, value: Any, *, sent: bool = False) -> Any:
+        """An argument: nodes as their values. `sent`: also those that are under way."""
+        if isinstance(value, fx.Node):
+            return self.read_node(value, sent)
+        if isinstance(value, (list, tuple)):
+            return tuple([self.read(entry, sent=sent) for entry in value])
+        if isinstance(value, dict):
+            return {key: self.read(entry, sent=sent) for key, entry in value.items()}
+        if isinstance(value, slice):
+            return slice(*map(self.read, (value.start, value.stop, value.step)))
+        return value
+
+    def read_node(self, node: fx.Node, sent: bool = False) -> Any:
+        """The value of a node. `sent`: also where it is under way."""
+        if self.in_flight:
+            launch = self.in_flight.get(self.contents.owner(node))
+            if launch is not None and not sent:
+                raise NotDecidedError(f"it is read while %{launch.name} is under way", node)
+            if launch is not None:
+                return Pending(self.contents.read(node))
+        return self.contents.read(node)
+
+    def arguments(self, node: fx.Node) -> dict[str, Any]:
+        """Arguments by name."""
+        return named(node.target, self.read(node.args), self.read(node.kwargs))
+
+    def refuse_pending(self, node: fx.Node) -> None:
+        """Refuse a node that reads what a collective will give, before its wait."""
+        for source in node.all_input_nodes:
+            if _is_pending(self.contents.read(source)):
+                raise NotDecidedError("it reads what a collective gives before its wait", node)
+
+
+def _is_pending(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_is_pending, value))
+    return isinstance(value, Pending)
+
+
+def is_itself(node: fx.Node) -> bool:
+    """Whether a node gives its first argument, by another name."""
+    traits = traits_of(node)
+    return traits.wait or (bool(traits.writes) and isinstance(node.args[0], fx.Node))

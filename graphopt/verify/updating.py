@@ -1,0 +1,157 @@
+"""What updates leave in storages, while a graph is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import fx
+
+from graphopt.graph_utils import written
+from graphopt.ir.families import FUSED_OPTIMIZERS
+from graphopt.ir.operators import fused_optimizer, nodes_in
+from graphopt.optim.lists import list_schema
+from graphopt.verify.axioms import RULES
+from graphopt.verify.calls import entries
+from graphopt.verify.communicating import ELEMENTWISE, Communication
+from graphopt.verify.contents import CannotWriteError, with_layout
+from graphopt.verify.evaluated import NotDecidedError, Settled
+from graphopt.verify.functional import functional_form
+from graphopt.verify.reading import Reading
+from graphopt.verify.terms import TensorValue, Terms, tensor_value
+from graphopt.verify.traits import traits_of
+
+Applied = Callable[[fx.Node, Any, dict[str, Any]], Any]
+"""(node, operator, arguments by name) -> what the call gives."""
+
+
+class Updates:
+    """The updates of one graph as it runs.
+
+    Args:
+        applied: what an operator gives.
+        settled: by placeholder, what is put in place of a value that an update leaves there.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        reading: Reading,
+        communication: Communication,
+        applied: Applied,
+        settled: Mapping[str, Settled],
+    ) -> None:
+        self._terms, self._reading, self._contents = terms, reading, reading.contents
+        self._communication, self._applied = communication, applied
+        self._settled = settled
+
+    def copied(self, node: fx.Node) -> Any:
+        """What a `copy_` gives."""
+        args = cast(Sequence[fx.Node], node.args)
+        destination = args[0]
+        if len(args) == 2 and not node.kwargs:
+            before, source = self._reading.read(destination), self._reading.read(args[1])
+        else:
+            arguments = self._reading.arguments(node)
+            before, source = arguments["self"], arguments["src"]
+            if arguments["non_blocking"]:
+                raise NotDecidedError("it copies while the host goes on", node)
+        value = _copied(self._terms, before, source, destination)
+        if value is None:
+            self._reading.refuse_pending(node)
+            raise NotDecidedError("what it writes has another shape than its destination", node)
+        return self._put(node, destination, value)
+
+    def written(self, node: fx.Node, destination: fx.Node, value: Any) -> Any:
+        """Update a node with a value that may be laid out otherwise."""
+        if not isinstance(value, TensorValue):
+            raise NotDecidedError("what it updates is not a tensor", node)
+        return self._put(node, destination, with_layout(value, destination.meta["val"]))
+
+    def in_place(self, node: fx.Node) -> Any:
+        """What an operator gives that updates its arguments: what its functional form gives is
+        written."""
+        if traits_of(node).collective:
+            return self._in_place_collective(node)
+        target = functional_form(node.target)
+        if target is None:
+            raise NotDecidedError("it updates an argument in place, in a way that is unknown", node)
+        self._reading.refuse_pending(node)
+        arguments = self._reading.arguments(node)
+        if list_schema(node) is None:
+            (destination,) = written(node)
+            return self.written(node, destination, self._applied(node, target, arguments))
+        return self._in_place_lists(node, target, arguments)
+
+    def _put(self, node: fx.Node, destination: fx.Node, value: TensorValue) -> Any:
+        """Update a node with a value of its own layout."""
+        reader = self._communication.sending.reader_of(destination)
+        if reader is not None:
+            raise NotDecidedError(f"it overwrites what %{reader.name} still sends", node)
+        try:
+            self._contents.write(destination, value)
+        except CannotWriteError as error:
+            raise NotDecidedError(str(error), node, foreign=True) from None
+        return self._settle(destination, value) if self._settled else value
+
+    def _settle(self, destination: fx.Node, value: Any) -> Any:
+        """What stands for the value of an update from now on: itself, nearly always."""
+        owner = self._contents.owner(destination)
+        known = self._settled.get(str(owner.target)) if owner.op == "placeholder" else None
+        if known is None or self._contents.read(owner) != known.value:
+            return value
+        self._contents.write(owner, known.stands_for_it)
+        return self._contents.read(destination)
+
+    def _in_place_lists(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
+        first = cast(Sequence[fx.Node], node.args[0])  # what it gives itself is nothing
+        held = node.meta["val"] or [destination.meta["val"] for destination in first]
+        found = entries(self._terms, target, arguments, held)
+        if found is None:
+            raise NotDecidedError("entries of its lists cannot be told apart", node)
+        self._refuse_entries_of_one_storage(node)
+        several = fused_optimizer(node.target)
+        columns = found if several else (found,)
+        for position in FUSED_OPTIMIZERS[several] if several else (0,):
+            destinations = cast(Sequence[Any], node.args[position])
+            for destination, value in zip(destinations, columns[position], strict=True):
+                self.written(node, destination, value)
+        return found
+
+    def _refuse_entries_of_one_storage(self, node: fx.Node) -> None:
+        """Entries are updated one after the other, or all at once: none may read what another one
+        writes."""
+        places: dict[fx.Node, dict[fx.Node, set[int]]] = {}
+        for row in node.args:
+            for index, entry in enumerate(row if isinstance(row, (list, tuple)) else ()):
+                for read in nodes_in(entry):
+                    there = places.setdefault(self._contents.owner(read), {})
+                    there.setdefault(read, set()).add(index)
+        for destination in written(node):
+            there = places[self._contents.owner(destination)]
+            mine = there[destination]
+            others = [other for other, indices in there.items() if indices != mine]
+            if len(mine) > 1 or any(self._contents.overlap(destination, n) for n in others):
+                raise NotDecidedError("one entry of its lists writes what another one has", node)
+
+    def _in_place_collective(self, node: fx.Node) -> Any:
+        """It may write whenever it likes until its wait."""
+        destination = node.args[0]
+        if not isinstance(destination, fx.Node) or traits_of(node).reduction not in ELEMENTWISE:
+            raise NotDecidedError("it is an update in place by several ranks", node)
+        value = self._communication.launched(node).value
+        self.written(node, destination, value)
+        self._reading.in_flight[self._contents.owner(destination)] = node
+        return value
+
+
+def _copied(terms: Terms, before: Any, source: Any, destination: fx.Node) -> TensorValue | None:
+    if not isinstance(source, TensorValue) or not isinstance(before, TensorValue):
+        return None
+    if source.shape != before.shape:
+        return None
+    fake = destination.meta["val"]
+    if source.dtype == before.dtype:
+        same = source.stride == before.stride and source.device == before.device
+        return source if same else tensor_value(source.segments, fake)
+    return cast(TensorValue, RULES["aten::_to_copy"].apply(terms, None, {"self": source}, fake))
