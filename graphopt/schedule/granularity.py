@@ -7,10 +7,10 @@ its own. With `n` of them, of `o` seconds each, on a link that needs as long as 
     what is exposed     about C / n       the link waits for the first, compute for the last
 
 On a link that is much faster nothing is exposed, and only the first line counts. Not knowing which
-it is, `EXPOSED` of the second one is weighed, and the sum is least at ``n = sqrt(EXPOSED * C / o)``.
-Near that it is flat: half as many or twice as many cost a quarter more. Nothing about the rate of
-the link has to be known, and no time of today is: `C` and `o` come from a table, and all ranks have
-the same.
+it is, only `EXPOSED` of the second line is weighed, and ``n = sqrt(EXPOSED * C / o)`` is least.
+Near that the sum is flat: half as many or twice as many cost a quarter more. Nothing about the rate
+of the link has to be known, and no time of today is: `C` and `o` come from a table, and all ranks
+have the same.
 """
 
 from __future__ import annotations
