@@ -17,10 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from spread import Figures
 from torch import fx
+from torch._C._distributed_c10d import _register_process_group
 from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
 
 import graphopt
@@ -31,6 +33,7 @@ from graphopt.schedule import Timeline, apply_schedule, overlap_schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from sharded import Sizes, sharded_step
+from sketch import one_rank
 
 LARGE = {"width": 4096, "hidden": 14336, "heads": 32, "tokens": 8192}
 GROUPS = {
@@ -144,7 +147,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24, help="of the model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
     options = parser.parse_args()
-    rows = [row for name in GROUPS for row in figures(name, options.layers)]
+    with one_rank():
+        for name in ("fsdp", "tp"):  # Inductor asks for them; how many ranks they have is said
+            _register_process_group(name, dist.group.WORLD)
+        rows = [row for name in GROUPS for row in figures(name, options.layers)]
     Console().print(table(rows))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))

@@ -89,7 +89,7 @@ def comm_fusion_with_concat(
         bucket_size_mb: of gradients after which a bucket closes; the first one closes at 1 MB.
         min_buckets: buckets close early enough that there are about so many, but not below
             256 KB; large gradients and collectives in between make them fewer or more. None: as
-            many as cost least on a link that is as slow as the compute.
+            many as cost least, by tables (`graphopt.schedule.granularity`).
 
     Returns:
         How many all-reduces changed.

@@ -221,3 +221,16 @@ def test_inputs_are_made_or_refused(tmp_path: Path) -> None:
     captured = graphopt.capture(lambda m, x: m(x).tanh(), torch.nn.Linear(4, 4), torch.ones(2, 4))
     with pytest.raises(CostTableError, match="takes 3 inputs, 3 of them tensors"):
         calibrate(captured.graph_module, captured.inputs)
+
+
+def test_functions_of_the_program_are_not_called(tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        graphopt.callback(seen.append, y)
+        return y + 1
+
+    captured = graphopt.capture(step, torch.ones(2, 4))
+    calibrate(captured.graph_module, table=tmp_path / "costs.json")
+    assert not seen

@@ -35,8 +35,8 @@ def costs(compute: float, overhead: float, latency: float = 0.0) -> CostModel:
 @pytest.mark.parametrize(
     ("compute", "overhead", "latency", "count"),
     [
-        (100.0, 1.0, 0.0, 10),
-        (100.0, 0.5, 0.5, 10),
+        (100.0, 1.0, 0.0, 8),
+        (100.0, 0.5, 0.5, 8),
         (1.0, 4.0, 0.0, 1),  # rather one than half of one
         (100.0, 0.0, 0.0, MOST),
         (1e9, 1.0, 0.0, MOST),

@@ -16,6 +16,7 @@ from torch import fx
 
 from graphopt.cost.roofline import DEVICES, Device, RooflineCost, is_free
 from graphopt.graph_utils import is_collective, is_wait
+from graphopt.host import is_host_call
 from graphopt.readable.rows import argument, describe
 
 _LONGEST_KEY = 160
@@ -91,7 +92,8 @@ def measure_operators(
     """Run a graph node by node and take the median seconds of each kind of call.
 
     Collectives run too, so that all ranks of their groups have to do this together. Tensors among
-    the inputs are copied, and random numbers are as before afterwards.
+    the inputs are copied, random numbers are as before afterwards, and functions of the program's
+    (`graphopt.callback`) are not called.
 
     Args:
         inputs: one for each placeholder.
@@ -115,6 +117,8 @@ class _Timing(fx.Interpreter):
         self._keys: dict[fx.Node, str] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        if is_host_call(n):
+            return None  # of the program's: it is not to see what is measured with
         if is_free(n) or is_collective(n) or is_wait(n):
             return super().run_node(n)
         if n not in self._keys:

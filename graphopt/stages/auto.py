@@ -14,7 +14,7 @@ import copy
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,18 +57,23 @@ class AutoPipeline:
     def __init__(self, plans: str | PathLike[str] | None = None) -> None:
         self._plans = None if plans is None else place(plans)
 
-    def decide(self, graph_module: fx.GraphModule) -> dict[str, Any] | None:
+    def decide(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any] | None:
         """Options of the passes for a captured step and those after it; None where it averages
         nothing. All ranks have to capture this step together.
+
+        Args:
+            inputs: what the graph is about to be called with; they are not changed.
 
         Raises:
             SpmdMismatchError: a rank did not come.
             FileError: the file of plans cannot be written.
         """
         group = _group_of(graph_module)
-        return None if group is None else self._decided(graph_module, group)
+        return None if group is None else self._decided(graph_module, inputs, group)
 
-    def _decided(self, gm: fx.GraphModule, group: dist.ProcessGroup) -> dict[str, Any]:
+    def _decided(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], group: dist.ProcessGroup
+    ) -> dict[str, Any]:
         channel = Channel(group, "auto", 60.0)
         key = f"{launches_digest(gm.graph)} on {group.size()}"
         first = group.rank() == 0
@@ -76,7 +81,7 @@ class AutoPipeline:
         said = channel.exchange({"plan": known})[0]["plan"]
         if said is not None:
             return dict(said)
-        costs = _measured(gm, group)
+        costs = _measured(gm, inputs, group)
         found = fastest(gm, costs) if first else None
         if first:
             self._keep(key, found)
@@ -138,12 +143,12 @@ def _seconds(gm: fx.GraphModule, costs: CostModel, count: int, share: float) -> 
     return simulate(module, costs).step_seconds
 
 
-def _measured(gm: fx.GraphModule, group: dist.ProcessGroup) -> CostModel:
+def _measured(gm: fx.GraphModule, inputs: Sequence[Any], group: dist.ProcessGroup) -> CostModel:
     """Costs here and now: links are not what they were yesterday."""
     from graphopt.cost import calibrate
 
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        return calibrate(gm, group=group, table=Path(folder) / "costs.json")
+        return calibrate(gm, inputs, group, table=Path(folder) / "costs.json")
 
 
 def _group_of(gm: fx.GraphModule) -> dist.ProcessGroup | None:

@@ -121,6 +121,7 @@ class Stages:
             with suppress(NotAsAgreedError), _compat.without_fake_mode(), ranks:
                 captured = self.capture(call, ranks)  # with the averages of parallelize
                 call = call.using(captured.besides) or call
+                self._choose(captured, call)
                 step = self.apply_passes(captured)
                 step.once = creates_state(call, captured) or not captured.lasting
                 self.derive(step)
@@ -150,15 +151,18 @@ class Stages:
 
     def apply_passes(self, captured: CapturedStep) -> StepInMaking:
         """Make an `IterGraphModule` of a captured graph, and apply the passes."""
-        self._choose(captured.graph_module)
         module = captured.graph_module = IterGraphModule(captured.graph_module)
         step = StepInMaking(module)
         self.manager.run(module, step.passes)
         return step
 
-    def _choose(self, gm: fx.GraphModule) -> None:
+    def _choose(self, captured: CapturedStep, call: Call) -> None:
         """Measure and decide once, where the options of the passes are open."""
-        chosen = None if self._auto is None else self._auto.decide(gm)
+        if self._auto is None:
+            return
+        with captured.state_present():
+            inputs = captured.live.live_values(call)
+        chosen = self._auto.decide(captured.graph_module, inputs)
         if chosen is not None:
             self.manager, self._auto = self.manager.with_pipeline(pipeline_with(**chosen)), None
 
