@@ -31,6 +31,10 @@ class Pretended:
     Attributes:
         capability: the compute capability of the device.
         ranks: of the default process group, of which this is rank 0.
+
+    >>> from graphopt.testing import Pretended
+    >>> Pretended((9, 0), ranks=2).run(torch.cuda.get_device_capability)
+    (9, 0)
     """
 
     capability: tuple[int, int]
