@@ -226,11 +226,11 @@ def test_inputs_are_made_or_refused(tmp_path: Path) -> None:
 def test_functions_of_the_program_are_not_called(tmp_path: Path) -> None:
     seen: list[torch.Tensor] = []
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        y = x.tanh()
+    def step(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
         graphopt.callback(seen.append, y)
         return y + 1
 
-    captured = graphopt.capture(step, torch.ones(2, 4))
+    captured = graphopt.capture(step, torch.nn.Tanh(), torch.ones(2, 4))
     calibrate(captured.graph_module, table=tmp_path / "costs.json")
     assert not seen
