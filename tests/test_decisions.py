@@ -271,7 +271,7 @@ def test_a_branch_that_raises() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step(model, optimizer, torch.ones(2, 4))
     before = left_by(model, optimizer)
-    with pytest.raises(CaptureError, match="ValueError: labels are out of range"):
+    with pytest.raises(ValueError, match="labels are out of range"):
         step(model, optimizer, torch.ones(2, 4) * 4)
     assert all(map(same, left_by(model, optimizer), before))
     step(model, optimizer, torch.ones(2, 4))
