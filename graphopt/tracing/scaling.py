@@ -15,51 +15,57 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
-from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import current_user_line
 
 
+class _NotReady(Exception):
+    """A scaler is used whose tensors are not there yet."""
+
+    def __init__(self, scaler: GradScaler, device: torch.device) -> None:
+        super().__init__("a GradScaler makes its tensors")
+        self.scaler, self.device = scaler, device
+
+
+def made_ready(error: CaptureError) -> bool:
+    """Whether a trace has been refused because a scaler had no tensors; they are there then, with
+    the values that its first use gives them, and the scaler says of itself what it said before."""
+    cause = error.__cause__
+    if not isinstance(cause, _NotReady):
+        return False
+    cause.scaler._lazy_init_scale_growth_tracker(cause.device)
+    return True
+
+
 @contextmanager
 def traced_scaling() -> Iterator[None]:
     """While active, an enabled GradScaler can be traced; a disabled one does nothing."""
-    changed = (("scale", _scale), ("step", _step), ("update", _update))
-    with replaced(*((GradScaler, n, f(getattr(GradScaler, n))) for n, f in changed)):
+    with replaced(
+        (GradScaler, "_lazy_init_scale_growth_tracker", _made_too_late),
+        (GradScaler, "_get_scale_async", _handed_over),
+        (GradScaler, "update", _leaving_nothing(GradScaler.update)),
+    ):
         yield
 
 
-def _scale(original: Callable[..., Any]) -> Callable[..., Any]:
-    def scale(self: Any, outputs: Any) -> Any:
-        if self.is_enabled() and self._scale is None:
-            tensors = [x for x in _compat.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-            if tensors:
-                with _compat.without_modes():  # as the first call makes them, with its own values
-                    self._lazy_init_scale_growth_tracker(tensors[0].device)
-        return original(self, outputs)
-
-    return scale
+def _made_too_late(self: GradScaler, device: torch.device) -> None:
+    raise _NotReady(self, device)
 
 
-def _step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
-            raise CaptureError(
-                f"it steps a {type(optimizer).__name__} with fused=True through an enabled"
-                " GradScaler, which hands it the scale unseen",
-                location=str(current_user_line()),
-                hint="make the optimizer without fused=True, or train in bfloat16 autocast, which"
-                " needs no loss scaling",
-            )
-        return original(self, optimizer, *args, **kwargs)
-
-    return step
+def _handed_over(self: GradScaler) -> Any:
+    raise CaptureError(
+        "it steps an optimizer with fused=True through an enabled GradScaler, which hands it the"
+        " scale unseen",
+        location=str(current_user_line()),
+        hint="make the optimizer without fused=True, or train in bfloat16 autocast, which needs no"
+        " loss scaling",
+    )
 
 
-def _update(original: Callable[..., Any]) -> Callable[..., Any]:
+def _leaving_nothing(original: Callable[..., None]) -> Callable[..., None]:
     def update(self: Any, new_scale: Any = None) -> None:
         if not self.is_enabled():
-            original(self, new_scale)
             return
         notes = self._per_optimizer_states
         original(self, new_scale)
