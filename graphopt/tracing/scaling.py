@@ -69,6 +69,9 @@ def _leaving_nothing(original: Callable[..., None]) -> Callable[..., None]:
             return
         notes = self._per_optimizer_states
         original(self, new_scale)
+        for note in notes.values():  # others may have looked at them, and hold them
+            note["found_inf_per_device"].clear()
+            note.clear()
         notes.clear()
         self._per_optimizer_states = notes
 
