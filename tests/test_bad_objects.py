@@ -86,21 +86,6 @@ def test_compiled_function_inside_the_step() -> None:
     assert "compile" in str(refused(step, fresh(step)))
 
 
-def test_lstm_that_onednn_runs() -> None:
-    """Its kernel keeps a workspace for the backward only while autograd runs."""
-
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = model(x)[0].square().mean()  # HERE
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    model = nn.LSTM(8, 16, batch_first=True)
-    w = World(step, [model], [torch.optim.SGD(model.parameters(), 0.1)])
-    batch = (torch.randn(2, 3, 8), torch.zeros(2))
-    assert "mkldnn.flags" in str(refused(step, w, batch=batch))
-
-
 class Counting(torch.optim.SGD):
     """SGD whose rate falls with a Python count of its steps."""
 

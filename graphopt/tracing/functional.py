@@ -189,6 +189,8 @@ class _Interpreter(fx.Interpreter):
             return numbers.record(target, *args)
         if is_operator(target, "aten::mkldnn_rnn_layer"):
             return recurrent.LAYER(*args, **kwargs)
+        if is_operator(target, "aten::mkldnn_rnn_layer_backward"):
+            return recurrent.LAYER_BACKWARD(*args, **kwargs)
         if fused_optimizer(target) is not None:
             return self._update_lists(target, args, kwargs)
         functional = inplace.functional_form(target, args[0]) if args else None

@@ -5,17 +5,29 @@ runs with autograd off. So the node calls the kernel with autograd on, on values
 gradient.
 
     mkldnn_rnn_layer(x, w, …)    ==>    graphopt.rnn_layer(x, w, …)     # autograd on
+
+Its backward gives one tensor twice, as the gradients of both biases. Autograd copies one of them; in
+a graph the operator does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_SCHEMA = torch.ops.aten.mkldnn_rnn_layer.default._schema
+from graphopt import _compat
+
 _library = torch.library.Library("graphopt", "FRAGMENT")
-_library.define("rnn_layer" + str(_SCHEMA).removeprefix("aten::mkldnn_rnn_layer"))
+
+
+def _define(name: str, operator: Any, kernel: Callable[..., Any]) -> Any:
+    """An operator like one of ATen's, with another kernel."""
+    _library.define(name + str(operator._schema).removeprefix(operator._schema.name))
+    _library.impl(name, kernel, "CPU")
+    torch.library.register_fake(f"graphopt::{name}", operator, lib=_library)
+    return getattr(torch.ops.graphopt, name).default
 
 
 def _layer(*args: Any) -> Any:
@@ -24,12 +36,20 @@ def _layer(*args: Any) -> Any:
         return torch.ops.aten.mkldnn_rnn_layer.default(*detached)
 
 
-def _fake(*args: Any) -> Any:
-    return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+def _layer_backward(*args: Any) -> Any:
+    known: set[int | None] = set()
+    results = []
+    for gradient in torch.ops.aten.mkldnn_rnn_layer_backward.default(*args):
+        key = _compat.storage_key(gradient) if isinstance(gradient, torch.Tensor) else None
+        results.append(gradient.clone() if key in known else gradient)
+        known |= {key} - {None}
+    return tuple(results)
 
 
-_library.impl("rnn_layer", _layer, "CPU")
-torch.library.register_fake("graphopt::rnn_layer", _fake, lib=_library)
-
-LAYER = torch.ops.graphopt.rnn_layer.default
+LAYER = _define("rnn_layer", torch.ops.aten.mkldnn_rnn_layer.default, _layer)
 """What `aten.mkldnn_rnn_layer` is in a graph."""
+
+LAYER_BACKWARD = _define(
+    "rnn_layer_backward", torch.ops.aten.mkldnn_rnn_layer_backward.default, _layer_backward
+)
+"""What `aten.mkldnn_rnn_layer_backward` is in a graph."""

@@ -16,6 +16,7 @@ import torch
 from torch.amp import GradScaler
 
 from graphopt.errors import CaptureError
+from graphopt.tracing.call import Call
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import current_user_line
 
@@ -28,13 +29,15 @@ class _NotReady(Exception):
         self.scaler, self.device = scaler, device
 
 
-def made_ready(error: CaptureError) -> bool:
+def made_ready(error: CaptureError, call: Call) -> bool:
     """Whether a trace has been refused because a scaler had no tensors; they are there then, with
-    the values that its first use gives them, and the scaler says of itself what it said before."""
+    the values that its first use gives them, until the call is refused."""
     cause = error.__cause__
     if not isinstance(cause, _NotReady):
         return False
-    cause.scaler._lazy_init_scale_growth_tracker(cause.device)
+    scaler: Any = cause.scaler
+    scaler._lazy_init_scale_growth_tracker(cause.device)
+    call.when_refused.append(lambda: vars(scaler).update(_scale=None, _growth_tracker=None))
     return True
 
 
@@ -71,7 +74,6 @@ def _leaving_nothing(original: Callable[..., None]) -> Callable[..., None]:
         original(self, new_scale)
         for note in notes.values():  # others may have looked at them, and hold them
             note["found_inf_per_device"].clear()
-            note.clear()
         notes.clear()
         self._per_optimizer_states = notes
 

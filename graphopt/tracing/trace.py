@@ -134,7 +134,7 @@ def _ready_attempt(
         try:
             return _attempt(call, inputs, communication)
         except CaptureError as error:
-            if not made_ready(error):
+            if not made_ready(error, call):
                 raise
 
 
