@@ -178,6 +178,7 @@ def everything() -> dict[str, Any]:
         "compiled": compiled(),
         "normalized": normalized(),
         "double_backward": double_backward(),
+        "recurrent": recurrent(),
     }
 
 
@@ -191,3 +192,19 @@ def gives_a_tensor() -> Tensor:
 
 def ends() -> None:
     os._exit(3)
+
+
+def recurrent() -> str:
+    """What is said of a recurrent layer of cuDNN."""
+    model = nn.LSTM(4, 5).to("cuda")
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)[0].square().mean()
+        loss.backward()
+        return loss
+
+    try:
+        graphopt.capture(step, model, torch.randn(3, 2, 4, device="cuda"))
+    except graphopt.CaptureError as error:
+        return f"{error.reason} {error.hint} {error.location}"
+    return "captured"

@@ -48,6 +48,12 @@ def test_gradients_are_added_in_the_order_of_eager(found: dict[str, Any]) -> Non
     assert eager == ours and len(eager) > 8
 
 
+def test_recurrent_layers_of_cudnn(found: dict[str, Any]) -> None:
+    said = found["recurrent"]
+    assert "(lstm) by cuDNN" in said and "cudnn.flags(enabled=False)" in said
+    assert "gpu_steps.py" in said
+
+
 def test_ranks() -> None:
     world, before, after, passes = pretended("cuda:90", ranks=64).run(
         gpu_steps.among_ranks, verify="equivalence"

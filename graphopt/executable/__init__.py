@@ -210,6 +210,8 @@ def _is_whole(value: torch.Tensor) -> bool:
     """Whether a tensor is all of its storage, so that keeping it keeps nothing else."""
     if value.layout is not torch.strided:
         return True
+    if _compat.has_symbolic_shape(value):
+        return False
     return value.untyped_storage().nbytes() == value.nbytes
 
 

@@ -64,6 +64,18 @@ class Assumption(HostCall):
         return f"graphopt.assumption({self.index}: {self.answer!r})"
 
 
+class ValuesAssumption(Assumption):
+    """Compares all integers of a tensor with those that the step was captured for."""
+
+    def run(self, values: Sequence[Any]) -> None:
+        found = tuple(values[0].tolist())
+        if found != self.answer:
+            raise AssumptionFailedError(self.index, found, self.line)
+
+    def repeats(self, other: HostCall) -> bool:
+        return isinstance(other, ValuesAssumption) and super().repeats(other)
+
+
 def _nothing() -> None:
     """Assumptions call no function of the user's."""
 

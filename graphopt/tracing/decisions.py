@@ -23,8 +23,9 @@ from graphopt.budget import WITHOUT_BRANCHES
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_collective, without_autocast
 from graphopt.host import HostCall
-from graphopt.host.assumptions import Answer, Assumption
+from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
+from graphopt.tracing.alike import is_alike
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.source import current_user_line
@@ -44,6 +45,7 @@ class Decider:
         inputs: keep the answers.
         mode: in which the trace computes.
         values: of the inputs in this call, which decide.
+        kinds: of the inputs.
         alone: no other rank runs the same step.
     """
 
@@ -53,9 +55,11 @@ class Decider:
         inputs: Inputs,
         mode: Any,
         values: Sequence[torch.Tensor],
+        kinds: Sequence[str],
         alone: bool,
     ) -> None:
         self._tracer, self._inputs, self._alone = tracer, inputs, alone
+        self._kinds = kinds
         self._mode = mode
         self._relations = Relations(Guards(mode))
         self._count = 0
@@ -69,15 +73,35 @@ class Decider:
         """
         line = current_user_line()
         known = self._inputs.answers
-        self._refuse(line)
+        self._refuse_any(line)
         assumption = Assumption(self._count, str(line))
         _compat.record_call(assumption, [number])
+        node = next(iter(reversed(self._tracer.graph.nodes)))
+        if not self._alone and not is_alike(self._tracer.graph, node.args[0], self._kinds):
+            raise _another_on_each_rank(line)
         if self._count == len(known):
-            node = next(iter(reversed(self._tracer.graph.nodes)))
-            known.append(kind(self._values.of(node.args[0])))
+            known.append(self._answer(node.args[0], kind, line))
         assumption.answer = known[self._count]
         self._count += 1
         return assumption.answer
+
+    def values(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The integers that a traced tensor holds in this call, which the graph assumes.
+
+        Raises:
+            CaptureError: they cannot be known.
+        """
+        line = current_user_line()
+        known = self._inputs.answers
+        self._refuse(line)
+        assumption = ValuesAssumption(self._count, str(line))
+        _compat.record_call(assumption, [tensor])
+        if self._count == len(known):
+            node = next(iter(reversed(self._tracer.graph.nodes)))
+            known.append(tuple(self._values.of(node.args[0]).tolist()))
+        assumption.answer = known[self._count]
+        self._count += 1
+        return cast(tuple[int, ...], assumption.answer)
 
     def sized(self, function: Any, result: Any) -> Any:
         """What an operator gives that the trace records now, with the sizes that it has in this
@@ -142,18 +166,27 @@ class Decider:
         assumption.answer = answer
         self._tracer.create_proxy("call_function", assumption, tuple(values), {})
 
+    def _answer(self, number: Any, kind: type, line: Any) -> Answer:
+        """What a number is. On several ranks, where it stands behind collectives, a guess that is
+        the same on all: a wrong one is found out by all of them when the graph first runs."""
+        if self._alone:
+            return cast(Answer, kind(self._values.of(number)))
+        if kind is not bool:
+            raise _another_on_each_rank(line)
+        return True
+
     def _refuse(self, line: Any) -> None:
+        """Where a decision cannot be known, or is this rank's own."""
+        self._refuse_any(line)
+        if not self._alone:
+            raise _another_on_each_rank(line)
+
+    def _refuse_any(self, line: Any) -> None:
         if self._values.fake:
             raise CaptureError(
                 "Python code depends on the value of a tensor, and the tensors given are fake ones",
                 location=str(line),
                 hint=f"{WITHOUT_BRANCHES}, or capture with real tensors",
-            )
-        if not self._alone:
-            raise CaptureError(
-                "it decides by the value of a tensor, which may be another one on each rank",
-                location=str(line),
-                hint=f"{WITHOUT_BRANCHES}, or decide outside the step",
             )
         if self._count == LIMIT:
             raise CaptureError(
@@ -161,6 +194,15 @@ class Decider:
                 location=str(line),
                 hint=WITHOUT_BRANCHES,
             )
+
+
+def _another_on_each_rank(line: Any) -> CaptureError:
+    return CaptureError(
+        "it decides by the value of a tensor, which may be another one on each rank",
+        location=str(line),
+        hint=f"{WITHOUT_BRANCHES}; decide by what all ranks have alike, such as the norm of the"
+        " averaged gradients, or an all_reduce of the value; or decide outside the step",
+    )
 
 
 class Values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
-from graphopt.tracing.source import in_step, user_line_of
+from graphopt.tracing.source import in_step, is_library_file, user_line_of
 
 _LOG = (
     "do it in a function that every step calls: graphopt.callback(function, loss.item()), or return"
@@ -86,6 +87,21 @@ def explained(call: Call) -> Iterator[None]:
         raise
     except Exception as error:
         raise _explain(error, call) from error
+
+
+def raised_by_step(error: CaptureError) -> Exception | None:
+    """The exception behind a refusal, where a `raise` or an `assert` in the user's code has raised
+    it; None where the refusal has another cause."""
+    cause = error.__cause__
+    if not isinstance(cause, Exception) or isinstance(cause, GraphOptError):
+        return None
+    trace = cause.__traceback__
+    assert trace is not None, "it has been raised"
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    raises = dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return cause if raises and not is_library_file(code.co_filename) else None
 
 
 def _location(error: BaseException, call: Call) -> str:

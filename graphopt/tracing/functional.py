@@ -20,7 +20,6 @@ from torch import fx
 from graphopt import _compat
 from graphopt._compat.sizes import arithmetic_when_used, laid_out_like
 from graphopt.comm.waits import split_waits
-from graphopt.errors import CaptureError
 from graphopt.graph_utils import (
     Outputs,
     call_function_with_meta,
@@ -40,7 +39,7 @@ from graphopt.host.assumptions import hold_updates
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.operators import fused_optimizer
 from graphopt.ir.views import is_pure_view
-from graphopt.tracing import fused, inplace, numbers, statistics
+from graphopt.tracing import fused, inplace, numbers, recurrent, statistics
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.host_numbers import PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (
@@ -75,7 +74,6 @@ class Functional:
 
 def functionalize(raw: RawTrace) -> Functional:
     """Rewrite a raw trace functionally, in the output convention of the captured dialect."""
-    _refuse_grad_mode_operators(raw.graph_module.graph)
     _drop_profiling(raw.graph_module.graph)
     updated: list[int] = []
 
@@ -128,17 +126,6 @@ def _drop_profiling(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _refuse_grad_mode_operators(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if is_operator(node.target, "aten::mkldnn_rnn_layer"):
-            raise CaptureError(
-                "the oneDNN kernel of RNNs keeps what its backward needs only while autograd runs",
-                location=str(node.meta.get("source")),
-                hint="put the step, or the RNN's call, under torch.backends.mkldnn.flags("
-                "enabled=False)",
-            )
-
-
 class _Interpreter(fx.Interpreter):
     """Runs the raw graph; new nodes take over the tags of the raw node that is running."""
 
@@ -179,6 +166,10 @@ class _Interpreter(fx.Interpreter):
             return target(*args)
         if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
+        if is_operator(target, "aten::mkldnn_rnn_layer"):
+            return recurrent.LAYER(*args, **kwargs)
+        if is_operator(target, "aten::mkldnn_rnn_layer_backward"):
+            return recurrent.LAYER_BACKWARD(*args, **kwargs)
         if fused_optimizer(target) is not None:
             return self._update_lists(target, args, kwargs)
         functional = inplace.functional_form(target, args[0]) if args else None

@@ -27,10 +27,11 @@ from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.runtime.collector import frozen_objects_seen
-from graphopt.tracing import constants, fused, host_numbers, numbers, sparse
+from graphopt.tracing import constants, fused, host_numbers, numbers, recurrent, sparse
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.impurity import taken_for_a_number
+from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
@@ -226,6 +227,7 @@ class Redirect(TorchFunctionMode):
         self._before_gradient_read = before_gradient_read
         self._made = made
         self._tracer = _compat.current_tracer()
+        self._packing = Packing(lambda tensor: untraced(made.decider.values, tensor))
         self._differentiated = False
         self.gradients_first = False
 
@@ -285,6 +287,10 @@ class Redirect(TorchFunctionMode):
             return _all_alike(_COMPARISONS[func], args, kwargs)
         elif func in fused.FUNCTIONS:
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
+        elif recurrent.is_on_cudnn(func, args):
+            raise recurrent.refused(func)
+        elif self._packing.takes(func, args):
+            return self._packing.call(func, args, kwargs)
         elif func == _SET_DATA:
             self._rebinding.set(*args)
             return None

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt._compat.backward import is_in_backward
+from graphopt._compat.ctc import register_ctc_shapes
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing import impurity, numbers, reduction, rng, strides
@@ -25,7 +26,7 @@ from graphopt.tracing.besides import Finder, MoreInputs
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.decisions import Decider
-from graphopt.tracing.failures import definition_of, explained
+from graphopt.tracing.failures import definition_of, explained, raised_by_step
 from graphopt.tracing.host_numbers import (
     HostNumber,
     ScheduledFloat,
@@ -44,6 +45,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Made, Redirect
+from graphopt.tracing.scaling import made_ready, traced_scaling
 from graphopt.tracing.signature import (
     ResultCollector,
     Signature,
@@ -102,8 +104,9 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
         MoreInputs: it works on more than `inputs`. Nothing has changed then, either.
     """
     _compat.register_fused_meta_kernels()
+    register_ctc_shapes()
     for _ in range(2):  # the first time, modules imported on the way may draw, too
-        raw, drawn = _attempt(call, inputs, communication)
+        raw, drawn = _ready_attempt(call, inputs, communication)
         if drawn is None:
             return raw
     assert drawn is not None
@@ -121,6 +124,18 @@ class Drawn:
 
     generator: str
     happened: Callable[[], bool]
+
+
+def _ready_attempt(
+    call: Call, inputs: Inputs, communication: Communication | None
+) -> tuple[RawTrace, Drawn | None]:
+    """One trace, with all tensors that gradient scalers make when they are first used."""
+    while True:
+        try:
+            return _attempt(call, inputs, communication)
+        except CaptureError as error:
+            if not made_ready(error, call):
+                raise
 
 
 def _attempt(
@@ -159,6 +174,9 @@ def _traced(
     except CaptureError as error:
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
+        own = raised_by_step(error)
+        if own is not None and inputs.answers:
+            raise own from None  # as eager code raises it for these values
         raise
     finally:
         inputs.meets_sizes |= _compat.met_sizes(mode)
@@ -265,7 +283,8 @@ class _StepRun:
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(self._on_one_device()))
             alone = self.communication is None and _compat.rank_among_several() is None
-            decider = Decider(tracer, self.inputs, self._mode, self._values, alone)
+            kinds = [kind for kind, _ in self.inputs.kinds_and_names(self.call)]
+            decider = Decider(tracer, self.inputs, self._mode, self._values, kinds, alone)
             self.made.decider = decider
             if self.inputs.sizes is not SizesKept.UNKNOWN:
                 stack.enter_context(_compat.sizes_given(self._mode, decider.sized))
@@ -343,7 +362,7 @@ class _StepRun:
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
             stack.enter_context(impurity.no_loading())
-            stack.enter_context(impurity.no_gradient_scaling())
+            stack.enter_context(traced_scaling())
             stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
             stack.enter_context(rng.traced_generators())
             stack.enter_context(numbers.noting(self.made))

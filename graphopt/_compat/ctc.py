@@ -1,0 +1,41 @@
+"""Shape rules of the CTC loss, which torch has none of where lengths are tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def register_ctc_shapes() -> None:
+    """Let fake tensors know what `_ctc_loss` and its backward give for lengths in tensors."""
+    from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
+
+    if _aten._ctc_loss.Tensor not in op_implementations_dict:
+        register_op_impl(_aten._ctc_loss.Tensor)(_loss)
+    if _aten._ctc_loss_backward.Tensor not in op_implementations_dict:
+        register_op_impl(_aten._ctc_loss_backward.Tensor)(_gradient)
+
+
+def _loss(mode: Any, function: Any, log_probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The loss of each sequence, and what the backward needs: as wide as the longest target, whose
+    length is known only when the loss is computed."""
+    steps, batch, _ = log_probs.shape
+    environment = mode.shape_env
+    if environment is None:
+        from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+        raise DynamicOutputShapeException(function)
+    width = environment.create_unbacked_symint()
+    torch._check(width >= 1)
+    with mode:
+        return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, width))
+
+
+def _gradient(
+    mode: Any, function: Any, gradient: Any, log_probs: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    with mode:
+        return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
