@@ -354,16 +354,6 @@ def capture_call(
     lasts: bool = False,
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart; `settled` and `lasts`: see `finish`."""
-    try:
-        return _captured(call, communication, settled, lasts)
-    except BaseException:
-        call.refused()
-        raise
-
-
-def _captured(
-    call: Call, communication: Communication | None, settled: Collection[str], lasts: bool
-) -> CapturedStep:
     while True:
         call, inputs, raw = first_trace(call, communication)
         try:
