@@ -167,7 +167,6 @@ class TrainStep:
             try:
                 return self._capture(call, mode, branch)
             except BaseException as error:
-                call.refused()
                 alone = self._joint_capture is not None and self._joint_capture.alone
                 if not self._fallback.take(error, call, parallel, alone):
                     raise

@@ -1,4 +1,4 @@
-"""Recurrent layers by oneDNN, packed sequences, the CTC loss, gradient scaling: equal to eager."""
+"""Recurrent layers by oneDNN, packed sequences, the CTC loss: equal to eager."""
 
 from __future__ import annotations
 
@@ -93,40 +93,3 @@ def test_lengths_in_a_list() -> None:
 def test_ctc_loss() -> None:
     lengths = [LENGTHS, torch.tensor([1, 2, 3, 3]), torch.tensor([2, 2, 2, 2])]
     assert check(transcribed, lambda: Recurrent(nn.GRU), lengths) == 1
-
-
-@pytest.mark.parametrize("unscaled", [False, True])
-def test_gradient_scaling(unscaled: bool) -> None:
-    """Steps are skipped where gradients are not finite, and the scale shrinks and grows."""
-
-    def run(compiled: bool) -> tuple[list[Any], int]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-
-        def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            scaler.scale(loss).backward()
-            if unscaled:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            return loss
-
-        call = graphopt.compile(step) if compiled else step
-        found: list[Any] = []
-        for number in range(7):
-            x = torch.randn(8, 4)
-            x[0, 0] = float("inf") if number in (2, 5) else 0.0
-            found += [call(model, optimizer, x), *left_by(model, optimizer)]
-            found += [scaler.get_scale(), scaler._get_growth_tracker()]
-        return found, len(call.captures) if isinstance(call, graphopt.TrainStep) else 0
-
-    found, made = run(compiled=True)
-    expected, _ = run(compiled=False)
-    assert len(found) == len(expected)
-    assert all(map(same, found, expected))
-    assert made <= 3

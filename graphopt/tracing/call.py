@@ -41,7 +41,6 @@ class Call:
         besides: what the step uses besides its arguments; the objects follow them in `leaves`.
         decided: answers to its first decisions by value, where they are known.
         sizes: what a trace makes of sizes that depend on values.
-        when_refused: puts back what tracing the call had to make beforehand.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Call:
         self.besides = Besides()
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
-        self.when_refused: list[Callable[[], None]] = []
 
     def using(self, besides: Besides) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""
@@ -97,11 +95,6 @@ class Call:
         if any(isinstance(answer, Sizes) for answer in answers):
             new.sizes = SizesKept.RELATED
         return new
-
-    def refused(self) -> None:
-        """The call is not captured: nothing stays of what was made for it."""
-        while self.when_refused:
-            self.when_refused.pop()()
 
     def knowing_sizes(self) -> Call | None:
         """The same call, in whose traces more is known of sizes that depend on values; None where

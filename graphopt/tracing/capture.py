@@ -354,23 +354,13 @@ def capture_call(
     lasts: bool = False,
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart; `settled` and `lasts`: see `finish`."""
-    try:
-        with _compat.without_fake_mode():
-            return _captured(call, communication, settled, lasts)
-    except BaseException:
-        call.refused()
-        raise
-
-
-def _captured(
-    call: Call, communication: Communication | None, settled: Collection[str], lasts: bool
-) -> CapturedStep:
-    while True:
-        call, inputs, raw = first_trace(call, communication)
-        try:
-            return finish(call, inputs, communication, raw, settled, lasts=lasts)
-        except (MoreInputs, CaptureError) as error:
-            call = retried(call, inputs, error)
+    with _compat.without_fake_mode():
+        while True:
+            call, inputs, raw = first_trace(call, communication)
+            try:
+                return finish(call, inputs, communication, raw, settled, lasts=lasts)
+            except (MoreInputs, CaptureError) as error:
+                call = retried(call, inputs, error)
 
 
 def first_trace(call: Call, communication: Communication | None) -> tuple[Call, Inputs, RawTrace]:

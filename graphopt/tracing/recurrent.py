@@ -6,8 +6,8 @@ gradient.
 
     mkldnn_rnn_layer(x, w, …)    ==>    graphopt.rnn_layer(x, w, …)     # autograd on
 
-Its backward gives one tensor twice, as the gradients of both biases. Autograd copies one of them;
-in a graph the operator does.
+Its backward gives one tensor twice, as the gradients of both biases, of which autograd copies one;
+here the operator does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KERNELS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _library = torch.library.Library("graphopt", "FRAGMENT")
 
 
-def _define(name: str, operator: Any, kernel: Callable[..., Any]) -> Any:
+def _define(name: str, operator: Any, kernel: Callable[..., Any], rule: Callable[..., Any]) -> Any:
     """An operator like one of ATen's, with another kernel."""
     _library.define(name + str(operator._schema).removeprefix(operator._schema.name))
     _library.impl(name, kernel, "CPU")
-    torch.library.register_fake(f"graphopt::{name}", operator, lib=_library)
+    torch.library.register_fake(f"graphopt::{name}", rule, lib=_library)
     return getattr(torch.ops.graphopt, name).default
 
 
@@ -42,13 +42,7 @@ def _layer(*args: Any) -> Any:
 
 
 def _layer_backward(*args: Any) -> Any:
-    known: set[int | None] = set()
-    results = []
-    for gradient in torch.ops.aten.mkldnn_rnn_layer_backward.default(*args):
-        key = _compat.storage_key(gradient) if isinstance(gradient, torch.Tensor) else None
-        results.append(gradient.clone() if key in known else gradient)
-        known |= {key} - {None}
-    return tuple(results)
+    return distinct(torch.ops.aten.mkldnn_rnn_layer_backward.default(*args))
 
 
 def is_on_cudnn(function: Any, args: Sequence[Any]) -> bool:
@@ -70,10 +64,31 @@ def refused(function: Any) -> CaptureError:
     )
 
 
-LAYER = _define("rnn_layer", torch.ops.aten.mkldnn_rnn_layer.default, _layer)
+def distinct(results: Any) -> Any:
+    """Results of the backward, each in memory of its own."""
+    known: set[int] = set()
+    found = []
+    for gradient in results:
+        key = _compat.storage_key(gradient)
+        found.append(_copied(gradient) if key in known else gradient)
+        known.add(key)
+    return tuple(found)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if _compat.is_fake(tensor):
+        return _compat.fake_laid_out(tensor, tensor.shape, tensor.stride(), tensor.dtype)
+    return tensor.clone()
+
+
+LAYER = _define(
+    "rnn_layer",
+    torch.ops.aten.mkldnn_rnn_layer.default,
+    _layer,
+    torch.ops.aten.mkldnn_rnn_layer.default,
+)
 """What `aten.mkldnn_rnn_layer` is in a graph."""
 
-LAYER_BACKWARD = _define(
-    "rnn_layer_backward", torch.ops.aten.mkldnn_rnn_layer_backward.default, _layer_backward
-)
+BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+LAYER_BACKWARD = _define("rnn_layer_backward", BACKWARD, _layer_backward, _layer_backward)
 """What `aten.mkldnn_rnn_layer_backward` is in a graph."""

@@ -15,7 +15,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import is_pointwise
-from graphopt.tracing import scratch
+from graphopt.tracing import recurrent, scratch
 from graphopt.tracing.layouts import Layout, described, layouts, leaves
 from graphopt.tracing.scratch import Call
 
@@ -48,6 +48,8 @@ _NOT_CHECKED = frozenset(
 
 def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """`result`, fake tensors that the shape rule of `func` has made, with the kernel's strides."""
+    if func is recurrent.BACKWARD:
+        return recurrent.distinct(result)
     if not _is_checked(func) or _is_plain(func, args, kwargs):
         return result
     if func in _VIEWS and not {0, 1}.intersection(filter(_is_plain_number, result.shape)):

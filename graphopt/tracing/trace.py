@@ -45,7 +45,6 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Made, Redirect
-from graphopt.tracing.scaling import made_ready, traced_scaling
 from graphopt.tracing.signature import (
     ResultCollector,
     Signature,
@@ -106,7 +105,7 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
     _compat.register_fused_meta_kernels()
     register_ctc_shapes()
     for _ in range(2):  # the first time, modules imported on the way may draw, too
-        raw, drawn = _ready_attempt(call, inputs, communication)
+        raw, drawn = _attempt(call, inputs, communication)
         if drawn is None:
             return raw
     assert drawn is not None
@@ -124,18 +123,6 @@ class Drawn:
 
     generator: str
     happened: Callable[[], bool]
-
-
-def _ready_attempt(
-    call: Call, inputs: Inputs, communication: Communication | None
-) -> tuple[RawTrace, Drawn | None]:
-    """One trace, with all tensors that gradient scalers make when they are first used."""
-    while True:
-        try:
-            return _attempt(call, inputs, communication)
-        except CaptureError as error:
-            if not made_ready(error, call):
-                raise
 
 
 def _attempt(
@@ -362,7 +349,7 @@ class _StepRun:
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
             stack.enter_context(impurity.no_loading())
-            stack.enter_context(traced_scaling())
+            stack.enter_context(impurity.no_gradient_scaling())
             stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
             stack.enter_context(rng.traced_generators())
             stack.enter_context(numbers.noting(self.made))
