@@ -110,7 +110,7 @@ def first_difference(left: Sequence[torch.Tensor], expected: Sequence[torch.Tens
     return None
 
 
-def judged(name: str, build: Build, device: str) -> Outcome:
+def judged(name: str, build: Build, device: str = "cpu") -> Outcome:
     """Run a case both ways and compare."""
     try:
         expected, _, _ = run(built(build), compiled=False)
