@@ -80,6 +80,8 @@ def _bits(tensor: torch.Tensor) -> Any:
         return None
     if tensor.device.type != "cpu" or tensor.numel() > 10_000:
         return None
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
     return hash(flat.view(torch.uint8).numpy().tobytes())
 

@@ -63,6 +63,8 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_codegen": fx.Graph,
     "_compiled_call_impl": nn.Module,
+    "_ctc_loss": lambda: torch.ops.aten,
+    "_ctc_loss_backward": lambda: torch.ops.aten,
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_backward_pre_hooks": lambda: nn.modules.module,
     "_has_symbolic_sizes_strides": lambda: torch.ones(1),
@@ -106,6 +108,15 @@ class Names(ast.NodeVisitor):
             self._scopes[-1][local] = name
             self.absolute.add(used)
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """What a class without bases keeps in itself is its own, and no name of torch."""
+        before = set(self.attributes)
+        self.generic_visit(node)
+        if not node.bases:
+            inside = list(ast.walk(node))
+            methods = {each.name for each in inside if isinstance(each, ast.FunctionDef)}
+            self.attributes -= (_kept_in_self(inside) | methods) - before
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
         self._scopes.append({argument.arg: None for argument in arguments})
@@ -140,6 +151,11 @@ class Names(ast.NodeVisitor):
         if not isinstance(node, ast.Name):
             return None
         return next((scope[node.id] for scope in reversed(self._scopes) if node.id in scope), None)
+
+
+def _kept_in_self(nodes: list[ast.AST]) -> set[str]:
+    stored = (n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
 
 
 def names() -> Names:

@@ -142,11 +142,11 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
             unknown = gives_unknown_sizes(func, args)
             self.met_sizes |= unknown
             if self.sizer is not None and unknown:
-                return self._sized(self.sizer, func, types, args, kwargs)
+                return self.sized(self.sizer, func, types, args, kwargs)
             result = super().dispatch(func, types, args, kwargs)
             return correction(func, args, kwargs, result)
 
-        def _sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        def sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             self.sizer = None  # what a shape rule calls itself stays as torch does it
             try:
                 environment: Any = self.shape_env
