@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from deep import assert_same_as, deep
+from graphopt import _compat
 from steps import with_hidden_states
 from twins import Twins, World, world
 from zoo import MLP, MODELS, OPTIMIZERS
@@ -444,3 +445,23 @@ def test_what_other_threads_work_with_is_left_alone() -> None:
     w = world()
     graphopt.capture(loading, w.model, w.optimizer, *CASE.batch(0))
     assert loader.ready[:2] == [1, 2] and waiting.qsize() > 0
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 5), lambda: nn.Sequential(nn.Linear(4, 4))])
+def test_a_fake_model_is_captured_after_a_refusal(make: Callable[[], nn.Module]) -> None:
+    """Its mode keeps the stand-ins of the refused trace, with their gradients."""
+
+    def step(model: nn.Module, x: torch.Tensor, prints: bool) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        if prints:
+            print(loss)
+        return loss
+
+    with _compat.new_fake_mode():
+        model, x = make(), torch.randn(3, 4)
+    with pytest.raises(graphopt.CaptureError, match="prints") as refusal:
+        graphopt.capture(step, model, x, True)
+    graph = graphopt.capture(step, model, x, False).graph_module.graph
+    assert refusal.value is not None  # held until here, with its traceback
+    assert not any(node.op == "get_attr" for node in graph.nodes)

@@ -383,7 +383,7 @@ class _StepRun:
         for holder in self.inputs.placeholders:
             stand_in = next(supply)
             if not isinstance(holder, Storage):
-                by_id[id(holder.tensor)] = stand_in
+                by_id[id(holder.tensor)] = _without_gradient(stand_in, holder.tensor)
                 continue
             for member in holder.members:
                 by_id[id(member.tensor)] = _member(stand_in, member.tensor)
@@ -480,6 +480,14 @@ def _in_backward(optimizer: Optimizer) -> CaptureError:
         location=str(current_user_line()),
         hint="call it after loss.backward()",
     )
+
+
+def _without_gradient(stand_in: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """A fake mode of the user's gives the same stand-in again while anything holds it, such as the
+    traceback of a refusal; what a trace has left in it goes."""
+    if stand_in is not live and stand_in.is_leaf:
+        stand_in.grad = None
+    return stand_in
 
 
 def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
