@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.verify import check_equivalence
-from zoo import MODELS, OPTIMIZERS
+from zoo import MODELS, OPTIMIZERS, train_step
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -42,14 +42,6 @@ def of_first(buffer: Tensor) -> Tensor:
 
 average.register_fake(torch.empty_like)
 of_first.register_fake(torch.empty_like)
-
-
-def single(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def averaged(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -124,14 +116,14 @@ def test_data_parallel_is_the_step_with_averaged_gradients(
 ) -> None:
     with group_of(ranks):
         defined = graph_of(averaged, model, optimizer, graphopt.Manual())
-        made = graph_of(single, model, optimizer, graphopt.DataParallel())
+        made = graph_of(train_step, model, optimizer, graphopt.DataParallel())
         report = check_equivalence(written_out(defined, ranks), made)
     assert report.ok, str(report)
 
 
 def test_another_average_is_another_graph() -> None:
     with group_of(2):
-        made = graph_of(single, "mlp", "adamw-fused", graphopt.DataParallel())
+        made = graph_of(train_step, "mlp", "adamw-fused", graphopt.DataParallel())
         for factor in (1.0, 0.25):
             defined = graph_of(averaged, "mlp", "adamw-fused", graphopt.Manual())
             assert not check_equivalence(written_out(defined, 2, factor), made).ok

@@ -32,7 +32,7 @@ from graphopt.cost.roofline import DEVICES
 from graphopt.errors import FileError, MissingFileError
 from graphopt.graph_utils import tensors_in
 from graphopt.ranks.meeting import Channel
-from graphopt.runtime.places import place
+from graphopt.runtime.places import cache_folder, place
 
 logger = logging.getLogger("graphopt")
 
@@ -76,7 +76,7 @@ def calibrate(
     """
     inputs = example_inputs(graph_module) if inputs is None else inputs
     _check_inputs(graph_module, inputs)
-    path = _cache_file() if table is None else place(table)
+    path = cache_folder() / "costs.json" if table is None else place(table)
     channel = _channel(group, timeout)
     device = _device(inputs)
     kept = _kept(path, machine_name(device)) if _decides(channel) else None
@@ -117,11 +117,6 @@ def _check_inputs(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
             "  hint:  leave `inputs` out to measure with zeros of the shapes that it was captured"
             " with; `captured.inputs` names the inputs, and has no values"
         )
-
-
-def _cache_file() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return place(folder) / "graphopt" / "costs.json"
 
 
 def _channel(group: dist.ProcessGroup | None, timeout: float) -> Channel | None:

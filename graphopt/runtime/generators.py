@@ -7,6 +7,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.ir.operators import draws
+from graphopt.tracing.rng import generator_of
 
 
 class DrawnGenerators:
@@ -24,7 +25,7 @@ class DrawnGenerators:
         values = (_compat.tree_leaves(node.meta.get("val")) for node in nodes)
         for value in (leaf for leaves in values for leaf in leaves):
             if isinstance(value, torch.Tensor) and value.device.type == "cuda":
-                found[torch.cuda.default_generators[value.device.index or 0]] = None
+                found[generator_of(value.device)] = None
         self._generators = list(found)
 
     def states(self) -> list[torch.Tensor]:

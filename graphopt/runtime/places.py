@@ -22,6 +22,11 @@ def place(path: str | os.PathLike[str]) -> Path:
         raise FileError(f"{path!r} is not the path of a file or folder: {error}") from None
 
 
+def cache_folder() -> Path:
+    """Where what can be made anew is kept from process to process; not made here."""
+    return place(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "graphopt"
+
+
 @contextmanager
 def named(path: Path, doing: str) -> Iterator[None]:
     """While active, what goes wrong with a file becomes a `FileError` that names it.

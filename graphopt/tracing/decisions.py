@@ -75,15 +75,12 @@ class Decider:
         known = self._inputs.answers
         self._refuse_any(line)
         assumption = Assumption(self._count, str(line))
-        _compat.record_call(assumption, [number])
-        node = next(iter(reversed(self._tracer.graph.nodes)))
-        if not self._alone and not is_alike(self._tracer.graph, node.args[0], self._kinds):
+        asked = self._recorded(assumption, number)
+        if not self._alone and not is_alike(self._tracer.graph, asked, self._kinds):
             raise _another_on_each_rank(line)
         if self._count == len(known):
-            known.append(self._answer(node.args[0], kind, line))
-        assumption.answer = known[self._count]
-        self._count += 1
-        return assumption.answer
+            known.append(self._answer(asked, kind, line))
+        return self._assumed(assumption)
 
     def values(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The integers that a traced tensor holds in this call, which the graph assumes.
@@ -95,13 +92,21 @@ class Decider:
         known = self._inputs.answers
         self._refuse(line)
         assumption = ValuesAssumption(self._count, str(line))
-        _compat.record_call(assumption, [tensor])
+        asked = self._recorded(assumption, tensor)
         if self._count == len(known):
-            node = next(iter(reversed(self._tracer.graph.nodes)))
-            known.append(tuple(self._values.of(node.args[0]).tolist()))
-        assumption.answer = known[self._count]
+            known.append(tuple(self._values.of(asked).tolist()))
+        return cast(tuple[int, ...], self._assumed(assumption))
+
+    def _recorded(self, assumption: Assumption, value: Any) -> Any:
+        """Make an assumption a node; what it asks about in the graph."""
+        _compat.record_call(assumption, [value])
+        return next(iter(reversed(self._tracer.graph.nodes))).args[0]
+
+    def _assumed(self, assumption: Assumption) -> Answer:
+        """The answer to the next assumption, which is known by now."""
+        assumption.answer = self._inputs.answers[self._count]
         self._count += 1
-        return cast(tuple[int, ...], assumption.answer)
+        return assumption.answer
 
     def sized(self, function: Any, result: Any) -> Any:
         """What an operator gives that the trace records now, with the sizes that it has in this

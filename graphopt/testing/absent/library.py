@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from graphopt.errors import PretendError
+from graphopt.runtime.places import cache_folder
 
 SOURCE = Path(__file__).with_name("cuda.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -24,7 +25,7 @@ def built() -> Path:
         PretendError: there is no C++ compiler, or it failed.
     """
     made_of = f"{SOURCE.read_text()} {torch.__version__} {torch.__file__}"
-    library = _cache() / f"pretended-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    library = cache_folder() / f"pretended-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         _build(library)
     return library
@@ -38,11 +39,6 @@ def torch_libraries() -> list[Path]:
 
 def _torch() -> Path:
     return Path(torch.__file__).parent
-
-
-def _cache() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(folder).expanduser() / "graphopt"
 
 
 def _build(library: Path) -> None:
