@@ -101,6 +101,7 @@ def _substituted(value: torch.SymInt, known: Mapping[Any, Any]) -> Any:
     if not by:
         return value
     environment = value.node.shape_env
+    assert environment is not None  # every symbol has one
     expressions = {
         symbol: size.node.expr if isinstance(size, torch.SymInt) else size
         for symbol, size in by.items()

@@ -56,7 +56,7 @@ class Packing:
         _check_lengths(known, x, batch_first)
         sizes = [sum(length > step for length in known) for step in range(max(known))]
         rows = x.transpose(0, 1) if batch_first else x
-        data = _Pack.apply(rows, sizes)  # type: ignore[no-untyped-call]
+        data = _Pack.apply(rows, sizes)
         return data, self._tensor(sizes)
 
     def _padded(
