@@ -42,9 +42,13 @@ MEMORY_RUNS = 3
 
 
 class Training:
-    """One variant of a model in training, with its own random numbers."""
+    """One variant of a model in training, with its own random numbers.
 
-    def __init__(self, variant: str, model: str, optimizer: str) -> None:
+    Args:
+        pipeline: of graphopt, where that is the variant.
+    """
+
+    def __init__(self, variant: str, model: str, optimizer: str, pipeline: str = "default") -> None:
         torch.manual_seed(0)
         self.model = MODELS[model]()
         kind, options = OPTIMIZERS[optimizer]
@@ -52,7 +56,7 @@ class Training:
         self.trained = self.model
         self.step: Callable[..., Tensor] = train_step
         if variant == "graphopt":
-            self.step = graphopt.compile(train_step, pipeline="none")
+            self.step = graphopt.compile(train_step, pipeline=pipeline)
         elif dist.is_initialized():
             self.trained = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.random = RandomState(1, CPU)
@@ -87,7 +91,7 @@ def work(task: Figures, folder: Path) -> None:
 def paired(task: Figures) -> Figures:
     """Both variants in turns on the same batches."""
     variants = ("eager", "graphopt")
-    trainings = {v: Training(v, task["model"], task["optimizer"]) for v in variants}
+    trainings = {v: _training(v, task) for v in variants}
     generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for number in range(WARM_UP_STEPS + task["steps"]):
@@ -116,13 +120,17 @@ def alone(task: Figures) -> Figures:
     generator = torch.Generator().manual_seed(0)
 
     def train() -> None:
-        training = Training(task["alone"], task["model"], task["optimizer"])
+        training = _training(task["alone"], task)
         for _ in range(WARM_UP_STEPS + MEMORY_STEPS):
             training.seconds([batch(task["model"], generator)])
 
     import_what_a_capture_imports()
     peak = tensor_peak(train) if task["memory"] == "tensors" else peak_memory(train, CPU)
     return {"peak": peak}
+
+
+def _training(variant: str, task: Figures) -> Training:
+    return Training(variant, task["model"], task["optimizer"], task["pipeline"])
 
 
 def import_what_a_capture_imports() -> None:
@@ -144,7 +152,7 @@ def start_ranks(task: Figures, count: int) -> list[Event]:
 def measure_steps(options: argparse.Namespace, console: Console) -> tuple[Figures, list[Row]]:
     """Paired step times, capture time and memory of one model and optimizer."""
     task: Figures = {"model": options.model, "optimizer": options.optimizer}
-    task |= {"steps": options.steps, "alone": None}
+    task |= {"steps": options.steps, "pipeline": options.pipeline, "alone": None}
     with console.status("paired steps"):
         results = start_ranks(task, options.ranks)
     with console.status("peak memory of each variant alone"):
@@ -224,6 +232,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="1: eager; more: eager DDP on gloo")
     parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--pipeline", default="default", help="of graphopt: default, none or auto")
     parser.add_argument("--steps", type=int, default=12, help="pairs of six steps each, at least 2")
     parser.add_argument("--layers", type=int, default=12, help="of the GPT of --capture-only")
     return parser.parse_args()
@@ -235,7 +244,7 @@ def main() -> None:
     if ranks.works(options, work):
         return
     console = Console()
-    title = f"{options.model}, {options.optimizer}, ranks: {options.ranks}"
+    title = f"{options.model}, {options.optimizer}, {options.pipeline}, ranks: {options.ranks}"
     if options.import_time:
         title, (figures, rows) = "import time", measure_imports(console)
     elif options.capture_only:
