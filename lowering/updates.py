@@ -21,7 +21,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.ir.families import FUSED_OPTIMIZERS
-from graphopt.ir.operators import fused_optimizer
+from graphopt.ir.operators import argument, fused_optimizer
 from graphopt.lowering.numbers import Number
 
 _library = torch.library.Library("graphopt", "FRAGMENT")
@@ -67,6 +67,8 @@ def _source(value: Any) -> str:
 
 def reason_to_keep_update(node: fx.Node) -> str | None:
     """Why a fused optimizer cannot be called by compiled code; None where it can."""
+    if argument(node, "grad_scale") is not None:
+        return "it unscales gradients in place"
     for source in node.all_input_nodes:
         value = source.meta.get("val")
         if isinstance(value, torch.SymFloat):

@@ -131,36 +131,6 @@ def test_optimizer_that_cannot_be_captured(kind: type[Optimizer]) -> None:
     assert "AdamW" in error  # an optimizer to use instead
 
 
-def test_enabled_grad_scaler() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()  # HERE
-        scaler.step(optimizer)  # HERE
-        scaler.update()
-        return loss
-
-    before = scaler.state_dict()
-    assert "GradScaler" in str(refused(step, fresh(step)))
-    assert scaler.state_dict() == before
-
-
-def test_enabled_grad_scaler_as_an_argument() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, scaler: Any) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()  # HERE
-        scaler.step(optimizer)  # HERE
-        scaler.update()
-        return loss
-
-    before = scaler.state_dict()
-    assert "GradScaler" in str(refused(step, fresh(step), scaler))
-    assert scaler.state_dict() == before
-
-
 # Steps that are none
 
 

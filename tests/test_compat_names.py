@@ -72,6 +72,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_lineno_map": lambda: fx.symbolic_trace(nn.ReLU()),
     "_modules": nn.Module,
     "_non_persistent_buffers_set": nn.Module,
+    "_per_optimizer_states": lambda: torch.amp.GradScaler("cpu"),
     "_post_accumulate_grad_hooks": lambda: torch.ones(1),
     "_prologue_start": lambda: fx.symbolic_trace(nn.ReLU()),
     "_root": fx.Graph,

@@ -29,8 +29,8 @@ from graphopt.graph_utils import (
     set_outputs,
 )
 from graphopt.ir.effects import Effects
-from graphopt.ir.families import FUSED_OPTIMIZERS, TWINS
-from graphopt.ir.operators import fused_optimizer, row
+from graphopt.ir.families import TWINS
+from graphopt.ir.operators import argument, fused_optimizer, row, updated_lists
 from graphopt.tracing import inplace
 
 aten = torch.ops.aten
@@ -152,7 +152,7 @@ class _Reuse:
         name = fused_optimizer(node.target)
         assert name is not None
         args = list(node.args)
-        for position in FUSED_OPTIMIZERS[name]:
+        for position in updated_lists(name, argument(node, "grad_scale")):
             args[position] = [
                 self._own(node, source, results)
                 for source, results in _items(node, args[position], position)

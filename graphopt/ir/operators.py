@@ -287,6 +287,13 @@ def fused_optimizer(target: Any) -> str | None:
     return name if name in FUSED_OPTIMIZERS else None
 
 
+def updated_lists(name: str, grad_scale: object) -> tuple[int, ...]:
+    """Positions of the lists that a fused optimizer updates, gradients among them where it takes
+    the scale of a `GradScaler`, with which it unscales them."""
+    lists = FUSED_OPTIMIZERS[name]
+    return lists if grad_scale is None else (*lists[:1], 1, *lists[1:])
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """The argument of an operator call that its schema calls `name`: its default, where it is not
     given; None if the operator has none such.

@@ -10,14 +10,14 @@ a rank's own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import is_collective
+from graphopt.graph_utils import is_collective, is_operator
 from graphopt.ir.operators import draws
 
 ALIKE = frozenset({"parameter", "optimizer_state"})
@@ -49,12 +49,25 @@ def _note(node: fx.Node, own: set[Any]) -> None:
         if not _of_all(node):
             own |= _marks(node)
         return
+    if is_operator(node.target, "aten::_amp_foreach_non_finite_check_and_unscale_"):
+        _note_check(node, own)
+        return
     local = draws(node) or any(not own.isdisjoint(_marks(arg)) for arg in node.all_input_nodes)
     if not local:
         return
     own |= _marks(node)
     for arg in _written(node):
         own |= _marks(arg)
+
+
+def _note_check(node: fx.Node, own: set[Any]) -> None:
+    """Gradients are scaled, and it is noted whether all of them are finite, which does not depend
+    on the scale."""
+    gradients, found, scale = cast(tuple[list[fx.Node], fx.Node, fx.Node], node.args)
+    if any(not own.isdisjoint(_marks(gradient)) for gradient in gradients):
+        own |= _marks(found)
+    if not own.isdisjoint(_marks(scale)):
+        own.update(*map(_marks, gradients))
 
 
 def _of_all(node: fx.Node) -> bool:

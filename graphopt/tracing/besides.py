@@ -14,7 +14,8 @@ themselves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,10 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.constants import constant_of, is_new
+from graphopt.tracing.outside.attributes import read_attribute
+from graphopt.tracing.outside.places import Place
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
@@ -38,12 +42,15 @@ class Besides:
         tensors: those that belong to none of them.
         counts: keys of parameter groups in which an optimizer counts.
         plain: numbers among the arguments are no inputs of the graph, but constants.
+        made: attributes that the first call gives tensors, which are among `tensors`: of which
+            object, name, tensor.
     """
 
     objects: list[tuple[str, weakref.ref[Any]]] = field(default_factory=list)
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     counts: frozenset[str] = frozenset()
     plain: bool = False
+    made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.objects or self.tensors or self.counts or self.plain)
@@ -60,7 +67,20 @@ class Besides:
             [*self.tensors, *other.tensors],
             self.counts | other.counts,
             self.plain or other.plain,
+            [*self.made, *other.made],
         )
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """While active, objects have the tensors that the first call gives them."""
+        before = [(attributes, name, attributes[name]) for attributes, name, _ in self.made]
+        try:
+            for attributes, name, tensor in self.made:
+                attributes[name] = tensor
+            yield
+        finally:
+            for attributes, name, value in before:
+                attributes[name] = value
 
 
 class MoreInputs(Exception):
@@ -112,6 +132,29 @@ class Finder:
             return False
         self.found.tensors.append((path, tensor))
         return True
+
+    def leads_to(self, value: Any) -> bool:
+        """Whether the step got to an object by places that a guard holds."""
+        return self._record.path_to(value) is not None
+
+    def made(self, owner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        """An object has made tensors for its attributes, which it is to have beforehand."""
+        path = self._record.path_to(owner)
+        for name, tensor in tensors.items():
+            self._stand_ins[id(tensor)] = _compat.to_fake(self._mode, tensor)
+            self.found.tensors.append((f"{path}.{name}", tensor))
+            self.found.made.append((vars(owner), name, tensor))
+
+    def uses(self, owner: Any, attributes: Iterable[str], notes: str) -> None:
+        """Code that is not observed reads attributes of an object, and puts into one, a dictionary,
+        what it takes out again. The graph holds where they are as they are now."""
+        record, table = self._record, vars(owner)
+        path, line = record.path(owner, ""), current_user_line() or SourceLine("", 0, "")
+        for name in attributes:
+            read_attribute(record, owner, name, f"{path}.{name}", line)
+        record.read(Place("length", table, notes), f"len({path}.{notes})", line)
+        record.wrote(Place("item", table, notes), counting=False)
+        record.emptied(table[notes])
 
     def unknown(self, tensor: torch.Tensor) -> CaptureError:
         """Why a tensor that nothing stands for cannot be used."""

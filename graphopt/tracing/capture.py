@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> Captu
     _note_returned(functional.graph_module, inputs, raw.signature)
     inputs.rebound = raw.signature.rebound
     _mark(functional.graph_module, inputs, held_names(inputs, raw), "held")
-    with found.effects.applied():
+    with found.effects.applied(), call.besides.present():
         guard = OutsideGuard(found.outside)
     return CapturedStep(
         functional.graph_module,
@@ -150,8 +150,16 @@ def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> Captu
         guard,
         _casts(functional.graph_module.graph),
         call.besides,
-        found.state,
+        _made_beforehand(call, found.state),
     )
+
+
+def _made_beforehand(call: Call, state: NewState | None) -> NewState | None:
+    """What the first call leaves in optimizers and other objects, which is there already."""
+    if not call.besides.made:
+        return state
+    state = state or NewState([], [], [])
+    return replace(state, constants=[*state.constants, *call.besides.made])
 
 
 def _casts(graph: fx.Graph) -> bool:

@@ -36,8 +36,7 @@ from graphopt.graph_utils import (
 )
 from graphopt.host import HostCall, note_order
 from graphopt.host.assumptions import hold_updates
-from graphopt.ir.families import FUSED_OPTIMIZERS
-from graphopt.ir.operators import fused_optimizer
+from graphopt.ir.operators import fused_optimizer, updated_lists
 from graphopt.ir.views import is_pure_view
 from graphopt.tracing import fused, inplace, numbers, recurrent, statistics
 from graphopt.tracing.decisions import SIZED
@@ -190,7 +189,7 @@ class _Interpreter(fx.Interpreter):
         assert name is not None
         functional = getattr(getattr(aten, name), target._overloadname)
         results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
-        for position in FUSED_OPTIMIZERS[name]:
+        for position in updated_lists(name, kwargs.get("grad_scale")):
             if position >= len(results):
                 continue
             for old, new in zip(args[position], results[position], strict=True):

@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -125,30 +124,6 @@ def no_other_optimizers(
 def _subclasses(parent: type) -> set[type]:
     children: list[type] = parent.__subclasses__()
     return {parent}.union(*map(_subclasses, children))
-
-
-@contextmanager
-def no_gradient_scaling() -> Iterator[None]:
-    """While active, an enabled GradScaler is refused at its first use; a disabled one works."""
-
-    def guarded(name: str) -> Callable[..., Any]:
-        original = getattr(GradScaler, name)
-
-        def method(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
-            if self.is_enabled():
-                raise CaptureError(
-                    "it uses an enabled GradScaler, which decides on the CPU whether to skip the"
-                    " optimizer step",
-                    location=str(current_user_line()),
-                    hint="train in bfloat16 autocast, which needs no loss scaling,"
-                    " or use GradScaler(enabled=False)",
-                )
-            return original(self, *args, **kwargs)
-
-        return method
-
-    with replaced(*((GradScaler, n, guarded(n)) for n in ("scale", "unscale_", "step", "update"))):
-        yield
 
 
 def taken_for_a_number(how: str | None, line: SourceLine | None = None) -> CaptureError:

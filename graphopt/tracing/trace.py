@@ -45,6 +45,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Made, Redirect
+from graphopt.tracing.scaling import traced_scaling
 from graphopt.tracing.signature import (
     ResultCollector,
     Signature,
@@ -104,12 +105,13 @@ def trace(call: Call, inputs: Inputs, communication: Communication | None) -> Ra
     """
     _compat.register_fused_meta_kernels()
     register_ctc_shapes()
-    for _ in range(2):  # the first time, modules imported on the way may draw, too
-        raw, drawn = _attempt(call, inputs, communication)
-        if drawn is None:
-            return raw
-    assert drawn is not None
-    line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
+    with call.besides.present():
+        for _ in range(2):  # the first time, modules imported on the way may draw, too
+            raw, drawn = _attempt(call, inputs, communication)
+            if drawn is None:
+                return raw
+        assert drawn is not None
+        line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
     raise CaptureError(
         f"it draws from the {drawn.generator} generator, which would happen at capture only",
         location=str(line or definition_of(call)),
@@ -349,7 +351,7 @@ class _StepRun:
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
             stack.enter_context(impurity.no_loading())
-            stack.enter_context(impurity.no_gradient_scaling())
+            stack.enter_context(traced_scaling(self.finder, _compat.fake_mode_of(self._values)))
             stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
             stack.enter_context(rng.traced_generators())
             stack.enter_context(numbers.noting(self.made))

@@ -8,8 +8,7 @@ from typing import Any, cast
 from torch import fx
 
 from graphopt.graph_utils import written
-from graphopt.ir.families import FUSED_OPTIMIZERS
-from graphopt.ir.operators import fused_optimizer, nodes_in
+from graphopt.ir.operators import argument, fused_optimizer, nodes_in, updated_lists
 from graphopt.optim.lists import list_schema
 from graphopt.verify.axioms import RULES
 from graphopt.verify.calls import entries
@@ -112,7 +111,8 @@ class Updates:
         self._refuse_entries_of_one_storage(node)
         several = fused_optimizer(node.target)
         columns = found if several else (found,)
-        for position in FUSED_OPTIMIZERS[several] if several else (0,):
+        lists = updated_lists(several, argument(node, "grad_scale")) if several else (0,)
+        for position in lists:
             destinations = cast(Sequence[Any], node.args[position])
             for destination, value in zip(destinations, columns[position], strict=True):
                 self.written(node, destination, value)

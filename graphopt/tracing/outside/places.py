@@ -27,10 +27,11 @@ class Place:
 
     Attributes:
         kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
-            has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "keys" of
-            a dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
-            that is known of it but its values; "target" of a weak reference; "remembers", whether
-            a function with a cache has not been made to forget since the cache was so full.
+            has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "length"
+            of an item; "keys" of a dictionary in order; "cell" of a closure; "whole" contents;
+            "kind" of a tensor: all that is known of it but its values; "target" of a weak
+            reference; "remembers", whether a function with a cache has not been made to forget
+            since the cache was so full.
     """
 
     kind: str
@@ -91,6 +92,7 @@ _READERS: Mapping[str, Any] = {
     "has": lambda holder, key: key in holder,
     "type": lambda holder, key: type(holder),
     "size": lambda holder, key: len(holder),
+    "length": lambda holder, key: len(holder[key]),
     "keys": lambda holder, key: tuple(holder),
     "cell": _cell,
     "whole": _whole,

@@ -1,0 +1,84 @@
+"""`torch.amp.GradScaler` under tracing.
+
+    scale(loss)          loss * scale                   scale and growth tracker are inputs
+    unscale_(optimizer)  gradients / scale, found_inf   one operator
+    step(optimizer)      found_inf == 0                 a decision by value
+    update()             scale and tracker              updated in place
+
+A scaler has no tensors before it is first used. The trace in which it would make them makes them,
+as inputs of the next one; the scaler gets them once the first call has succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+
+from graphopt import _compat
+from graphopt._compat import scaling
+from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.besides import Finder
+from graphopt.tracing.replace import replaced
+from graphopt.tracing.source import current_user_line
+
+
+@contextmanager
+def traced_scaling(finder: Finder, fake: Any) -> Iterator[None]:
+    """While active, gradient scalers can be traced.
+
+    Args:
+        finder: is told what a scaler makes and uses.
+        fake: the mode of tensors that are fake outside the trace, if they are.
+
+    Raises:
+        CaptureError: a scaler unscales gradients in one step and is updated in another.
+    """
+    ready: list[GradScaler] = []
+    used: dict[int, tuple[GradScaler, SourceLine | None]] = {}
+
+    def make(scaler: GradScaler, original: Callable[[], None]) -> None:
+        if not finder.leads_to(scaler):
+            original()  # the step's own
+            return
+        with _compat.without_modes(), torch.no_grad(), fake or nullcontext():
+            original()
+        finder.made(scaler, scaling.scaler_tensors(scaler))
+        ready.append(scaler)
+
+    def look(scaler: GradScaler) -> None:
+        if not finder.leads_to(scaler):
+            return
+        line = current_user_line()
+        if id(scaler) not in used and vars(scaler)[scaling.NOTES]:
+            raise _not_updated("has unscaled gradients before the step", line)
+        finder.uses(scaler, scaling.READ, scaling.NOTES)
+        used[id(scaler)] = scaler, line
+
+    methods = (
+        scaling.when_made(make),
+        scaling.when_used(look),
+        scaling.when_stepped(),
+        scaling.when_updated(),
+    )
+    try:
+        with replaced(*methods):
+            yield
+        for scaler, line in used.values():
+            if vars(scaler)[scaling.NOTES]:
+                raise _not_updated("unscales gradients, and is not updated", line)
+    finally:
+        for scaler in ready:
+            scaling.drop_tensors(scaler)
+
+
+def _not_updated(what: str, line: SourceLine | None) -> CaptureError:
+    return CaptureError(
+        f"it uses a GradScaler that {what}",
+        location=None if line is None else str(line),
+        hint="call scaler.unscale_(), step() and update() in one step, update() as the last",
+    )
