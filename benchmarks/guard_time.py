@@ -1,0 +1,138 @@
+"""What a call of a captured step takes before the graph runs: is everything as it was captured?
+
+    python benchmarks/guard_time.py
+    python benchmarks/guard_time.py --parameters 150 1000 --values 0 300 --json guards.json
+
+What the figures mean and how they are taken: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from spread import Figures, spread
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import graphopt
+
+WARM_UP_CALLS = 5
+
+
+class Timed(graphopt.TrainStep):
+    """Notes how long each call takes until the captured graph takes over, in `seconds`."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        super().__init__(step)
+        self.seconds: list[float] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._began = time.perf_counter()
+        return super().__call__(*args, **kwargs)
+
+    def _run(self, *args: Any) -> Any:
+        self.seconds.append(time.perf_counter() - self._began)
+        return super()._run(*args)
+
+
+class Tiny(nn.Module):
+    """Layers with a weight and a bias each, of a few numbers."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(parameters // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def step_reading(values: int) -> Callable[..., Tensor]:
+    """A step that reads numbers from outside its arguments: as many dictionary items, list items
+    and attributes as there are values."""
+    third = values // 3
+    items = {f"item {index}": 1.0 for index in range(third)}
+    entries = [1.0] * third
+    objects = [SimpleNamespace(weight=1.0) for _ in range(values - 2 * third)]
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        scale = 1.0
+        for index in range(third):
+            scale *= items[f"item {index}"] * entries[index]
+        for owner in objects:
+            scale *= owner.weight
+        loss: Tensor = model(x).square().mean() * scale
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def measure(parameters: int, values: int, calls: int) -> Figures:
+    """Milliseconds of each call but the first."""
+    model = Tiny(parameters)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step = Timed(step_reading(values))
+    for _ in range(WARM_UP_CALLS + calls):
+        step(model, optimizer, torch.ones(1, 2))
+    step.flush()
+    milliseconds = [1e3 * seconds for seconds in step.seconds[WARM_UP_CALLS:]]
+    return {
+        "parameters": parameters,
+        "values": values,
+        "captures": len(step.captures),
+        "milliseconds": milliseconds,
+        "spread": spread(milliseconds),
+    }
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parameters", type=int, nargs="+", default=[150, 1000])
+    parser.add_argument("--values", type=int, nargs="+", default=[0, 300])
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure what the command line asks for and print it."""
+    options = parse()
+    found = [
+        measure(parameters, values, options.calls)
+        for parameters in options.parameters
+        for values in options.values
+    ]
+    table = Table("parameters", "values", "captures", "ms a call", "quartiles")
+    for row in found:
+        low, high = row["spread"]["quartiles"]
+        table.add_row(
+            str(row["parameters"]),
+            str(row["values"]),
+            str(row["captures"]),
+            f"{median(row['milliseconds']):.2f}",
+            f"{low:.2f} to {high:.2f}",
+        )
+    Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "guards": found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
