@@ -15,8 +15,9 @@ DOCUMENTED := graphopt graphopt.comm graphopt.cost graphopt.graph_utils graphopt
 	graphopt.rewriting graphopt.saved graphopt.schedule graphopt.testing graphopt.verify graphopt.viewing
 # What random cases of `make test-all` are made from.
 SEED ?= 0
-# Tests of one file share the ranks that they start, so a file is run by one process.
-PARALLEL := -n 2 --dist loadfile
+# Tests of one file share the ranks that they start, so a file is run by one process; the order of
+# files is that of tests/conftest.py.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
 .PHONY: help demo docs test test-all check check-newest lint clean

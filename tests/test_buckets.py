@@ -240,7 +240,7 @@ def test_overwriting_what_a_member_sends() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), max_size=24))
 def test_random_programs(program: list[tuple[int, int]]) -> None:
     """Verified, the same bits, and nothing left for a second run."""

@@ -269,14 +269,14 @@ def run(
     return seen, model.state_dict()
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(15)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
 def test_as_in_eager_code(make: Callable[[Seen], Step], pipeline: str) -> None:
     assert_same(run(make, pipeline=pipeline), run(make), make.__name__)
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [several, parameters_before_and_after, values_updated_later])
 def test_lowered(make: Callable[[Seen], Step]) -> None:

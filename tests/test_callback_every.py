@@ -109,7 +109,7 @@ def seen_by(part: Callable[..., None], hooks: bool = False, **options: Any) -> l
     return seen
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(9)
 @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_counts_as_eager_code(

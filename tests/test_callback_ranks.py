@@ -67,7 +67,7 @@ RANK_STEPS = [
 ]
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("make", RANK_STEPS, ids=lambda make: make.__name__)
 def test_as_under_ddp(two_ranks: Pool, make: Callable[..., Any], pipeline: str) -> None:

@@ -123,7 +123,7 @@ KEPT: dict[str, Keep] = {
 }
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_value_that_is_kept(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)

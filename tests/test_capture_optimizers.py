@@ -34,7 +34,7 @@ def expected_captures(name: str) -> int:
     return 2 if momentum and name.endswith(("dampening-loop", "dampening-foreach", "fused")) else 1
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name: str) -> None:
     run(lambda: world(optimizer=name), captures=expected_captures(name))

@@ -49,7 +49,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 # ---------------------------------------------------------------------------- whole steps
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize(
     "model",
     [

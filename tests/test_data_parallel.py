@@ -176,7 +176,7 @@ def run_accumulation(rank: int, model: str, broadcast_buffers: bool) -> None:
     twins.finish()
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("model", "broadcast_buffers"), [("mlp", True), ("partial", True), ("convnet", False)]
 )

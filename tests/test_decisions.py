@@ -166,6 +166,7 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7))
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_call_takes_the_branch_of_eager(step: Step) -> None:
     expected, _ = trained(step, compiled=False)

@@ -215,7 +215,7 @@ def test_random_numbers_in_another_order_are_found(data: st.DataObject) -> None:
     assert "draws random numbers where" in str(report)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "convnet", "checkpointed", "shared-storage"])
 def test_buckets_of_models(model: str) -> None:

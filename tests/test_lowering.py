@@ -188,6 +188,7 @@ def test_a_step_is_as_exact_as_eager(model: str, caplog: pytest.LogCaptureFixtur
     assert "runs operator by operator" not in caplog.text
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-loop", "sgd-momentum-loop"])
 def test_an_optimizer_is_in_the_region_that_computes_its_gradients(optimizer: str) -> None:
     """Also where Python computes numbers from the steps that it counts."""

@@ -195,6 +195,7 @@ def scales_ones(*shape: int) -> Step:
     return step
 
 
+@pytest.mark.sliced(3)
 # Of a product with ones of the scale's own shape Inductor takes the scale for the product.
 @pytest.mark.parametrize(
     ("step", "inside"),

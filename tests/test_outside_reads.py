@@ -65,7 +65,7 @@ class Trained:
         return len(self.seen)
 
 
-@pytest.mark.sliced(10)
+@pytest.mark.sliced(20)
 @pytest.mark.parametrize("name", CASES)
 def test_change_is_followed(name: str, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]()
@@ -184,6 +184,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(("name", "every"), REFUSED)
 def test_what_the_step_changes_and_reads_is_refused(name: str, every: int) -> None:
     trainer = Trainer()
@@ -353,7 +354,7 @@ CHANGES = [
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch's, in eager
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_change_of_what_torch_reads(change: Callable[[Trained], None], restored: None) -> None:
     trained = Trained(with_a_criterion, Wrapped())
@@ -492,7 +493,7 @@ def test_autocast_region_of_two_steps_that_share_a_model() -> None:
 # What is made anew for every call
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("name", ANEW)
 def test_equal_objects_made_anew_for_every_call(name: str) -> None:
     """They are no reason to capture again; a change in one of them is."""
@@ -520,6 +521,7 @@ def _hooked(loss: nn.Module) -> None:
     loss.register_forward_hook(lambda module, args, result: result * 2)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("change", [_smoother, _hooked, nn.Module.eval])
 def test_a_change_in_a_loss_function_made_anew_is_followed(
     change: Callable[[nn.Module], Any],

@@ -34,7 +34,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(st.data())
 def test_every_combination_is_as_with_torch(data: st.DataObject) -> None:
     module = data.draw(graphs())

@@ -198,7 +198,7 @@ def assert_same_submodules(ours: fx.GraphModule, theirs: fx.GraphModule) -> None
         assert dict(mine.named_parameters()).keys() == dict(other.named_parameters()).keys()
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(st.data())
 def test_in_order_of_dependencies(data: Draw) -> None:
     module = data.draw(graphs())
@@ -230,7 +230,7 @@ def test_in_order_of_dependencies(data: Draw) -> None:
         assert split.get_submodule(name) is module.get_submodule(old)
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(st.data())
 def test_in_original_order(data: Draw) -> None:
     module = data.draw(graphs())

@@ -150,7 +150,7 @@ def nested(draw: Any, depth: int = 3) -> str:
     return text
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_results_and_modes_are_those_of_the_whole(data: st.DataObject) -> None:
     text = data.draw(nested())

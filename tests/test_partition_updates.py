@@ -223,7 +223,7 @@ def programs(draw: Any) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(st.data())
 def test_no_split_changes_what_updates_do(data: st.DataObject) -> None:
     module = data.draw(programs())

@@ -70,7 +70,7 @@ def combinations() -> list[Any]:
     return [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in slow)]
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize(("name", "schedule"), combinations())
 def test_training_is_that_of_eager_stages(name: str, schedule: str) -> None:
     """Outputs, losses, gradients, parameters, buffers and the state of the random generator."""

@@ -288,7 +288,7 @@ def backward(output: Tensor, target: Any = None) -> Tensor:
     return output.square().sum()
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_are_those_of_the_model(name: str) -> None:
     model = Model(EXACT[name])

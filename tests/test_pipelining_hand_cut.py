@@ -91,7 +91,7 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], exact: bool) ->
             torch.testing.assert_close(value, expected[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("schedule", [*SINGLE, *MULTI])

@@ -194,6 +194,7 @@ def half_the_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
     return sdpa(q, k, v, scale, attn_mask=(mask + mask.detach()) / 2)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("masking", "pattern", "replacement", "message"),
     [

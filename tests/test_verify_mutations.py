@@ -49,7 +49,7 @@ def all_is_well(cases: list[Case], count: int, seed: int) -> None:
     assert right and not [v for v in right if v.differs or v.outcome != "accepted"]
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_slice(dialect: str) -> None:
     all_is_well([case("shared-storage", "adamw-fused", dialect, trials=1)], FEW, 0)
