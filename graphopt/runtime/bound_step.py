@@ -31,6 +31,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Storage, as_tensor
+from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.signature import Computed, Constant, Recipe, View
 
 logger = logging.getLogger("graphopt")
@@ -312,9 +313,8 @@ class BoundStep:
             elif gradient.argument is not None:
                 call.leaves[gradient.argument].grad = value
         for state in signature.states:
-            table = optimizers[state.optimizer].state
-            entries = table.setdefault(tensors[state.owner].tensor, {})
-            entries[state.key] = self._value(state.recipe, flat, results)
+            value = self._value(state.recipe, flat, results)
+            write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
         for attribute in signature.attributes:
             value = self._value(attribute.recipe, flat, results)
             attribute.attributes[attribute.name] = value

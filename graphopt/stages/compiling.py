@@ -23,6 +23,7 @@ from graphopt.stages.pipelines import manager_for, options_for, pipeline_with
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.inputs import InputSpec
+from graphopt.tracing.optimizer_state import has
 from graphopt.verify import Problem, SpecReport, check_captured, check_graph
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.stages import StageProof
@@ -265,6 +266,6 @@ def creates_state(call: Call, captured: CapturedStep) -> bool:
     """Whether a step creates optimizer state, so that the next one is captured again."""
     optimizers, tensors = call.optimizer_objects(), captured.live.module_tensors
     return any(
-        state.key not in optimizers[state.optimizer].state.get(tensors[state.owner].tensor, {})
+        not has(optimizers[state.optimizer].state, state.stands_at(tensors), state.key)
         for state in captured.signature.states
     )

@@ -18,6 +18,7 @@ from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import Besides
+from graphopt.tracing.optimizer_state import is_known_kind
 
 
 class SizesKept(Enum):
@@ -174,10 +175,11 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
     for key, entries in optimizer.state.items():
-        if not isinstance(key, torch.Tensor) or not isinstance(entries, dict):
+        if not is_known_kind(key, entries):
             raise CaptureError(
-                f"{name} keeps state of its own ({_key(key)}) besides that of its parameters",
-                hint="let it keep that in its parameter groups, or in the state of each parameter",
+                f"{name} keeps something else than tensors and numbers in its state"
+                f" ({_key(key)}: {type(entries).__name__}), which is not that of a parameter",
+                hint="let it keep tensors, numbers, or a dictionary of them there",
             )
 
 

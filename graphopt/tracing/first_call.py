@@ -15,6 +15,7 @@ from graphopt.tracing.compare import Labels, difference_of, significant
 from graphopt.tracing.creation import Creation
 from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.signature import Computed, Constant, Recipe, StateResult
 from graphopt.tracing.trace import RawTrace
 
@@ -53,7 +54,9 @@ def repeats_but_creation(
 
 
 def _key_of(inputs: Inputs, state: StateResult) -> _StateKey:
-    return (state.optimizer, inputs.module_tensors[state.owner].fqn, state.key)
+    of = state.owner
+    name = of.fqn if isinstance(of, OfNone) else inputs.module_tensors[of].fqn
+    return (state.optimizer, name, state.key)
 
 
 def _new_states(following: Inputs, inputs: Inputs) -> dict[int, _StateKey]:

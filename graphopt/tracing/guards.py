@@ -18,8 +18,9 @@ from graphopt.graph_utils import environment
 from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
 from graphopt.tracing.host_numbers import EXACT, first_leaf
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_exact
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_exact, state_key
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
+from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.signature import AttributeResult
 from graphopt.tracing.snapshot import Snapshot, body_of, is_body
@@ -240,7 +241,8 @@ def _state_of(call: Call) -> tuple[list[dict[Any, Any]], Snapshot]:
     for table in tables:
         snapshot.has_items(table)
         for entries in table.values():
-            snapshot.has_items(entries)
+            if isinstance(entries, dict):
+                snapshot.has_items(entries)
     return tables, snapshot
 
 
@@ -249,10 +251,10 @@ def _state_entries(call: Call) -> list[Any]:
     return [
         tuple(
             key if isinstance(value, torch.Tensor) else (key, _known(value))
-            for key, value in entries.items()
+            for key, value in entries_at(of).items()
         )
         for table in _tables(call)
-        for entries in table.values()
+        for of in table.values()
     ]
 
 
@@ -270,6 +272,6 @@ def _read_states(call: Call, inputs: Inputs) -> list[Any]:
         if (state.optimizer, id(state.parameter)) != owner:
             owner = (state.optimizer, id(state.parameter))
             state_of = optimizers[state.optimizer].state
-            entries = state_of.get(state.parameter.tensor, {})
+            entries = entries_at(state_of.get(state_key(state.parameter), {}))
         found.append(entries.get(state.key))
     return found

@@ -24,6 +24,7 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.numbers import (
     Notes,
+    ReadInt,
     TracedFloat,
     as_read,
     current_notes,
@@ -284,10 +285,13 @@ for _name in ("__copy__", "__deepcopy__"):
 _SMOOTH = ("sqrt", "pow", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan",
            "tanh", "floor", "ceil", "fabs")  # fmt: skip
 _MATH: tuple[Any, ...] = tuple(getattr(math, name) for name in _SMOOTH)
+_OF_INTEGERS = (math.floor, math.ceil)
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
     def traced(*args: Any) -> Any:
+        if function not in _OF_INTEGERS:  # the others take an integer for the same float
+            args = tuple(torch.sym_float(arg) if type(arg) is ReadInt else arg for arg in args)
         if any(issubclass(type(arg), TracedFloat) for arg in args):
             return record(function, *args)
         return function(*args)

@@ -18,9 +18,11 @@ from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
 from graphopt.runtime.late import names_of_held
+from graphopt.tracing import optimizer_state
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.host_numbers import EXACT, Conditions
 from graphopt.tracing.numbers import SCHEDULED
+from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none
 
 Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
 
@@ -84,12 +86,22 @@ class Storage:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """`optimizers[optimizer].state[parameter][key]`."""
+    """`optimizers[optimizer].state[parameter][key]`, or what stands there for no parameter."""
 
     optimizer: int
-    parameter: ModuleTensor
+    parameter: ModuleTensor | OfNone
     key: str
     fqn: str
+
+    def read(self, call: Call) -> Any:
+        """What stands there now; None where nothing does."""
+        state = call.optimizer_objects()[self.optimizer].state
+        return optimizer_state.read(state, state_key(self.parameter), self.key)
+
+
+def state_key(owner: ModuleTensor | OfNone) -> Any:
+    """The key of an optimizer's state at which the entries of a parameter stand, or of none."""
+    return owner.tensor if isinstance(owner, ModuleTensor) else owner.key
 
 
 @dataclass(frozen=True)
@@ -121,13 +133,13 @@ class StateNumber:
     """`optimizers[optimizer].state[parameter][key]`, a Python number."""
 
     optimizer: int
-    parameter: ModuleTensor
+    parameter: ModuleTensor | OfNone
     key: str
     fqn: str
 
     def read(self, call: Call) -> Any:
         state = call.optimizer_objects()[self.optimizer].state
-        return state[self.parameter.tensor].get(self.key)
+        return optimizer_state.read(state, state_key(self.parameter), self.key)
 
 
 @dataclass(frozen=True)
@@ -190,13 +202,11 @@ class Inputs:
 
     def live_values(self, call: Call) -> list[torch.Tensor]:
         """The tensors to call the graph with, read from the modules and optimizers now."""
-        optimizers = call.optimizer_objects()
         values = [
             holder.base() if isinstance(holder, Storage) else holder.tensor
             for holder in self.placeholders
         ]
-        for state in self.states:
-            values.append(optimizers[state.optimizer].state[state.parameter.tensor][state.key])
+        values += [state.read(call) for state in self.states]
         for gradient in self.gradients:
             assert gradient.owner.tensor.grad is not None
             values.append(gradient.owner.tensor.grad)
@@ -235,11 +245,8 @@ def collect(call: Call) -> Inputs:
 
 
 def _held(inputs: Inputs, call: Call) -> frozenset[str]:
-    optimizers = call.optimizer_objects()
     named = [(entry.fqn, entry.tensor) for entry in inputs.module_tensors]
-    for state in inputs.states:
-        entries = optimizers[state.optimizer].state[state.parameter.tensor]
-        named.append((state.fqn, entries[state.key]))
+    named += [(state.fqn, state.read(call)) for state in inputs.states]
     found = names_of_held(named)
     return found if any(entry.fqn not in found for entry in inputs.parameters) else frozenset()
 
@@ -316,7 +323,7 @@ def _placeholders(tensors: list[ModuleTensor]) -> list[ModuleTensor | Storage]:
 
 
 def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]:
-    for index, optimizer in enumerate(call.optimizer_objects()):
+    for index, optimizer in distinct_states(call.optimizer_objects()):
         prefix = call.names[call.optimizers[index]]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -324,6 +331,10 @@ def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
                         yield StateTensor(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
+        for none, entries in of_none(optimizer.state):
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    yield StateTensor(index, none, key, _name_of_none(prefix, none, key))
 
 
 def _hyperparameters(call: Call) -> Iterator[Hyperparameter]:
@@ -347,15 +358,24 @@ def _hyperparameters(call: Call) -> Iterator[Hyperparameter]:
 
 
 def _state_numbers(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateNumber]:
-    for index, optimizer in enumerate(call.optimizer_objects()):
+    for index, optimizer in distinct_states(call.optimizer_objects()):
         prefix = call.names[call.optimizers[index]]
-        for parameter, entries in optimizer.state.items():
+        for parameter, of_parameter in optimizer.state.items():
             if id(parameter) not in by_id:
                 continue
             owner = by_id[id(parameter)]
-            for key, value in entries.items():
+            for key, value in of_parameter.items():
                 if is_exact(value):
                     yield StateNumber(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
+        for none, entries in of_none(optimizer.state):
+            for key, value in entries.items():
+                if is_exact(value):
+                    yield StateNumber(index, none, key, _name_of_none(prefix, none, key))
+
+
+def _name_of_none(prefix: str, none: OfNone, key: str) -> str:
+    name = f"{prefix}.state[{none.key!r}]"
+    return name if key == ITSELF else f"{name}[{key!r}]"
 
 
 def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:

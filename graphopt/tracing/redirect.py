@@ -31,6 +31,7 @@ from graphopt.tracing import constants, fused, host_numbers, numbers, recurrent,
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.impurity import taken_for_a_number
+from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.source import current_user_line
@@ -256,7 +257,7 @@ class Redirect(TorchFunctionMode):
         constants = [tensor for tensor in tensors if _compat.is_constant(self._tracer, tensor)]
         if not constants:
             return
-        tables = [e for of in self._optimizers for e in of.state.values() if isinstance(e, dict)]
+        tables = [entries_at(e) for of in self._optimizers for e in of.state.values()]
         state = {id(value) for entries in tables for value in entries.values()}
         for tensor in constants:
             if id(tensor) in state:

@@ -13,9 +13,11 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs, is_number
+from graphopt.tracing.guard_values import is_plain
+from graphopt.tracing.inputs import Inputs, ModuleTensor, is_number
+from graphopt.tracing.optimizer_state import OfNone, distinct_states, entries_at, is_known_kind
 from graphopt.tracing.redirect import Made
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.substitute import Traced, traced_key
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,17 @@ class GradientResult:
 
 @dataclass(frozen=True)
 class StateResult:
-    """An entry of optimizer state that the step created or replaced."""
+    """An entry of optimizer state that the step created or replaced, of module tensor `owner` or
+    of no parameter."""
 
     optimizer: int
-    owner: int
+    owner: int | OfNone
     key: str
     recipe: Recipe
+
+    def stands_at(self, tensors: Sequence[ModuleTensor]) -> Any:
+        """The key of the optimizer's state: one of the module tensors, or another."""
+        return self.owner.key if isinstance(self.owner, OfNone) else tensors[self.owner].tensor
 
 
 @dataclass(frozen=True)
@@ -262,22 +269,40 @@ class ResultCollector:
             id(self.traced.by_id[id(entry.tensor)]): (index, entry)
             for index, entry in enumerate(self.inputs.module_tensors)
         }
-        for number, optimizer in enumerate(self.call.optimizer_objects()):
-            for stand_in, entries in optimizer.state.items():
-                if id(stand_in) not in owners:
-                    raise CaptureError(
-                        "its optimizer makes state that belongs to no parameter",
-                        hint="let it keep that in its parameter groups, or in the state of each"
-                        " parameter",
-                    )
-                index, _ = owners[id(stand_in)]
-                before = self.traced.states[number].get(id(stand_in), {})
-                for key, value in entries.items():
-                    if key in before and value is before[key]:
+        for number, optimizer in distinct_states(self.call.optimizer_objects()):
+            for stands_at, value in optimizer.state.items():
+                owner = self._state_owner(stands_at, value, owners)
+                before = self.traced.states[number].get(traced_key(stands_at), {})
+                entries = entries_at(value)
+                if before.keys() - entries.keys():
+                    raise _drops_state()
+                for key, entry in entries.items():
+                    if key in before and entry is before[key]:
                         continue
-                    recipe = self.recipe(value, lambda: "optimizer state")
-                    found.append(StateResult(number, index, key, recipe))
+                    found.append(StateResult(number, owner, key, self._state_recipe(entry)))
+            if self.traced.states[number].keys() - set(map(traced_key, optimizer.state)):
+                raise _drops_state()
         return found
+
+    def _state_recipe(self, value: Any) -> Recipe:
+        if is_plain(value) and not any(isinstance(v, SYMBOLIC) for v in _compat.tree_leaves(value)):
+            return Constant(value)
+        return self.recipe(value, lambda: "optimizer state")
+
+    def _state_owner(
+        self, key: Any, value: Any, owners: dict[int, tuple[int, Any]]
+    ) -> int | OfNone:
+        """Whose state stands at a key of a traced optimizer's."""
+        if id(key) in owners:
+            return owners[id(key)][0]
+        if isinstance(key, torch.Tensor) or not is_known_kind(key, value):
+            name = f"the key {key!r}" if is_plain(key) else f"a {type(key).__name__} as the key"
+            raise CaptureError(
+                f"its optimizer makes state that belongs to no parameter, with {name}, and is no"
+                " tensor, number, or dictionary of these",
+                hint="let it keep that in its parameter groups, or in the state of each parameter",
+            )
+        return OfNone(key)
 
     def _attributes(self, before: dict[int, dict[str, Any]]) -> list[AttributeResult]:
         found = []
@@ -352,6 +377,13 @@ class ResultCollector:
         if live is None or live.module_tensor is None:
             return None
         return self.inputs.module_tensors[live.module_tensor].tensor
+
+
+def _drops_state() -> CaptureError:
+    return CaptureError(
+        "its optimizer takes entries out of its state",
+        hint="let it keep them, and give them other values",
+    )
 
 
 def _referent(value: Any) -> Any:

@@ -27,14 +27,16 @@ from graphopt.tracing.creation import Creation, creation_of, empty_like
 from graphopt.tracing.first_call import repeats_but_creation
 from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs, collect
+from graphopt.tracing.optimizer_state import entries_at, has, write
 from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.signature import Computed, Constant
 from graphopt.tracing.trace import Communication, RawTrace, trace
 
 _MISSING: Any = object()
 
-Entries = list[tuple[dict[torch.Tensor, Any], torch.Tensor, str, Any]]
-"""State tables of optimizers, with the parameters, keys and values to put there."""
+Entries = list[tuple[dict[Any, Any], Any, str, Any]]
+"""State of optimizers, with the parameters or other keys, the second keys and the values to put
+there."""
 
 
 @dataclass
@@ -60,13 +62,15 @@ class NewState:
         for attributes, name, value in self.constants:
             attributes[name] = value
         for table, parameter, key, value in self.entries:
-            table.setdefault(parameter, {})[key] = value
+            write(table, parameter, key, value)
 
     @contextmanager
     def present(self) -> Iterator[None]:
         """While active, everything is as the next call finds it; nobody reads the gradients."""
         tables = {id(table): table for table, *_ in self.entries}.values()
-        before = [(table, {of: set(keys) for of, keys in table.items()}) for table in tables]
+        before = [
+            (table, {of: set(entries_at(value)) for of, value in table.items()}) for table in tables
+        ]
         attributes = [(of, name, of.get(name, _MISSING)) for of, name, _ in self.constants]
         try:
             self.put()
@@ -85,11 +89,11 @@ class NewState:
                     of[name] = value
 
 
-def _forget(table: dict[torch.Tensor, Any], known: dict[torch.Tensor, set[str]]) -> None:
+def _forget(table: dict[Any, Any], known: dict[Any, set[str]]) -> None:
     for parameter in [parameter for parameter in table if parameter not in known]:
         del table[parameter]
     for parameter, keys in known.items():
-        for key in table[parameter].keys() - keys:
+        for key in entries_at(table[parameter]).keys() - keys:
             del table[parameter][key]
 
 
@@ -134,8 +138,8 @@ def steady_step(
 def _are_new(call: Call, inputs: Inputs, first: RawTrace) -> bool:
     """Whether a step replaces no state."""
     optimizers, tensors = call.optimizer_objects(), inputs.module_tensors
-    return all(
-        state.key not in optimizers[state.optimizer].state.get(tensors[state.owner].tensor, {})
+    return not any(
+        has(optimizers[state.optimizer].state, state.stands_at(tensors), state.key)
         for state in first.signature.states
     )
 
@@ -150,11 +154,9 @@ def _made(call: Call, inputs: Inputs, first: RawTrace, creation: Creation) -> Ne
     gradients = _left_gradients(inputs, first) if first.gradients_first else []
     if made is None or gradients is None:
         return None
-    tables: list[dict[torch.Tensor, Any]] = [
-        optimizer.state for optimizer in call.optimizer_objects()
-    ]
-    tensors = [entry.tensor for entry in inputs.module_tensors]
-    entries = [(tables[s.optimizer], tensors[s.owner], s.key, value) for s, value in made]
+    tables: list[dict[Any, Any]] = [optimizer.state for optimizer in call.optimizer_objects()]
+    tensors = inputs.module_tensors
+    entries = [(tables[s.optimizer], s.stands_at(tensors), s.key, value) for s, value in made]
     constants = [
         (attributes, name, value)
         for attributes, name, value in first.signature.constant_attributes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, StateNumber, is_number
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, StateNumber, is_number, state_key
+from graphopt.tracing.optimizer_state import entries_at, of_none, write
 from graphopt.tracing.source import current_user_line
 
 
@@ -31,13 +32,18 @@ class Traced:
         by_id: `id(real tensor)` to its traced stand-in.
         numbers: symbolic value per hyperparameter, in the order of `Inputs.hyperparameters`.
         gradients: `id(ModuleTensor)` to the traced gradient that exists when the step begins.
-        states: per optimizer, `id(traced parameter)` to the state entries when the step begins.
+        states: per optimizer, the entries of its state when the step begins, by `traced_key`.
     """
 
     by_id: dict[int, torch.Tensor]
     numbers: list[Any]
     gradients: dict[int, torch.Tensor]
-    states: list[dict[int, dict[str, Any]]] = field(default_factory=list)
+    states: list[dict[Any, dict[str, Any]]] = field(default_factory=list)
+
+
+def traced_key(key: Any) -> Any:
+    """What stands for a key of a traced optimizer's state, which may be a tensor."""
+    return id(key) if isinstance(key, torch.Tensor) else ("of none", key)
 
 
 @contextmanager
@@ -124,8 +130,9 @@ def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
         for owner, key in entry.slots:
             owner[key] = traced.by_id[id(entry.tensor)]
     groups: dict[int, _Settings] = {}
+    states: dict[int, defaultdict[Any, Any]] = {}
     for index, optimizer in enumerate(call.optimizer_objects()):
-        _insert_into_optimizer(optimizer, index, inputs, traced, groups)
+        _insert_into_optimizer(optimizer, index, inputs, traced, groups, states)
 
 
 def _insert_into_optimizer(
@@ -134,27 +141,27 @@ def _insert_into_optimizer(
     inputs: Inputs,
     traced: Traced,
     groups: dict[int, _Settings],
+    states: dict[int, defaultdict[Any, Any]],
 ) -> None:
-    """Args: `groups`: those inserted so far, by the id of the real ones; an optimizer that wraps
-    another one has the same groups."""
+    """Args: `groups`, `states`: those inserted so far, by the id of the real ones; an optimizer
+    that wraps another one has the same groups, and may have the same state."""
     real = optimizer.param_groups
     optimizer.param_groups = [groups.setdefault(id(group), _Settings(group)) for group in real]
-    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     for original, group in zip(real, optimizer.param_groups, strict=True):
-        for parameter in original["params"]:
-            entries = optimizer.state.get(parameter)
-            if entries is not None:
-                state[traced.by_id[id(parameter)]] = {
-                    key: traced.by_id.get(id(value), value) for key, value in entries.items()
-                }
         stand_ins = [traced.by_id[id(parameter)] for parameter in original["params"]]
         dict.__setitem__(group, "params", stand_ins)
-    optimizer.state = state
+    known = id(optimizer.state)
+    if known not in states:
+        parameters = [parameter for group in real for parameter in group["params"]]
+        states[known] = _traced_state(optimizer, parameters, traced)
+    state = optimizer.state = states[known]
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
         if isinstance(number, ArgumentNumber) or number.optimizer != index:
             continue
         if isinstance(number, StateNumber):
-            state[traced.by_id[id(number.parameter.tensor)]][number.key] = symbolic
+            owner = state_key(number.parameter)
+            owner = traced.by_id[id(owner)] if isinstance(owner, torch.Tensor) else owner
+            write(state, owner, number.key, symbolic)
             continue
         group = optimizer.param_groups[number.group]
         if number.element is None:
@@ -163,7 +170,26 @@ def _insert_into_optimizer(
             parts = list(group[number.key])
             parts[number.element] = symbolic
             dict.__setitem__(group, number.key, tuple(parts))
-    traced.states.append({id(key): dict(entries) for key, entries in state.items()})
+    traced.states.append({traced_key(key): dict(entries_at(of)) for key, of in state.items()})
+
+
+def _traced_state(
+    optimizer: Optimizer, parameters: Iterable[torch.Tensor], traced: Traced
+) -> defaultdict[Any, Any]:
+    """The state of an optimizer, of stand-ins."""
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for parameter in parameters:
+        entries = optimizer.state.get(parameter)
+        if entries is not None:
+            state[traced.by_id[id(parameter)]] = {
+                key: traced.by_id.get(id(value), value) for key, value in entries.items()
+            }
+    for none, loose in of_none(optimizer.state):
+        for key, value in loose.items():
+            write(state, none.key, key, traced.by_id.get(id(value), value))
+        if not loose:
+            state[none.key] = {}
+    return state
 
 
 class _Settings(dict[str, Any]):

@@ -41,6 +41,7 @@ from graphopt.tracing.leftovers import (
     drawn_from,
     keeps_plain_values,
 )
+from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.rebinding import Rebinding
@@ -215,7 +216,7 @@ def _numbers_of(call: Call) -> set[int]:
     """What optimizers hold while they are traced (by id)."""
     known: set[int] = set()
     for optimizer in call.optimizer_objects():
-        for table in (*optimizer.param_groups, *optimizer.state.values()):
+        for table in (*optimizer.param_groups, *map(entries_at, optimizer.state.values())):
             known.update(map(id, _compat.tree_leaves(list(table.values()))))
     return known
 
@@ -389,10 +390,8 @@ class _StepRun:
                 continue
             for member in holder.members:
                 by_id[id(member.tensor)] = _member(stand_in, member.tensor)
-        optimizers = self.call.optimizer_objects()
         for state in self.inputs.states:
-            real = optimizers[state.optimizer].state[state.parameter.tensor][state.key]
-            by_id[id(real)] = next(supply)
+            by_id[id(state.read(self.call))] = next(supply)
         gradients: dict[int, torch.Tensor] = {}
         for gradient in self.inputs.gradients:
             stand_in = next(supply)
