@@ -17,6 +17,7 @@ from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs, ModuleTensor, is_number
 from graphopt.tracing.optimizer_state import OfNone, distinct_states, entries_at, is_known_kind
 from graphopt.tracing.redirect import Made
+from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.substitute import Traced, traced_key
 
 
@@ -408,13 +409,18 @@ def _refuse_counter(name: str, before: Any, after: Any) -> None:
         )
 
 
-def finish_buffers(inputs: Inputs, traced: Traced) -> None:
-    """Turn assignments `self.buffer = new` made by the step into updates of the buffer."""
+def finish_buffers(inputs: Inputs, traced: Traced, replacing: Replacing) -> None:
+    """Turn assignments `self.buffer = new` made by the step into updates of the buffer, and those
+    of parameters into updates of the parameter."""
     for entry in inputs.module_tensors:
         stand_in = traced.by_id[id(entry.tensor)]
         for owner, key in entry.slots:
             value = owner.get(key)
             if value is stand_in or entry.rebindable:
+                continue
+            if entry.kind == "parameter":
+                replacing.update(entry, stand_in, value)
+                owner[key] = stand_in
                 continue
             same = (
                 isinstance(value, torch.Tensor)
@@ -422,7 +428,7 @@ def finish_buffers(inputs: Inputs, traced: Traced) -> None:
                 and value.dtype == stand_in.dtype
                 and value.device == stand_in.device
             )
-            if entry.kind == "parameter" or not same or value is None:
+            if not same or value is None:
                 raise CaptureError(
                     f"it replaces {entry.fqn} by another object",
                     hint="update it in place (copy_), with the same shape and dtype",

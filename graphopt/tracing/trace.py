@@ -46,6 +46,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Made, Redirect
+from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.scaling import traced_scaling
 from graphopt.tracing.signature import (
     ResultCollector,
@@ -290,7 +291,8 @@ class _StepRun:
             averager = self._averager(traced)
             returned, stepped = self._run(traced, averager)
             counted = self._counted(settings)
-            finish_buffers(self.inputs, traced)
+            replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
+            finish_buffers(self.inputs, traced, replacing)
             collector = ResultCollector(self.call, self.inputs, traced, flat, self.made)
             self.signature = collector.collect(returned, stepped, before, holders, counted)
             self.signature.rebound.extend(sorted(self.rebound))

@@ -1,0 +1,111 @@
+"""A parameter in whose place a module puts another one: `self.weight = nn.Parameter(new)`.
+
+Eager code goes on with a new object, and whoever has the old one keeps it. In the graph this is an
+update of the parameter, which is the same as long as nobody sees the difference: no optimizer holds
+the old one, the step does not reach it elsewhere, and nothing shares the memory of the new one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import torch
+from torch.optim import Optimizer
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.runtime.collector import frozen_objects_seen
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs import Inputs, ModuleTensor, Storage
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.substitute import Traced
+
+
+class Replacing:
+    """Takes new parameters for updates of the old ones.
+
+    Args:
+        alone: no other rank runs the same step.
+    """
+
+    def __init__(
+        self, call: Call, inputs: Inputs, traced: Traced, record: Record, alone: bool
+    ) -> None:
+        self._call, self._record, self._alone = call, record, alone
+        self._shared = {
+            id(member)
+            for holder in inputs.placeholders
+            if isinstance(holder, Storage)
+            for member in holder.members
+        }
+        self._storages = {_compat.storage_key(tensor) for tensor in traced.by_id.values()}
+
+    def update(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
+        """Let `old`, which stands for a parameter, be what `new` is, its gradient included.
+
+        Raises:
+            CaptureError: somebody would see that it is another object in eager code.
+        """
+        reason = self._reason(entry, old, new)
+        if reason is not None or not isinstance(new, torch.Tensor):
+            raise CaptureError(
+                f"it replaces {entry.fqn} by another object{reason or ''}",
+                hint="update it in place, with the same shape and dtype: with torch.no_grad():"
+                " parameter.copy_(new)",
+            )
+        self._storages.add(_compat.storage_key(new))
+        with torch.no_grad():
+            old.copy_(new)
+        old.grad = new.grad
+
+    def _reason(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> str | None:
+        if not isinstance(new, torch.Tensor) or not _alike(old, new):
+            return ", which is no parameter of the same kind"
+        if not self._alone:
+            return ", which other ranks do not know of"
+        if len(entry.slots) > 1 or id(entry) in self._shared:
+            return ", and not everywhere where it is used"
+        if _compat.storage_key(new) in self._storages:
+            return ", which shares memory with another tensor"
+        if any(_compat.hooks_of(entry.tensor)) or any(_compat.hooks_of(new)):
+            return ", and one of them has hooks"
+        if self._is_elsewhere(entry.tensor):
+            return ", and uses the old one from elsewhere"
+        if _is_updated((entry.tensor, old)):
+            return ", while an optimizer updates the old one"
+        return None
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Whether the step got to a tensor in another way than by its module."""
+        given = any(leaf is tensor for leaf in self._call.leaves)
+        return given or any(read.value is tensor for read in self._record.reads.values())
+
+
+def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    if new.grad_fn is not None or new.layout is not torch.strided:
+        return False
+    ours, theirs = (
+        (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, isinstance(t, torch.nn.Parameter))
+        for t in (old, new)
+    )
+    return ours == theirs
+
+
+def _is_updated(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether any optimizer of the program has one of the tensors among its parameters."""
+    if not any(_holds(optimizer, tensors) for optimizer in _optimizers()):
+        return False
+    gc.collect()  # some may be gone
+    return any(_holds(optimizer, tensors) for optimizer in _optimizers())
+
+
+def _optimizers() -> Iterator[Optimizer]:
+    with frozen_objects_seen():
+        found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    yield from found
+
+
+def _holds(optimizer: Optimizer, tensors: tuple[torch.Tensor, ...]) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    return any(p is tensor for group in groups for p in group["params"] for tensor in tensors)
