@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -35,15 +36,19 @@ from graphopt.pipelining.microbatch_graph import (
 from graphopt.pipelining.stage_graph import SLOT, StageGraph
 from graphopt.tracing.capture import CapturedStep
 from graphopt.verify import Problem
-from graphopt.verify.composition import Composition
+from graphopt.verify.composition import Composition, Objects
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.module_constants import attribute
 from graphopt.verify.outcomes import differences
 from graphopt.verify.terms import Terms
 
 logger = logging.getLogger("graphopt")
 
 _SHOWN = 3
+
+_IN_BACKWARD = ("backward", "weight backward", "average")
+"""Pieces that update gradients of parameters."""
 
 Pieces = Mapping[tuple[Any, ...], StageGraph]
 """The graphs of a stage, by name and by what is done with gradients."""
@@ -100,7 +105,12 @@ class DivisionProof:
         self, key: tuple[Any, ...], pieces: Pieces, expected: Evaluation, named: Named
     ) -> Iterator[Problem]:
         run = _Microbatch(self._captured, self._forward.results, self._backward)
-        found = evaluate_graph(run.composed(key, pieces), self._terms)
+        try:
+            composed = run.composed(key, pieces)
+        except (ValueError, LookupError, StopIteration) as error:
+            yield Problem(f"it does not fit the others: {type(error).__name__}: {error}")
+            return
+        found = evaluate_graph(composed, self._terms)
         if run.named != named:
             yield Problem(f"it gives {_listed(run.named)}; the stage gives {_listed(named)}")
             return
@@ -127,9 +137,11 @@ class _Microbatch:
 
     def __init__(self, captured: CapturedStep, sent: Sequence[Result], backward: Division) -> None:
         self._sent, self._backward = sent, backward
-        self._composition = Composition(captured.graph_module)
-        placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
-        self._inputs = [self._composition.input(node) for node in placeholders]
+        whole = captured.graph_module
+        objects = Objects()
+        objects.learn(whole.graph, partial(attribute, whole))
+        self._composition = Composition(objects)
+        self._inputs = self._composition.inputs(whole.graph)
         self._mutable = mutable_inputs(captured)
         self._gradients = gradient_positions(captured)
         self._results: list[Any] = []
@@ -175,16 +187,15 @@ class _Microbatch:
         """An input as it is when a piece runs: between two of them, those of other microbatches
         update buffers and gradients."""
         own = self._inputs[position]
-        in_forward = position not in self._gradients
-        if position not in self._mutable or in_forward == (when == "forward"):
-            if not (position in self._gradients and when == "input backward"):
-                return own
+        times = _IN_BACKWARD if position in self._gradients else ("forward",)
+        if position not in self._mutable or when in times:
+            return own
         changed = self._composition.input(own, f"{own.target} in the {when}")
         self.changing.add(changed)
         return changed
 
     def _finish(self, carried: Sequence[Any]) -> fx.Graph:
-        return self._composition.finish(self._results, self._updates, carried)
+        return self._composition.finish((self._results, self._updates, list(carried)))
 
 
 def _changed_meanwhile(found: Evaluation, changing: Collection[fx.Node]) -> Iterator[Problem]:

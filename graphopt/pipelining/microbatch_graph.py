@@ -6,6 +6,8 @@ average its gradients, and the first one has none to add to.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import fx
 
@@ -60,14 +62,12 @@ def left_by_microbatch(captured: CapturedStep, wanted: Gradients | str) -> tuple
     graph, _ = copy_graph(captured.graph_module.graph, into=fx.Graph)
     placeholders = graph.find_nodes(op="placeholder")
     outputs = get_outputs(graph)
-    updated = {update.args[0]: update for update in outputs.updates}
+    updated = {cast(fx.Node, update.args[0]): update for update in outputs.updates}
     gradients = {placeholders[p] for p in gradient_positions(captured)} & updated.keys()
     sent = [("a result", recipe) for recipe in captured.signature.outputs]
     if wanted not in ("forward", "evaluation"):
-        sent += sorted(
-            (f"the gradient of argument {gradient.argument}", gradient.recipe)
-            for gradient in captured.signature.gradients
-        )
+        of_arguments = sorted(captured.signature.gradients, key=lambda found: found.argument or 0)
+        sent += [(f"the gradient of argument {g.argument}", g.recipe) for g in of_arguments]
     found = [(name, *_given(recipe, graph, updated)) for name, recipe in sent]
     updates = [update for state, update in updated.items() if state not in gradients]
     carried: list[fx.Node] = []
