@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator
+from functools import partial
 
 import torch
 from torch import fx
@@ -49,7 +50,7 @@ def _composed(
 
 
 def _problems(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[Problem]:
-    yield from call_problems(before, after, hazards(before, objects.find))
+    yield from call_problems(before, after, partial(hazards, find=objects.find))
     if not all(map(_is_known, before.nodes)):
         return
     terms = Terms()

@@ -15,6 +15,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -109,7 +110,7 @@ def _composed(module: fx.GraphModule, objects: Objects) -> fx.Graph:
 
 
 def _differing(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[Problem]:
-    yield from call_problems(before, after, hazards(before, objects.find))
+    yield from call_problems(before, after, partial(hazards, find=objects.find))
     terms = Terms()
     try:
         old = evaluate_graph(before, terms)

@@ -8,8 +8,8 @@ autocast and grad mode; none may be left out, and what has an order keeps it.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import fx
@@ -33,97 +33,101 @@ _CALLS = ("call_function", "call_method", "call_module")
 _EXITS = frozenset(EXIT_OF.values())
 
 
-def call_problems(before: fx.Graph, after: fx.Graph, order: Iterable[Ordered]) -> Iterator[Problem]:
+def call_problems(
+    before: fx.Graph, after: fx.Graph, order: Callable[[fx.Graph], Iterable[Ordered]]
+) -> Iterator[Problem]:
     """What is wrong with the calls of a graph.
 
     Args:
         before, after: in which one name stands for the same input, constant or module. Calls that
             copy a value, or rename it, in `after` alone are looked through.
-        order: of calls of `before`.
+        order: finds pairs of calls of a graph that have to run one after the other: reads and
+            updates of the same memory, and random numbers.
     """
-    match = _Match(before)
+    match = _Match(before, _earlier(order(before)))
+    earlier = _earlier(order(after))
     for node in after.nodes:
-        yield from match.take(node)
+        yield from match.take(node, earlier.get(node, ()))
     yield from match.left_over()
-    yield from match.out_of_order(order)
+
+
+def _earlier(order: Iterable[Ordered]) -> dict[fx.Node, list[fx.Node]]:
+    found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for pair in order:
+        found[pair.after].append(pair.before)
+    return found
 
 
 class _Match:
-    """Finds for each call of another graph the one that it is."""
+    """Finds for each call of another graph the one that it is. Calls that are made twice, with
+    nothing between them that would make a difference, are one.
 
-    def __init__(self, before: fx.Graph) -> None:
+    Args:
+        earlier: for each call those that it has to run after.
+    """
+
+    def __init__(self, before: fx.Graph, earlier: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
         self._context = _Context()
-        self._own = {node: node for node in before.nodes}
-        self._waiting: dict[Any, deque[fx.Node]] = defaultdict(deque)
-        self._shared: dict[Any, fx.Node] = {}
+        self._left: dict[Any, list[fx.Node]] = defaultdict(list)
+        self._first: dict[Any, fx.Node] = {}
         self._returned: Any = None
+        self._known: dict[fx.Node, fx.Node] = {}
         for node in before.nodes:
             if self._context.enter(node):
                 continue
-            key = self._key(node, self._own)
-            if node.op in _CALLS:
-                self._waiting[key].append(node)
-            elif node.op == "output":
+            key = self._key(node, earlier.get(node, ()))
+            if node.op == "output":
                 self._returned = key
-            else:
-                self._shared.setdefault(key, node)
-                self._own[node] = self._shared[key]
+                continue
+            self._known[node] = self._first.setdefault(key, node)
+            if node.op in _CALLS:
+                self._left[key].append(node)
         self._at_end = self._context.state()
-        self._context = _Context()
-        self._found: dict[fx.Node, fx.Node] = {}
-        self._position: dict[fx.Node, int] = {}
+        self._context, self._known = _Context(), {}
 
-    def take(self, node: fx.Node) -> Iterator[Problem]:
+    def take(self, node: fx.Node, earlier: Sequence[fx.Node]) -> Iterator[Problem]:
         """Find what a call is, in the order of its graph."""
         if self._context.enter(node):
             return
-        missing = [source for source in node.all_input_nodes if source not in self._found]
-        if missing:
+        if any(source not in self._known for source in node.all_input_nodes):
             return  # of which something was said
-        key = self._key(node, self._found)
+        key = self._key(node, earlier)
         if node.op == "output":
             yield from self._ends(node, key)
         elif node.op not in _CALLS:
-            self._found[node] = self._shared.setdefault(key, node)
-        elif self._waiting[key]:
-            self._found[node] = self._waiting[key].popleft()
-            self._position[self._found[node]] = len(self._position)
+            self._known[node] = self._first.setdefault(key, node)
+        elif self._left[key]:
+            self._left[key].pop(0)
+            self._known[node] = self._first[key]
         elif is_operator(node.target, "aten::alias", "aten::clone"):
-            self._found[node] = self._found[node.all_input_nodes[0]]
+            self._known[node] = self._known[node.all_input_nodes[0]]
         else:
-            yield Problem("it makes a call that the graph as one does not make", (node,))
+            yield Problem("it makes a call that the whole does not make there", (node,))
 
     def _ends(self, output: fx.Node, key: Any) -> Iterator[Problem]:
         if key != self._returned:
-            yield Problem("it returns something else than the graph as one", (output,))
+            yield Problem("it returns something else than the whole", (output,))
         if self._context.state() != self._at_end:
-            yield Problem(
-                "it leaves autocast or grad mode otherwise than the graph as one", (output,)
-            )
+            yield Problem("it leaves autocast or grad mode otherwise than the whole", (output,))
 
     def left_over(self) -> Iterator[Problem]:
-        for calls in self._waiting.values():
+        """Calls that were not found."""
+        for calls in self._left.values():
             for node in calls:
-                yield Problem("a call of the graph as one is not made", (node,))
+                yield Problem("a call of the whole is not made", (node,))
 
-    def out_of_order(self, order: Iterable[Ordered]) -> Iterator[Problem]:
-        position = self._position
-        for pair in order:
-            first, second = position.get(pair.before), position.get(pair.after)
-            if first is not None and second is not None and first > second:
-                yield Problem(f"it runs too early: {pair}", (pair.after, pair.before))
-
-    def _key(self, node: fx.Node, known: dict[fx.Node, fx.Node]) -> Any:
-        arguments = _written((node.args, node.kwargs), known)
+    def _key(self, node: fx.Node, earlier: Sequence[fx.Node]) -> Any:
+        arguments = _written((node.args, node.kwargs), self._known)
         if node.op == "output":
             return arguments
         target = node.target if isinstance(node.target, str) else id(node.target)
         if node.op not in _CALLS:
             return node.op, target
-        return node.op, target, self._context.state(), arguments
+        behind = frozenset(id(self._known[n]) for n in earlier if n in self._known)
+        return node.op, target, self._context.state(), behind, arguments
 
 
-def _written(value: Any, known: dict[fx.Node, fx.Node]) -> Any:
+def _written(value: Any, known: Mapping[fx.Node, fx.Node]) -> Any:
     """An argument as part of a key: nodes by what they stand for, constants as they are written."""
     if isinstance(value, fx.Node):
         return "node", id(known[value])
