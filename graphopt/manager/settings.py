@@ -60,17 +60,26 @@ def read_settings(
     Raises:
         PipelineSyntaxError: a value cannot be understood; says where it comes from.
     """
-    level, place = _given(verify, "verify", "GRAPHOPT_VERIFY")
+    level = level_of(verify)
     folder, folder_place = _given(dump_dir or None, "dump_dir", "GRAPHOPT_DUMP")
     names, names_place = _given(disable or None, "disable", "GRAPHOPT_DISABLE")
     count, count_place = _given(stop_after, "stop_after", "GRAPHOPT_STOP_AFTER")
     return Settings(
-        _level(level, place),
+        level,
         _folder(folder, folder_place),
         dump_dir is not None,
         _disabled(names, names_place, known),
         _count(count, count_place),
     )
+
+
+def level_of(verify: str | None) -> str:
+    """How graphs are checked, one of `LEVELS`: an argument, else what `GRAPHOPT_VERIFY` says.
+
+    Raises:
+        PipelineSyntaxError: there is no such level; says where it comes from.
+    """
+    return _level(*_given(verify, "verify", "GRAPHOPT_VERIFY"))
 
 
 def enable_graph_optimization_dump(folder: str | os.PathLike[str] = "") -> Path:

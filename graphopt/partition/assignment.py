@@ -110,7 +110,7 @@ def find_dependencies(
             producer = assignment.get(source)
             if producer is not None and producer is not partition:
                 found.setdefault((producer, partition), Reason(source, node, "reads"))
-    for reason in hazards(graph, attributes):
+    for reason in hazards(graph, attributes.find):
         before, after = assignment.get(reason.before), assignment[reason.after]
         if before is not None and before is not after:
             found.setdefault((before, after), reason)

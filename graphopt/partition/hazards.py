@@ -7,9 +7,9 @@ z = x.cos()
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -17,7 +17,6 @@ from graphopt.graph_utils import find_nodes, is_random
 from graphopt.ir.accesses import Accesses
 from graphopt.ir.effects import Effects
 from graphopt.ir.python_calls import PythonCalls
-from graphopt.partition.attributes import Attributes
 
 
 class Reason(NamedTuple):
@@ -34,15 +33,18 @@ class Reason(NamedTuple):
         return words if source is None else f"{words}    from:  {source}"
 
 
-def hazards(graph: fx.Graph, attributes: Attributes) -> Iterator[Reason]:
+def hazards(graph: fx.Graph, find: Callable[[fx.Node], Any]) -> Iterator[Reason]:
     """Pairs of calls that have to run in the order of the graph. Linear in the size of the graph.
 
     In graphs of operator overloads, schemas say what is written and viewed, and which operators are
     random. Above that level names do, and which functions are random is not known.
+
+    Args:
+        find: the module that a node calls.
     """
     for before, after in pairwise(find_nodes(graph, is_random)):
         yield Reason(before, after, "draws random numbers after")
-    accesses = Accesses(Effects(graph, PythonCalls(attributes.find)), graph)
+    accesses = Accesses(Effects(graph, PythonCalls(find)), graph)
     for node in graph.nodes:
         for earlier, later, kind in accesses.add(node):
             yield Reason(earlier, later, _TEXTS[kind])

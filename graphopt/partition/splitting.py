@@ -33,6 +33,7 @@ def split_module(
     partition_affix: str | None = None,
     tuple_return: bool = False,
     on_cycle: Literal["error", "merge"] = "error",
+    verify: str | None = None,
 ) -> fx.GraphModule:
     """Split a graph into submodules, called from a graph of their own.
 
@@ -57,10 +58,13 @@ def split_module(
         partition_affix: children are called `submod_<affix>_<id>`.
         tuple_return: submodules return a tuple, also of one value.
         on_cycle: "merge" makes partitions that depend on each other one, named as the first.
+        verify: "off": that the submodules do together what `m` does is not checked; None: what
+            `GRAPHOPT_VERIFY` says, or else it is.
 
     Raises:
         PartitionError: partitions depend on each other, `keep_original_order` would call one before
             what it reads, or partition numbers decrease in a graph with autocast or grad mode.
+        VerificationError: the submodules do something else than `m`.
 
     >>> model = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
     >>> split = graphopt.partition.split_module(model, None, lambda node: node.name)
@@ -69,6 +73,9 @@ def split_module(
     """
     if on_cycle not in ("error", "merge"):
         raise PartitionError(f'on_cycle is "error" or "merge", not {on_cycle!r}')
+    from graphopt.manager.settings import level_of
+    from graphopt.partition.proof import check_split
+
     attributes = Attributes(m, root_m)
     plan = make_plan(
         m.graph,
@@ -83,6 +90,8 @@ def split_module(
     # the time
     with collector_paused():
         split, names = _build(m, attributes, plan, style)
+        if level_of(verify) != "off":
+            check_split(m, split, attributes)
     if qualname_map is not None:
         qualname_map.update(names)
     return split

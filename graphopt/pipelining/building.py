@@ -11,11 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphopt.errors import PartitionError
 from graphopt.graph_utils import get_output
+from graphopt.manager.settings import level_of
 from graphopt.pipelining.calling import OutputNest
 from graphopt.pipelining.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
 from graphopt.pipelining.devices import move_to_device
 from graphopt.pipelining.metadata import find_flow
-from graphopt.pipelining.placement import stage_nodes
+from graphopt.pipelining.pipe_proof import check_chain
+from graphopt.pipelining.placement import module_of, stage_nodes
 from graphopt.pipelining.replicas import own_replicas
 from graphopt.pipelining.stage import Stage
 from graphopt.pipelining.stage_module import StageModule
@@ -45,6 +47,7 @@ def build_stage(
         PartitionError: `info` is not that of a pipe, the module is wrapped in
             DistributedDataParallel, or lacks a parameter that several stages hold.
         ValueError: there is no such stage.
+        VerificationError: as one of a chain it does not do its part of the model.
 
     >>> import torch.distributed as dist
     >>> from graphopt.pipelining import SplitPoint, annotate_split_points, build_stage, pipeline
@@ -68,6 +71,8 @@ def build_stage(
     flow = find_flow(pipe.split_gm, plan)
     chained = chain_stage(module, stage_nodes(info.graph)[index], index, plan)
     is_own = isinstance(module, StageModule)
+    if is_own and level_of(None) != "off":
+        _check_chain(pipe.split_gm, index, chained, plan)
     if is_own:
         own_replicas(chained, index, pipe.replicated_params)
     move_to_device(chained, torch.device(device))
@@ -87,6 +92,14 @@ def build_stage(
         output=_output_nest(pipe, plan),
         replicas=pipe.replicated_params if is_own else _no_replicas(pipe, index),
     )
+
+
+def _check_chain(top: fx.GraphModule, index: int, chained: fx.GraphModule, plan: ChainPlan) -> None:
+    """Show that a stage does its part, where the others are as they would be built."""
+    calls = enumerate(stage_nodes(top.graph))
+    chain = [chain_stage(module_of(top, call), call, stage, plan) for stage, call in calls]
+    chain[index] = chained
+    check_chain(top, chain, plan)
 
 
 def _pipe_of(info: Any) -> Pipe:

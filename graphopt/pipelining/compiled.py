@@ -14,6 +14,7 @@ from graphopt.graph_utils import without_autocast
 from graphopt.pipelining.accumulating import Gradients
 from graphopt.pipelining.boundary import apart, no_view
 from graphopt.pipelining.division import Division
+from graphopt.pipelining.division_proof import DivisionProof
 from graphopt.pipelining.errors import StageCompileError
 from graphopt.pipelining.gradient_layout import (
     Layouts,
@@ -101,6 +102,7 @@ class CompiledStage:
         self._buffers_due = False
         self._weights_left: Callable[[bool], None] | None = None
         self._launched: list[Any] | None = None
+        self._proof: DivisionProof | None = None
         self.full = True
         self.last = False
 
@@ -153,6 +155,7 @@ class CompiledStage:
         inputs = len(self._microbatch.received)
         self._backward = Division(self._captured, inputs, self._forward)
         self._owners = self._parameters()
+        self._proof = None
         self._graphs = {key: g for key, g in self._graphs.items() if key in _FORWARDS}
 
     @property
@@ -181,6 +184,7 @@ class CompiledStage:
                 hint="a schedule calls perform_reduce_grad() of a stage at the end of each step",
             )
         self._buffers_due = has_backward and self._broadcasts_buffers()
+        self._proof = None  # which knows much, and nearly all graphs are made in the first step
 
     def _broadcasts_buffers(self) -> bool:
         return self._parallel is not None and self._parallel.broadcast_buffers
@@ -305,11 +309,22 @@ class CompiledStage:
     def _graph(self, name: str, *options: Any) -> StageGraph:
         key = (name, *options)
         if key not in self._graphs:
+            if Gradients.AVERAGE in options:  # both do it together
+                self._graph("average")
             division = self._forward if key in _FORWARDS else self._backward
             graph: StageGraph = getattr(division, name)(*options)
+            self._prove(key, graph)
             self._stages.finish(graph)
             self._graphs[key] = graph
         return self._graphs[key]
+
+    def _prove(self, key: tuple[Any, ...], graph: StageGraph) -> None:
+        """Show that a graph is the part of the captured stage for which it stands."""
+        if self._stages.manager.settings.verify == "off" or key == ("average",):
+            return
+        if self._proof is None:
+            self._proof = DivisionProof(self._stage, self._captured, self._forward, self._backward)
+        self._proof.check(key, {**self._graphs, key: graph})
 
     def _run(
         self,

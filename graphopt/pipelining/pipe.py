@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from graphopt.errors import PartitionError
 from graphopt.graph_utils import get_output
+from graphopt.manager.settings import level_of
 from graphopt.partition import split_module
 from graphopt.pipelining.assignment import assign_stages
 from graphopt.pipelining.backward import insert_backward
@@ -19,9 +20,11 @@ from graphopt.pipelining.exporting import Exported, export_module
 from graphopt.pipelining.loss import LossPicker, loss_position
 from graphopt.pipelining.marks import SplitPoint, annotate_split_points
 from graphopt.pipelining.mutation import copy_received_before_update, nested_graphs
+from graphopt.pipelining.pipe_proof import PipeProof, check_backward
 from graphopt.pipelining.placement import module_of, place_state, stage_nodes
 from graphopt.pipelining.sharing import MultiUseSpec, Replica, transmit_shared
 from graphopt.pipelining.stage_module import StageModule
+from graphopt.verify.module_constants import attribute
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -115,21 +118,28 @@ class Pipe(nn.Module):
             ModuleCaptureError: the model cannot be exported as one graph.
             PartitionError: a stage is empty, the loss spec does not fit, the stages cannot be
                 separated, or an argument is of another kind than described here.
+            VerificationError: the stages do not do together what the model does.
         """
         _check_arguments(mod, example_args, example_kwargs, split_policy)
         exported = export_module(mod, tuple(example_args), dict(example_kwargs or {}), split_policy)
         loss_index = _loss_index(mod, exported, output_loss_value_spec)
         graph = exported.graph_module.graph
         stage_of = assign_stages(graph)
+        proof = _proof_of(exported)
         regions = nested_graphs(exported.graph_module, graph)
         transmit_shared(graph, stage_of, exported.state, multi_use_param_spec, regions)
         copy_received_before_update(graph, stage_of, regions)
         exported.graph_module.recompile()
-        split = split_module(exported.graph_module, exported.graph_module, stage_of.__getitem__)
+        whole = exported.graph_module
+        split = split_module(whole, whole, stage_of.__getitem__, verify="off")  # below, as a whole
         top, replicas = place_state(split, exported.state)
         _pass_all_arguments(top)
+        if proof is not None:
+            proof.check_stages(top, replicas)
         if loss_index is not None:
             insert_backward(top, loss_index)
+        if loss_index is not None and proof is not None:
+            check_backward(top, loss_index)
         return Pipe(top, exported.calling, exported.output_spec, loss_index, replicas)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,6 +264,19 @@ def _check_arguments(mod: Any, args: Any, kwargs: Any, split_policy: Any) -> Non
         )
     if split_policy is not None and not callable(split_policy):
         raise PartitionError(f"split_policy is a function of a GraphModule, not {split_policy!r}")
+
+
+def _proof_of(exported: Exported) -> PipeProof | None:
+    """What the model does, as long as its graph is one; None where nothing is to be checked."""
+    if level_of(None) == "off":
+        return None
+    module, state = exported.graph_module, exported.state
+
+    def find(node: fx.Node) -> Any:
+        tensor = state.tensor(str(node.target))
+        return attribute(module, node) if tensor is None else tensor
+
+    return PipeProof(module, find)
 
 
 def _loss_index(mod: nn.Module, exported: Exported, spec: Any) -> int | None:

@@ -23,7 +23,7 @@ def of_constants(
     for node in after.graph.nodes:
         if node.op != "get_attr" or str(node.target) not in there:
             continue
-        if not _same_object(attribute(before, node), attribute(after, node)):
+        if not same_object(attribute(before, node), attribute(after, node)):
             yield Problem(f"the constant {node.target} of the module is another one", (node,))
 
 
@@ -35,7 +35,8 @@ def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
     return found
 
 
-def _same_object(one: Any, other: Any) -> bool:
+def same_object(one: Any, other: Any) -> bool:
+    """Whether two constants of modules are the same, bit for bit."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

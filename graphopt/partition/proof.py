@@ -1,0 +1,71 @@
+"""Proof that the submodules of a graph do together what it did as one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from functools import partial
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import VerificationError
+from graphopt.partition.attributes import Attributes
+from graphopt.partition.hazards import hazards
+from graphopt.verify.composition import Composition, Objects
+from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.outcomes import differences
+from graphopt.verify.problems import Problem
+from graphopt.verify.same_calls import call_problems
+from graphopt.verify.terms import Terms
+
+
+def check_split(whole: fx.GraphModule, split: fx.GraphModule, attributes: Attributes) -> None:
+    """Show that a graph of submodules does what the graph did.
+
+    The calls of submodules give way to what they do; what comes of it has to make the calls of
+    `whole`, each with the same arguments, and in an order that keeps updates in place and random
+    numbers where they were. For graphs of operators it also has to leave the same terms.
+
+    Raises:
+        VerificationError: it does not.
+    """
+    objects = Objects(state=True)
+    before, after = (
+        _composed(module, objects, attributes, names)
+        for module, names in ((whole, ()), (split, split.meta["partition_names"]))
+    )
+    found = next(_problems(before, after, objects), None)
+    if found is not None:
+        raise VerificationError(f"split_module was refused: {found}")
+
+
+def _composed(
+    module: fx.GraphModule, objects: Objects, attributes: Attributes, pieces: Collection[str]
+) -> fx.Graph:
+    composition = Composition(objects, attributes.find, pieces=pieces)
+    return composition.finish(composition.call(module, composition.inputs(module.graph)))
+
+
+def _problems(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[Problem]:
+    yield from call_problems(before, after, partial(hazards, find=objects.find))
+    if not all(map(_is_known, before.nodes)):
+        return
+    terms = Terms()
+    try:
+        old = evaluate_graph(before, terms)
+    except NotDecidedError:
+        return
+    try:
+        yield from differences(terms, old, evaluate_graph(after, terms))
+    except NotDecidedError as error:
+        yield error.problem
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether terms can say what a node does."""
+    if node.op == "call_function":
+        return isinstance(node.target, _compat.OpOverload) or node.target is operator.getitem
+    return node.op != "placeholder" or isinstance(node.meta.get("val"), torch.Tensor)

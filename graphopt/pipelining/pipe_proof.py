@@ -1,0 +1,210 @@
+"""Proof that the stages of a pipe do together what the exported model does.
+
+    exported graph  =  stages, composed along the graph of stages        (`Pipe.from_tracing`)
+    graph of stages =  stages, composed as a chain, by position          (`build_stage`)
+
+Stages are told by what they hold: a parameter or buffer is known by the tensor that it is, not by
+its name. Besides equal values it is shown that the very same calls are made, so that autograd
+differentiates what it would in the model. Boundaries hand values on (`cut`, and the functions of
+`graphopt.pipelining.boundary`), which is trusted, as is autograd itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import fx, nn
+
+from graphopt.errors import VerificationError
+from graphopt.graph_utils import find_all_descendants, get_output
+from graphopt.partition.hazards import hazards
+from graphopt.pipelining.backward import add_gradients, cut, stage_backward, value_before_cut
+from graphopt.pipelining.boundary import give_back, receive, send
+from graphopt.pipelining.chain import ChainPlan
+from graphopt.pipelining.placement import arguments_of, module_of, results, stage_nodes
+from graphopt.pipelining.sharing import Replica
+from graphopt.verify.composition import Composition, Objects
+from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.module_constants import attribute
+from graphopt.verify.outcomes import differences
+from graphopt.verify.problems import Problem
+from graphopt.verify.same_calls import call_problems
+from graphopt.verify.terms import Terms
+
+logger = logging.getLogger("graphopt")
+
+HANDING = (cut, receive, send, give_back)
+"""Functions that hand a value from one stage to the next, or to the loss function."""
+
+
+class PipeProof:
+    """Shows that a model is divided right.
+
+    Args:
+        exported: the graph as one, without marks, of which this takes note.
+        find: what a node of it names: the model's parameters and buffers.
+    """
+
+    def __init__(self, exported: fx.GraphModule, find: Callable[[fx.Node], Any]) -> None:
+        self._objects = Objects(state=True)
+        self._objects.learn(exported.graph, find)
+        self._whole = _composed(exported, self._objects)
+
+    def check_stages(self, top: fx.GraphModule, replicas: Sequence[Replica]) -> None:
+        """Show that the graph of stages computes what the model does, backward aside.
+
+        Raises:
+            VerificationError: it does not.
+        """
+        after = _composed(top, self._objects)
+        problem = next(_differing(self._whole, after, self._objects), None)
+        problem = problem or next(_not_listed(top, replicas), None)
+        if problem is not None:
+            raise VerificationError(f"the division into stages was refused: {problem}")
+
+
+def check_chain(top: fx.GraphModule, chain: Sequence[fx.GraphModule], plan: ChainPlan) -> None:
+    """Show that stages which are sent only what the one before them sends do what the graph of
+    stages does, backward aside.
+
+    Args:
+        top: the graph of stages.
+        chain: the stages, each a function of what it receives.
+        plan: which values these are.
+
+    Raises:
+        VerificationError: they do not.
+    """
+    objects = Objects(state=True)
+    before, composition = _composed(top, objects), Composition(objects, handing=HANDING)
+    arguments = top.graph.find_nodes(op="placeholder")
+    given = dict(zip(arguments, composition.inputs(top.graph), strict=True))
+    sent: Sequence[Any] = [given[value] for value in plan.received[0]]
+    for stage in chain:
+        sent = composition.call(stage, sent)
+    returned = dict(zip(plan.returned, sent, strict=True))
+    leaves: Any = get_output(top.graph).args[0]
+    after = composition.finish(fx.node.map_arg(leaves, {**given, **returned}.__getitem__))
+    problem = next(_differing(before, after, objects), None)
+    if problem is not None:
+        raise VerificationError(f"the chain of stages was refused: {problem}")
+
+
+def _composed(module: fx.GraphModule, objects: Objects) -> fx.Graph:
+    """The graph without calls of stages, and without the backward of a graph of stages."""
+    names = [str(call.target) for call in stage_nodes(module.graph)]
+    composition = Composition(objects, pieces=names, handing=HANDING)
+    graph = composition.finish(composition.call(module, composition.inputs(module.graph)))
+    backwards = graph.find_nodes(op="call_function", target=stage_backward)
+    backward = {*backwards, *find_all_descendants(backwards)}
+    for node in reversed(list(graph.nodes)):
+        if node in backward:
+            graph.erase_node(node)
+    return graph
+
+
+def _differing(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[Problem]:
+    yield from call_problems(before, after, partial(hazards, find=objects.find))
+    terms = Terms()
+    try:
+        old = evaluate_graph(before, terms)
+    except NotDecidedError as error:
+        logger.info("values between the stages of a pipe are not compared: %s", error)
+        return
+    try:
+        yield from differences(terms, old, evaluate_graph(after, terms))
+    except NotDecidedError as error:
+        yield error.problem
+
+
+def _not_listed(top: fx.GraphModule, replicas: Sequence[Replica]) -> Iterator[Problem]:
+    """Parameters that several stages read have to be listed, with all of these stages: what adds
+    their gradients goes by the list."""
+    calls = stage_nodes(top.graph)
+    held: dict[int, dict[int, fx.Node]] = {}
+    for stage, call in enumerate(calls):
+        module = module_of(top, call)
+        for node in module.graph.find_nodes(op="get_attr"):
+            value = attribute(module, node)
+            if isinstance(value, nn.Parameter):
+                held.setdefault(id(value), {})[stage] = node
+    listed: set[tuple[int, tuple[int, ...]]] = set()
+    for replica in replicas:
+        tensors = {
+            id(module_of(top, calls[stage]).get_parameter(name)) for stage, name in replica.holders
+        }
+        listed.update((tensor, tuple(stage for stage, _ in replica.holders)) for tensor in tensors)
+    for tensor, stages in held.items():
+        if len(stages) > 1 and (tensor, tuple(sorted(stages))) not in listed:
+            yield Problem(
+                f"the parameter is held by stages {sorted(stages)}, which are not listed together:"
+                " a part of its gradient would be lost",
+                (next(iter(stages.values())),),
+            )
+
+
+def check_backward(top: fx.GraphModule, loss_index: int) -> None:
+    """Show that each stage which the loss depends on has its backward, in reverse order, and that
+    what it sent gets the sum of the gradients of all who have received it.
+
+    Args:
+        top: the graph of stages, backward included.
+        loss_index: which of the leaves that it returns is the loss.
+
+    Raises:
+        VerificationError: a backward is missing, or a gradient is, or one is added twice.
+    """
+    leaves: Any = get_output(top.graph).args[0]
+    sums: dict[fx.Node, Counter[Any]] = {leaves[loss_index]: Counter()}
+    found = iter(top.graph.find_nodes(op="call_function", target=stage_backward))
+    for call in reversed(stage_nodes(top.graph)):
+        outputs = list(results(call).values())
+        indices = [index for index, value in enumerate(outputs) if value in sums]
+        if not indices:
+            continue
+        backward = next(found, None)
+        received = [node for node in arguments_of(call) if node.target is cut]
+        if backward is None or not _is_backward_of(backward, outputs, indices, received, sums):
+            message = (
+                f"the backward of {call.target} was refused: it does not take the gradients of"
+            )
+            raise VerificationError(f"{message} all that depends on what it sends")
+        for index, value in enumerate(received):
+            sums.setdefault(value_before_cut(value), Counter())[backward, index] += 1
+    if next(found, None) is not None:
+        raise VerificationError("the graph of stages has a backward on which the loss depends not")
+
+
+def _is_backward_of(
+    backward: fx.Node,
+    outputs: list[fx.Node],
+    indices: list[int],
+    received: list[fx.Node],
+    sums: Mapping[fx.Node, Counter[Any]],
+) -> bool:
+    given = backward.kwargs
+    gradients: Any = given["output_grads"]
+    return (
+        list(given["stage_output"]) == outputs  # type: ignore[arg-type]
+        and list(given["outputs_with_grads_idxs"]) == indices  # type: ignore[arg-type]
+        and list(given["input_values"]) == received  # type: ignore[arg-type]
+        and [_summed(gradient) for gradient in gradients]
+        == [sums.get(value, Counter()) for value in outputs]
+    )
+
+
+def _summed(gradient: Any) -> Counter[Any]:
+    """Which gradients of which backwards a gradient is the sum of."""
+    if not isinstance(gradient, fx.Node):
+        return Counter()
+    if gradient.target is add_gradients:
+        return _summed(gradient.args[0]) + _summed(gradient.args[1])
+    if gradient.target is operator.getitem:
+        return Counter([gradient.args])
+    return Counter([gradient])

@@ -1,0 +1,160 @@
+"""Pieces of a graph, put together again as they run: one graph that calls no piece.
+
+    a = first(x)              t = relu(x)
+    b = second(a, w)    →     b = mm(t, w)
+
+Who calls what with what is said by whoever puts the pieces together, from that alone which also
+runs: the graphs of the pieces, their arguments, and what is handed from one to the next.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt.verify.module_constants import attribute, same_object
+
+
+class Objects:
+    """Constants, modules and state that graphs read and call, each by one name.
+
+    Args:
+        state: whether tensors may be updated, so that each is itself alone; else they are the same
+            where their bits are.
+    """
+
+    def __init__(self, *, state: bool = False) -> None:
+        self.are_state = state
+        self._names: dict[int, str] = {}
+        self._known: dict[str, Any] = {}
+        self._held: list[Any] = []  # they are known by their identity
+
+    def learn(self, graph: fx.Graph, find: Callable[[fx.Node], Any]) -> None:
+        """Call what a graph reads and calls by the names that it has there."""
+        for node in graph.nodes:
+            if node.op in ("get_attr", "call_module"):
+                self.name_of(find(node), str(node.target))
+
+    def name_of(self, value: Any, wanted: str) -> str:
+        """The name of an object.
+
+        Args:
+            wanted: its name if it has none yet.
+        """
+        name = self._names.get(id(value))
+        if name is not None:
+            return name
+        same = (name for name, known in self._known.items() if self._is_same(known, value))
+        name = next(same, None) or self._free(wanted)
+        self._known.setdefault(name, value)
+        self._held.append(value)
+        return self._names.setdefault(id(value), name)
+
+    def find(self, node: fx.Node) -> Any:
+        """What a node of a composed graph names."""
+        return self._known[str(node.target)]
+
+    def _free(self, wanted: str) -> str:
+        taken = wanted in self._known
+        return f"{wanted}, number {len(self._known)}" if taken else wanted
+
+    def _is_same(self, one: Any, other: Any) -> bool:
+        if isinstance(one, fx.GraphModule) or not self.are_state:
+            return same_object(one, other)
+        return not isinstance(one, (torch.Tensor, nn.Module)) and same_object(one, other)
+
+
+class Composition:
+    """One graph made of pieces. It is to be read, and not to be run.
+
+    Args:
+        objects: names of what pieces read; shared by the graphs that are compared. Tensors that are
+            state are inputs of the graph.
+        find: what a node names that its own module does not have.
+        pieces: names of submodules whose calls give way to what they do.
+        handing: functions that hand their first argument on to another piece.
+
+    Attributes:
+        graph: what is put together so far.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        find: Callable[[fx.Node], Any] | None = None,
+        *,
+        pieces: Collection[str] = (),
+        handing: Collection[Any] = (),
+    ) -> None:
+        self.graph = fx.Graph()
+        self._objects, self._find = objects, find
+        self._pieces, self._handing = pieces, handing
+        self._inputs: dict[str, fx.Node] = {}
+
+    def input(self, like: fx.Node, name: str | None = None) -> fx.Node:
+        """An input of the whole: one that it has, or by a name of its own, one that is arbitrary.
+
+        Args:
+            like: says what kind of value it is.
+        """
+        target = str(like.target) if name is None else name
+        node = self.graph.create_node("placeholder", target, like.args, name=like.name)
+        node.meta = dict(like.meta)
+        return node
+
+    def inputs(self, graph: fx.Graph) -> list[fx.Node]:
+        """All inputs of a graph."""
+        return [self.input(node) for node in graph.find_nodes(op="placeholder")]
+
+    def call(self, piece: fx.GraphModule, arguments: Iterable[Any]) -> Any:
+        """Append what a piece does with some arguments.
+
+        Returns:
+            What the piece returns, nested alike.
+        """
+        values: dict[fx.Node, Any] = {}
+        given = iter(arguments)
+        for node in piece.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], values.__getitem__)
+            else:
+                values[node] = self._appended(piece, node, values)
+        return None
+
+    def finish(self, returned: Any) -> fx.Graph:
+        """The graph, once all pieces are called."""
+        self.graph.output(returned)
+        return self.graph
+
+    def _appended(self, piece: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        if node.op == "call_module" and str(node.target) in self._pieces:
+            called = piece.get_submodule(str(node.target))
+            assert isinstance(called, fx.GraphModule)
+            return self.call(called, fx.node.map_arg(node.args, values.__getitem__))
+        source = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+        if isinstance(source, (list, tuple)) and node.target is operator.getitem:
+            return source[node.args[1]]  # type: ignore[index]  # of what a piece returns
+        if node.target in self._handing:
+            return source
+        if node.op not in ("get_attr", "call_module"):
+            return self.graph.node_copy(node, values.__getitem__)
+        value = attribute(piece, node)
+        if value is None and self._find is not None:
+            value = self._find(node)
+        name = self._objects.name_of(value, str(node.target))
+        if node.op == "get_attr" and self._objects.are_state and isinstance(value, torch.Tensor):
+            return self._input_of_state(name, node)
+        copy = self.graph.node_copy(node, values.__getitem__)
+        copy.target = name
+        return copy
+
+    def _input_of_state(self, name: str, node: fx.Node) -> fx.Node:
+        if name not in self._inputs:
+            self._inputs[name] = self.input(node, name)
+        return self._inputs[name]

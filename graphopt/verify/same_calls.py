@@ -1,0 +1,181 @@
+"""Does a graph make the very same calls as another one, in an order that does as well?
+
+Where terms cannot speak of a graph (calls of modules and of functions in Python, tensors of which
+nothing is known), and where more is asked for than equal values: that autograd sees the same. Each
+call has to be one of those before, of the same function with the same arguments and under the same
+autocast and grad mode; none may be left out, and what has an order keeps it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import fx
+
+from graphopt._compat.partition import ENTER_INFERENCE_MODE, EXIT_OF, SET_GRAD_ENABLED
+from graphopt.graph_utils import is_operator
+from graphopt.verify.problems import Problem
+
+
+class Ordered(Protocol):
+    """Two calls that run one after the other, and why."""
+
+    @property
+    def before(self) -> fx.Node: ...
+
+    @property
+    def after(self) -> fx.Node: ...
+
+
+_CALLS = ("call_function", "call_method", "call_module")
+_EXITS = frozenset(EXIT_OF.values())
+
+
+def call_problems(
+    before: fx.Graph, after: fx.Graph, order: Callable[[fx.Graph], Iterable[Ordered]]
+) -> Iterator[Problem]:
+    """What is wrong with the calls of a graph.
+
+    Args:
+        before, after: in which one name stands for the same input, constant or module. Calls that
+            copy a value, or rename it, in `after` alone are looked through.
+        order: finds pairs of calls of a graph that have to run one after the other: reads and
+            updates of the same memory, and random numbers.
+    """
+    match = _Match(before, _earlier(order(before)))
+    earlier = _earlier(order(after))
+    for node in after.nodes:
+        yield from match.take(node, earlier.get(node, ()))
+    yield from match.left_over()
+
+
+def _earlier(order: Iterable[Ordered]) -> dict[fx.Node, list[fx.Node]]:
+    found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for pair in order:
+        found[pair.after].append(pair.before)
+    return found
+
+
+class _Match:
+    """Finds for each call of another graph the one that it is. Calls that are made twice, with
+    nothing between them that would make a difference, are one.
+
+    Args:
+        earlier: for each call those that it has to run after.
+    """
+
+    def __init__(self, before: fx.Graph, earlier: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+        self._context = _Context()
+        self._left: dict[Any, list[fx.Node]] = defaultdict(list)
+        self._first: dict[Any, fx.Node] = {}
+        self._returned: Any = None
+        self._known: dict[fx.Node, fx.Node] = {}
+        for node in before.nodes:
+            if self._context.enter(node):
+                continue
+            key = self._key(node, earlier.get(node, ()))
+            if node.op == "output":
+                self._returned = key
+                continue
+            self._known[node] = self._first.setdefault(key, node)
+            if node.op in _CALLS:
+                self._left[key].append(node)
+        self._at_end = self._context.state()
+        self._context, self._known = _Context(), {}
+
+    def take(self, node: fx.Node, earlier: Sequence[fx.Node]) -> Iterator[Problem]:
+        """Find what a call is, in the order of its graph."""
+        if self._context.enter(node):
+            return
+        if any(source not in self._known for source in node.all_input_nodes):
+            return  # of which something was said
+        key = self._key(node, earlier)
+        if node.op == "output":
+            yield from self._ends(node, key)
+        elif node.op not in _CALLS:
+            self._known[node] = self._first.setdefault(key, node)
+        elif self._left[key]:
+            self._left[key].pop(0)
+            self._known[node] = self._first[key]
+        elif is_operator(node.target, "aten::alias", "aten::clone"):
+            self._known[node] = self._known[node.all_input_nodes[0]]
+        else:
+            yield Problem("it makes a call that the whole does not make there", (node,))
+
+    def _ends(self, output: fx.Node, key: Any) -> Iterator[Problem]:
+        if key != self._returned:
+            yield Problem("it returns something else than the whole", (output,))
+        if self._context.state() != self._at_end:
+            yield Problem("it leaves autocast or grad mode otherwise than the whole", (output,))
+
+    def left_over(self) -> Iterator[Problem]:
+        """Calls that were not found."""
+        for calls in self._left.values():
+            for node in calls:
+                yield Problem("a call of the whole is not made", (node,))
+
+    def _key(self, node: fx.Node, earlier: Sequence[fx.Node]) -> Any:
+        arguments = _written((node.args, node.kwargs), self._known)
+        if node.op == "output":
+            return arguments
+        target = node.target if isinstance(node.target, str) else id(node.target)
+        if node.op not in _CALLS:
+            return node.op, target
+        behind = frozenset(id(self._known[n]) for n in earlier if n in self._known)
+        return node.op, target, self._context.state(), behind, arguments
+
+
+def _written(value: Any, known: Mapping[fx.Node, fx.Node]) -> Any:
+    """An argument as part of a key: nodes by what they stand for, constants as they are written."""
+    if isinstance(value, fx.Node):
+        return "node", id(known[value])
+    if isinstance(value, (list, tuple)):
+        return ("list", *(_written(entry, known) for entry in value))
+    if isinstance(value, dict):
+        return ("dict", *((key, _written(entry, known)) for key, entry in value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(_written(end, known) for end in (value.start, value.stop, value.step)))
+    return type(value).__name__, repr(value)
+
+
+class _Context:
+    """Autocast, inference mode and grad mode, as a graph sets them."""
+
+    def __init__(self) -> None:
+        self._active: list[tuple[fx.Node, Any]] = []
+
+    def enter(self, node: fx.Node) -> bool:
+        """Take in a node, if it begins or ends a region. Returns whether it does."""
+        if node.op != "call_function":
+            return False
+        if node.target is SET_GRAD_ENABLED:
+            inner = self._innermost()
+            self._active[inner:] = [
+                *(e for e in self._active[inner:] if e[0].target is not SET_GRAD_ENABLED),
+                (node, repr(node.args)),
+            ]
+        elif node.target in EXIT_OF:
+            self._active.append((node, repr((node.args, node.kwargs))))
+        elif node.target in _EXITS:
+            self._leave(node.all_input_nodes[0])
+        else:
+            return False
+        return True
+
+    def state(self) -> tuple[Any, ...]:
+        """What is in effect."""
+        return tuple((id(node.target), written) for node, written in self._active)
+
+    def _leave(self, entered: fx.Node) -> None:
+        index = next(i for i, (node, _) in enumerate(self._active) if node is entered)
+        if entered.target is ENTER_INFERENCE_MODE:
+            del self._active[index:]
+        else:
+            del self._active[index]
+
+    def _innermost(self) -> int:
+        """Where the innermost inference region begins: its end restores the grad mode before it."""
+        inside = [i for i, (n, _) in enumerate(self._active) if n.target is ENTER_INFERENCE_MODE]
+        return inside[-1] + 1 if inside else 0
