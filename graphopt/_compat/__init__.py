@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from types import CodeType, MappingProxyType
@@ -270,7 +270,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     """An integer equal for tensors over one storage, as long as that storage lives."""
     if tensor.layout is not torch.strided:  # indices and values in storage of their own
         return id(tensor)
-    return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
+    return torch._C._storage_id(tensor)  # type: ignore[no-any-return, attr-defined]
 
 
 def may_be_written(tensor: torch.Tensor) -> bool:
@@ -616,6 +616,25 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 # ---------------------------------------------------------------------------- graphs
+
+
+inputs_of: Callable[[fx.Node], Mapping[fx.Node, None]] = attrgetter("_input_nodes")
+"""What `all_input_nodes` of a node lists, without making a list: to be read at once, while nobody
+edits the node."""
+
+
+arguments_of: Callable[[fx.Node], tuple[tuple[Any, ...], dict[str, Any]]] = attrgetter(
+    "_args", "_kwargs"
+)
+"""`args` and `kwargs` of a node, which are properties written in Python."""
+
+
+def calls_by_target(graph: fx.Graph) -> Iterator[tuple[Any, Collection[fx.Node]]]:
+    """Each target of calls of functions with the nodes that call it, in no order. The graph keeps
+    this table up to date itself, and `lint` compares it with the nodes."""
+    for (op, target), nodes in graph._find_nodes_lookup_table.table.items():
+        if op == "call_function" and nodes:
+            yield target, nodes
 
 
 def copy_codegen(source: fx.Graph, destination: fx.Graph) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from graphopt import _compat
 from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes
 from graphopt.graph_utils import is_collective, is_operator, is_random, written
 from graphopt.ir.effects import Effects
-from graphopt.ir.operators import argument
+from graphopt.ir.operators import argument, calls_of, writers
 
 BESIDE = 4
 """One bucket is filled beside gradients of so many times its limit that are sent alone."""
@@ -70,12 +71,10 @@ def raise_launches(
     graph: fx.Graph, fusable: Mapping[fx.Node, CommBlock], effects: Effects
 ) -> set[fx.Node]:
     """Move each launch up to what it sends, in the order of its group. Returns those that moved."""
-    updated = {effects.key(state) for node in graph.nodes for state in written(node)}
+    updated = {effects.key(state) for node in writers(graph) for state in written(node)}
     previous: dict[Any, fx.Node] = {}
     moved: set[fx.Node] = set()
-    for node in list(graph.nodes):
-        if not is_collective(node):
-            continue
+    for node in calls_of(graph, attrgetter("collective")):
         group = argument(node, "group_name")
         if node in fusable and effects.key(node.all_input_nodes[0]) not in updated:
             anchor = max(node.all_input_nodes[0], previous.get(group, node.all_input_nodes[0]))

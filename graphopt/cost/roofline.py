@@ -167,6 +167,8 @@ def _dtype(node: fx.Node) -> torch.dtype:
 def _bytes(tensor: torch.Tensor) -> int:
     if _compat.has_symbolic_shape(tensor) or tensor.layout is not torch.strided:
         return 0
+    if tensor.is_contiguous():
+        return tensor.nbytes
     expanded = [
         size
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

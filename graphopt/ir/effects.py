@@ -69,7 +69,10 @@ class Effects:
     def _add(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            self._join(node, _key(value))
+            if node in self._parent:
+                self._join(node, _key(value))
+            else:  # nearly always: it is in no class so far
+                self._parent[node] = self._find(_key(value))
         for source in self.calls.shared_with(node):
             self._join(source, node)
         if node.op == "placeholder":

@@ -8,9 +8,10 @@ family (`graphopt.ir.families`) names aliases and writes what its schema says.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -83,6 +84,11 @@ class Operator:
     def may_alias(self) -> bool:
         """Whether a result may share memory with an argument."""
         return any(self.aliases)
+
+    @cached_property
+    def aliased(self) -> tuple[int, ...]:
+        """Positions of the arguments whose memory a result may share."""
+        return tuple(dict.fromkeys(index for result in self.aliases for index in result))
 
 
 _PLAIN = Operator()
@@ -196,6 +202,23 @@ def _elements(name: str, wait: bool, reduction: str, pointwise: bool) -> str:
     if name == "aten::slice":
         return "slice"
     return "pointwise" if pointwise or reduction in ELEMENT_COLLECTIVES else ""
+
+
+def calls_of(graph: fx.Graph, has: Callable[[Operator], object]) -> list[fx.Node]:
+    """The calls of operators for whose rows `has` holds, in graph order.
+
+    The graph is asked by targets, of which there are few: no walk over its nodes.
+    """
+    known = _compat.calls_by_target(graph)
+    return sorted(node for target, nodes in known if has(row(target)) for node in nodes)
+
+
+def writers(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that update arguments in place, or may; see `written`. In graph order."""
+    found = calls_of(graph, attrgetter("writes"))
+    for op in ("call_module", "call_method"):
+        found += graph.find_nodes(op=op, sort=False)
+    return sorted(found)
 
 
 def is_operator(target: object, *names: str) -> bool:
@@ -376,8 +399,7 @@ def aliased(node: fx.Node) -> list[fx.Node]:
         return []
     if is_operator(node.target, *DROPOUTS) and argument(node, "train") and argument(node, "p"):
         return []
-    positions = dict.fromkeys(index for result in known.aliases for index in result)
-    return [leaf for index in positions for leaf in nodes_in(argument_at(node, index))]
+    return [leaf for index in known.aliased for leaf in nodes_in(argument_at(node, index))]
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:

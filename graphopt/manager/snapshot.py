@@ -110,25 +110,31 @@ class Snapshot:
         graph = self._gm.graph
         if graph is not self._original or len(graph.nodes) != len(self.nodes):
             return False
-        return late_nodes(graph) == self.late and all(
-            node is old and _same(_content(node), held.content) and _same_meta(node.meta, held.meta)
-            for node, (old, held) in zip(graph.nodes, self.nodes.items(), strict=True)
-        )
+        if late_nodes(graph) != self.late:
+            return False
+        for node, (old, (content, meta)) in zip(graph.nodes, self.nodes.items(), strict=True):
+            if node is not old or not _same(_content(node), content):
+                return False
+            if not _same_meta(node.meta, meta):
+                return False
+        return True
 
     def new_nodes(self) -> Iterable[fx.Node]:
         """Nodes that were not there."""
-        return [node for node in self._gm.graph.nodes if node not in self.nodes]
+        known = self.nodes
+        return [node for node in self._gm.graph.nodes if node not in known]
 
     def changed_nodes(self) -> list[tuple[fx.Node, Any]]:
         """Nodes with another operator, other arguments or another `meta["val"]`, and what the
         latter was."""
         found = []
+        known = self.nodes
         for node in self._gm.graph.nodes:
-            held = self.nodes.get(node)
-            if held is None:
+            if node not in known:
                 continue
-            value = held.meta.get("val")
-            if node.meta.get("val") is not value or not _same(_content(node), held.content):
+            content, meta = known[node]
+            value = meta.get("val")
+            if node.meta.get("val") is not value or not _same(_content(node), content):
                 found.append((node, value))
         return found
 
@@ -197,7 +203,8 @@ def late_nodes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _content(node: fx.Node) -> tuple[Any, ...]:
-    return node.name, node.target, node.args, node.kwargs
+    args, kwargs = _compat.arguments_of(node)
+    return node.name, node.target, args, kwargs
 
 
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -13,13 +14,13 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_output, may_alias, written
 from graphopt.host import is_host_call
-from graphopt.ir.operators import draws
+from graphopt.ir.operators import calls_of, draws
 from graphopt.optim.lists import list_schema
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, named
 from graphopt.verify.communicating import Communication
 from graphopt.verify.constants import sent_constant, sent_constants
-from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, input_value
+from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
 from graphopt.verify.inlining import call_of
 from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
@@ -82,8 +83,11 @@ class _Evaluator:
         self._found = found or Evaluation()
         self._callees = Callees()
         self._unknowns = unknowns or {}
+        waits = calls_of(graph, attrgetter("wait"))
+        self._awaited = {source for wait in waits for source in wait.all_input_nodes}
         self._reading = Reading(terms, self._view)
         self._contents, self._read = self._reading.contents, self._reading.read
+        self._current = self._contents.current
         self._communication = Communication(terms, self._reading, self._found, by_launch=by_launch)
         self._updates = Updates(
             terms, self._reading, self._communication, self._applied, settled or {}
@@ -110,29 +114,42 @@ class _Evaluator:
 
     def _taken_in(self, node: fx.Node) -> Any:
         """The value of a node, after which others may read it."""
-        if node.op == "placeholder":
-            value = self._evaluated(node)
-            self._contents.add(node, value, None)
-            return value
-        known = self._recalled(node)
-        if known is not None:
-            base = cast(fx.Node, node.args[0]) if known.based else None
-            self._contents.add(node, known.value, base)
-            return known.value
+        base: fx.Node | None = None
         same = False
-        if node in self._unknowns:
+        if node.op == "placeholder":
+            value = self._input(node)
+        elif node in self._unknowns:
             value, base = self._unknown(node), self._base(node)
-        elif node.target is operator.getitem and node.op == "call_function":
+        elif node.target is operator.getitem:
             value, base = self._item(node)
+        elif (known := self._recalled(node)) is not None:
+            value, base = known.value, cast(fx.Node, node.args[0]) if known.based else None
         else:
             value, base = self._evaluated(node), self._base(node)
             same = base is not None and is_itself(node)
         self._contents.add(node, value, base, same=same)
         return value
 
+    def _input(self, node: fx.Node) -> Any:
+        held = node.meta.get("val")
+        if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
+            raise NotDecidedError("its shape is not known", node)
+        given = self._inputs.get(str(node.target))
+        if given is not None:
+            return given
+        value = unknown_input(self._terms, node)
+        return Pending(value) if node in self._awaited else value
+
     def _item(self, node: fx.Node) -> tuple[Any, fx.Node | None]:
         """One of several results, or a view, and the node whose storage it shares."""
-        return self._picked(node, self._read(node.args[0], sent=True)), self._base(node)
+        source, *index = node.args
+        if isinstance(source, fx.Node) and not self._reading.in_flight:
+            value = self._contents.read(source)
+        else:
+            value = self._read(source, sent=True)
+        if type(value) is tuple and type(index[0]) is int:
+            return value[index[0]], self._base_of_item(node)
+        return self._picked(node, value), self._base_of_item(node)
 
     def _evaluated(self, node: fx.Node) -> Any:
         held = node.meta.get("val")
@@ -143,7 +160,7 @@ class _Evaluator:
     def _recalled(self, node: fx.Node) -> Call | None:
         """The same call, if it was evaluated before."""
         calls = self._terms.recall.calls(node.name)
-        if not calls or node in self._unknowns or node in self._sent_constants:
+        if not calls or node in self._sent_constants:
             return None
         target, fake = node.target, node.meta.get("val")
         args, kwargs = node.args, node.kwargs
@@ -160,10 +177,15 @@ class _Evaluator:
         """Whether an argument is what it was in a call that was evaluated."""
         if isinstance(argument, fx.Node):
             return self._gives(argument, known)
-        return same_arguments(argument, known, self._gives)
+        return argument is known or same_arguments(argument, known, self._gives)
 
     def _gives(self, node: fx.Node, known: Any) -> bool:
-        given = self._reading.read_node(node)
+        if self._reading.in_flight:
+            given = self._reading.read_node(node)
+        else:
+            given = self._current.get(node)
+            if given is None:
+                given = self._contents.read(node)
         return given is known or bool(given == known)
 
     def _unknown(self, node: fx.Node) -> Any:
@@ -178,13 +200,20 @@ class _Evaluator:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or node.op != "call_function":
             return None
-        if node.target is operator.getitem:  # results are separate, but for those of views
-            several = isinstance(source.meta.get("val"), (list, tuple))
-            return None if several and not self._contents.is_alias(source) else source
+        if node.target is operator.getitem:
+            return self._base_of_item(node)
         traits = traits_of(node)
         if traits.wait or (traits.may_alias and may_alias(node)):
             return source
         return source if is_itself(node) else None
+
+    def _base_of_item(self, node: fx.Node) -> fx.Node | None:
+        """As `_base`, of one of several results: they are separate, but for those of views."""
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            return None
+        several = isinstance(source.meta.get("val"), (list, tuple))
+        return None if several and not self._contents.is_alias(source) else source
 
     def _view(self, node: fx.Node, value: Any) -> Any:
         """What a view gives of another value of its first argument."""
@@ -201,9 +230,6 @@ class _Evaluator:
         return self._applied(node, node.target, arguments)
 
     def _value(self, node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            given = self._inputs.get(str(node.target))
-            return input_value(self._terms, node) if given is None else given
         if node.op == "get_attr":
             return fresh(self._terms, ("attribute", str(node.target)), node.meta.get("val"))
         if node.op != "call_function":

@@ -6,7 +6,7 @@ nodes. To find that a call is one that was evaluated is many times cheaper than 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +39,9 @@ class Recall:
     def __init__(self) -> None:
         self._calls: dict[str, list[Call]] = {}
 
-    def calls(self, name: str) -> list[Call]:
+    def calls(self, name: str) -> Sequence[Call]:
         """Calls of nodes of one name: everything else of them may be different."""
-        return self._calls.get(name, [])
+        return self._calls.get(name, ())
 
     def note(self, node: fx.Node, args: Any, kwargs: Any, value: Any, *, based: bool) -> None:
         """Remember a call."""
@@ -62,6 +62,8 @@ def same_arguments(given: Any, known: Any, same: Same) -> bool:
     if isinstance(given, (list, tuple)):
         if not isinstance(known, (list, tuple)) or len(given) != len(known):
             return False
+        if set(map(type, given)) == {int}:  # sizes
+            return set(map(type, known)) == {int} and tuple(given) == tuple(known)
         return all(same_arguments(a, b, same) for a, b in zip(given, known, strict=True))
     if isinstance(given, dict):
         if not isinstance(known, dict) or given.keys() != known.keys():
