@@ -270,7 +270,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     """An integer equal for tensors over one storage, as long as that storage lives."""
     if tensor.layout is not torch.strided:  # indices and values in storage of their own
         return id(tensor)
-    return torch._C._storage_id(tensor)  # type: ignore[no-any-return, attr-defined]
+    return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
+
+
+def storage_key_of_value(value: torch.Tensor) -> int:
+    """As `storage_key`, of the value of a node. It asks for the class of the tensor, which one with
+    late updates answers by finishing them, and takes half of the time."""
+    if value.layout is not torch.strided:
+        return id(value)
+    return torch._C._storage_id(value)  # type: ignore[no-any-return, attr-defined]
 
 
 def may_be_written(tensor: torch.Tensor) -> bool:
@@ -623,10 +631,10 @@ inputs_of: Callable[[fx.Node], Mapping[fx.Node, None]] = attrgetter("_input_node
 edits the node."""
 
 
-arguments_of: Callable[[fx.Node], tuple[tuple[Any, ...], dict[str, Any]]] = attrgetter(
-    "_args", "_kwargs"
+content_of: Callable[[fx.Node], tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = attrgetter(
+    "name", "target", "_args", "_kwargs"
 )
-"""`args` and `kwargs` of a node, which are properties written in Python."""
+"""Name, target, arguments and keyword arguments of a node."""
 
 
 def calls_by_target(graph: fx.Graph) -> Iterator[tuple[Any, Collection[fx.Node]]]:

@@ -61,6 +61,7 @@ class Operator:
             "slice", "pointwise", or "" where they mix.
         metadata_only: of its tensor arguments it reads only what is known without their values.
         one_tensor_twice: several of its results may be one tensor.
+        drops: it gives its argument itself where it drops nothing.
     """
 
     aliases: tuple[tuple[int, ...], ...] = ()
@@ -79,11 +80,17 @@ class Operator:
     elements: str = ""
     metadata_only: bool = False
     one_tensor_twice: bool = False
+    drops: bool = False
 
     @cached_property
     def may_alias(self) -> bool:
         """Whether a result may share memory with an argument."""
         return any(self.aliases)
+
+    @cached_property
+    def own_memory(self) -> bool:
+        """Whether no result shares memory with an argument, nor another result."""
+        return not (self.may_alias or self.one_tensor_twice)
 
     @cached_property
     def aliased(self) -> tuple[int, ...]:
@@ -146,6 +153,7 @@ def _row(target: _compat.OpOverload) -> Operator:
         elements=_elements(name, wait, reduction, pointwise),
         metadata_only=name in METADATA_ONLY,
         one_tensor_twice=name in ONE_TENSOR_TWICE,
+        drops=name in DROPOUTS,
     )
 
 
@@ -397,9 +405,13 @@ def aliased(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes[:1]
     if not known.may_alias:
         return []
-    if is_operator(node.target, *DROPOUTS) and argument(node, "train") and argument(node, "p"):
+    if known.drops and argument(node, "train") and argument(node, "p"):
         return []
-    return [leaf for index in known.aliased for leaf in nodes_in(argument_at(node, index))]
+    found: list[fx.Node] = []
+    for index in known.aliased:
+        value = argument_at(node, index)
+        found += [value] if isinstance(value, fx.Node) else nodes_in(value)
+    return found
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:

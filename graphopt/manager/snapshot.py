@@ -37,7 +37,7 @@ class NodeRecord(NamedTuple):
 
 def noted(node: fx.Node) -> NodeRecord:
     """What a node holds now."""
-    return NodeRecord(_content(node), node.meta.copy())
+    return NodeRecord(_compat.content_of(node), node.meta.copy())
 
 
 class Snapshot:
@@ -112,12 +112,11 @@ class Snapshot:
             return False
         if late_nodes(graph) != self.late:
             return False
-        for node, (old, (content, meta)) in zip(graph.nodes, self.nodes.items(), strict=True):
-            if node is not old or not _same(_content(node), content):
-                return False
-            if not _same_meta(node.meta, meta):
-                return False
-        return True
+        content_of = _compat.content_of
+        return all(
+            node is old and _same(content_of(node), content) and _same_meta(node.meta, meta)
+            for node, (old, (content, meta)) in zip(graph.nodes, self.nodes.items(), strict=True)
+        )
 
     def new_nodes(self) -> Iterable[fx.Node]:
         """Nodes that were not there."""
@@ -128,13 +127,13 @@ class Snapshot:
         """Nodes with another operator, other arguments or another `meta["val"]`, and what the
         latter was."""
         found = []
-        known = self.nodes
+        known, content_of = self.nodes, _compat.content_of
         for node in self._gm.graph.nodes:
             if node not in known:
                 continue
             content, meta = known[node]
             value = meta.get("val")
-            if node.meta.get("val") is not value or not _same(_content(node), content):
+            if node.meta.get("val") is not value or not _same(content_of(node), content):
                 found.append((node, value))
         return found
 
@@ -202,14 +201,13 @@ def late_nodes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return dict(graph.late) if isinstance(graph, IterGraph) else {}
 
 
-def _content(node: fx.Node) -> tuple[Any, ...]:
-    args, kwargs = _compat.arguments_of(node)
-    return node.name, node.target, args, kwargs
-
-
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether all is equal, and written alike: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
-    return all(map(operator.is_, content, other)) or all(
+    a, b, c, d = content
+    w, x, y, z = other
+    if a is w and b is x and c is y and d is z:
+        return True
+    return all(
         a is b or (a == b and repr(a) == repr(b)) for a, b in zip(content, other, strict=True)
     )
 

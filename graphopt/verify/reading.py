@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import fx
 
+from graphopt import _compat
 from graphopt.verify.calls import named
 from graphopt.verify.contents import Contents, View
 from graphopt.verify.evaluated import NotDecidedError
-from graphopt.verify.terms import Pending, Terms
+from graphopt.verify.terms import Pending, TensorValue, Terms
 from graphopt.verify.traits import traits_of
 
 
@@ -56,8 +57,9 @@ class Reading:
 
     def refuse_pending(self, node: fx.Node) -> None:
         """Refuse a node that reads what a collective will give, before its wait."""
-        for source in node.all_input_nodes:
-            if _is_pending(self.contents.read(source)):
+        for source in _compat.inputs_of(node):
+            value = self.contents.read(source)
+            if type(value) is not TensorValue and _is_pending(value):
                 raise NotDecidedError("it reads what a collective gives before its wait", node)
 
 
