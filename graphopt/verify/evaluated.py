@@ -105,7 +105,7 @@ def input_value(terms: Terms, node: fx.Node) -> Any:
 def unknown_input(terms: Terms, node: fx.Node) -> Any:
     """As `input_value`, once it is there."""
     fake = node.meta.get("val")
-    for call in terms.recall.calls(node.name):
+    for call in terms.recall.by_name.get(node.name, ()):
         if call.fake is fake and call.target == node.target and not call.args:
             return call.value
     value = fresh(terms, ("input", str(node.target)), fake)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_output, may_alias, written
+from graphopt.graph_utils import get_output, written
 from graphopt.host import is_host_call
 from graphopt.ir.operators import calls_of, draws
 from graphopt.optim.lists import list_schema
@@ -24,7 +24,7 @@ from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unkn
 from graphopt.verify.inlining import call_of
 from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
-from graphopt.verify.recall import Call, same_arguments
+from graphopt.verify.recall import Call
 from graphopt.verify.regions import Unknown
 from graphopt.verify.terms import Pending, Terms, canonical
 from graphopt.verify.traits import traits_of
@@ -87,7 +87,6 @@ class _Evaluator:
         self._awaited = {source for wait in waits for source in wait.all_input_nodes}
         self._reading = Reading(terms, self._view)
         self._contents, self._read = self._reading.contents, self._reading.read
-        self._current = self._contents.current
         self._communication = Communication(terms, self._reading, self._found, by_launch=by_launch)
         self._updates = Updates(
             terms, self._reading, self._communication, self._applied, settled or {}
@@ -159,34 +158,9 @@ class _Evaluator:
 
     def _recalled(self, node: fx.Node) -> Call | None:
         """The same call, if it was evaluated before."""
-        calls = self._terms.recall.calls(node.name)
-        if not calls or node in self._sent_constants:
+        if node.name not in self._terms.recall.by_name or node in self._sent_constants:
             return None
-        target, fake = node.target, node.meta.get("val")
-        args, kwargs = node.args, node.kwargs
-        for call in calls:
-            if call.target is not target or call.fake is not fake or len(call.args) != len(args):
-                continue
-            if (kwargs or call.kwargs) and not same_arguments(kwargs, call.kwargs, self._gives):
-                continue
-            if all(map(self._is_given, args, call.args)):
-                return call
-        return None
-
-    def _is_given(self, argument: Any, known: Any) -> bool:
-        """Whether an argument is what it was in a call that was evaluated."""
-        if isinstance(argument, fx.Node):
-            return self._gives(argument, known)
-        return argument is known or same_arguments(argument, known, self._gives)
-
-    def _gives(self, node: fx.Node, known: Any) -> bool:
-        if self._reading.in_flight:
-            given = self._reading.read_node(node)
-        else:
-            given = self._current.get(node)
-            if given is None:
-                given = self._contents.read(node)
-        return given is known or bool(given == known)
+        return self._terms.recall.find(node, self._reading.gives)
 
     def _unknown(self, node: fx.Node) -> Any:
         unknown = self._unknowns[node]
@@ -203,7 +177,7 @@ class _Evaluator:
         if node.target is operator.getitem:
             return self._base_of_item(node)
         traits = traits_of(node)
-        if traits.wait or (traits.may_alias and may_alias(node)):
+        if traits.wait or traits.may_alias:
             return source
         return source if is_itself(node) else None
 

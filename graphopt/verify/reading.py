@@ -27,6 +27,7 @@ class Reading:
 
     def __init__(self, terms: Terms, view: View) -> None:
         self.contents = Contents(terms, view)
+        self._current = self.contents.current
         self.in_flight: dict[fx.Node, fx.Node] = {}
 
     def read(self, value: Any, *, sent: bool = False) -> Any:
@@ -50,6 +51,16 @@ class Reading:
             if launch is not None:
                 return Pending(self.contents.read(node))
         return self.contents.read(node)
+
+    def gives(self, node: fx.Node, known: Any) -> bool:
+        """Whether a node holds a value."""
+        if self.in_flight:
+            given = self.read_node(node)
+        else:
+            given = self._current.get(node)
+            if given is None:
+                given = self.contents.read(node)
+        return given is known or bool(given == known)
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
         """Arguments by name."""
