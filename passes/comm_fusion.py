@@ -61,6 +61,7 @@ from graphopt.comm.buckets import (
     Planner,
     Scaled,
     fusable_blocks,
+    may_change,
     pinned_nodes,
     raise_launches,
     scaled_input,
@@ -103,8 +104,10 @@ def comm_fusion_with_concat(
 
 
 def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
-    effects = Effects(gm.graph)
     fusable = fusable_blocks(gm)
+    if not may_change(fusable, gm.graph, limits):
+        return 0
+    effects = Effects(gm.graph)
     changed = raise_launches(gm.graph, fusable, effects)
     received: dict[fx.Node, fx.Node] = {}
     for bucket in Planner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):

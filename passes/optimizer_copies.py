@@ -28,11 +28,13 @@ nodes stay.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from torch import fx
 
 from graphopt.comm import late_nodes
 from graphopt.ir.effects import Effects
-from graphopt.ir.operators import is_copy, is_list_operator
+from graphopt.ir.operators import calls_of, is_copy, is_list_operator
 from graphopt.ir.reads import values_read
 from graphopt.manager import graph_optimization_pass
 
@@ -43,7 +45,8 @@ MAX_OPTIMIZER_DISTANCE = 5
 def remove_copy_from_optimizer(gm: fx.GraphModule) -> int:
     """Remove orphan copies of an optimizer that nobody reads. Returns how many."""
     late = late_nodes(gm.graph)
-    orphans = {n for n in gm.graph.nodes if is_copy(n) and not n.users and n not in late}
+    copies = calls_of(gm.graph, attrgetter("copies"))
+    orphans = {copy for copy in copies if not copy.users and copy not in late}
     if not orphans:
         return 0
     near = _near_optimizer(gm.graph)

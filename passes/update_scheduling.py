@@ -28,14 +28,13 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import (
-    is_collective,
     is_needed,
-    is_wait,
     move_after,
     readers_through_views,
     written,
 )
 from graphopt.ir.effects import Effects
+from graphopt.ir.operators import calls_of
 from graphopt.manager import graph_optimization_pass
 from graphopt.optim import OptimizerSplitError, get_all_fused_optimizer_blocks, split_updates
 
@@ -56,7 +55,7 @@ def schedule_updates(gm: fx.GraphModule, larger_than_mb: float = 2) -> int:
     Returns:
         How many updates moved.
     """
-    if any(is_collective(node) or is_wait(node) for node in gm.graph.nodes):
+    if calls_of(gm.graph, lambda known: known.collective or known.wait):
         return 0
     try:
         gradients = list(_large_gradients(gm, larger_than_mb * _MB))

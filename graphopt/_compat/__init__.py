@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from types import CodeType, MappingProxyType
@@ -271,6 +271,14 @@ def storage_key(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:  # indices and values in storage of their own
         return id(tensor)
     return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
+
+
+def storage_key_of_value(value: torch.Tensor) -> int:
+    """As `storage_key`, of the value of a node. It asks for the class of the tensor, which one with
+    late updates answers by finishing them, and takes half of the time."""
+    if value.layout is not torch.strided:
+        return id(value)
+    return torch._C._storage_id(value)  # type: ignore[no-any-return, attr-defined]
 
 
 def may_be_written(tensor: torch.Tensor) -> bool:
@@ -616,6 +624,25 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 # ---------------------------------------------------------------------------- graphs
+
+
+inputs_of: Callable[[fx.Node], Mapping[fx.Node, None]] = attrgetter("_input_nodes")
+"""What `all_input_nodes` of a node lists, without making a list: to be read at once, while nobody
+edits the node."""
+
+
+content_of: Callable[[fx.Node], tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = attrgetter(
+    "name", "target", "_args", "_kwargs"
+)
+"""Name, target, arguments and keyword arguments of a node."""
+
+
+def calls_by_target(graph: fx.Graph) -> Iterator[tuple[Any, Collection[fx.Node]]]:
+    """Each target of calls of functions with the nodes that call it, in no order. The graph keeps
+    this table up to date itself, and `lint` compares it with the nodes."""
+    for (op, target), nodes in graph._find_nodes_lookup_table.table.items():
+        if op == "call_function" and nodes:
+            yield target, nodes
 
 
 def copy_codegen(source: fx.Graph, destination: fx.Graph) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from graphopt.graph_utils import (
     is_wait,
     tensors_in,
 )
-from graphopt.ir.operators import argument
+from graphopt.ir.operators import argument, calls_of
 from graphopt.ir.views import is_only_view, view_tail
 from graphopt.iter_graph import IterGraph
 
@@ -157,8 +158,8 @@ def get_all_comm_blocks(
     wanted = (kinds,) if isinstance(kinds, str) else kinds
     return [
         get_comm_block(node)
-        for node in graph_module.graph.nodes
-        if is_collective(node) and (wanted is None or kind_of(node) in wanted)
+        for node in calls_of(graph_module.graph, attrgetter("collective"))
+        if wanted is None or kind_of(node) in wanted
     ]
 
 

@@ -6,8 +6,9 @@ whose collectives have the same order, sizes and kinds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from graphopt import _compat
 from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes
 from graphopt.graph_utils import is_collective, is_operator, is_random, written
 from graphopt.ir.effects import Effects
-from graphopt.ir.operators import argument
+from graphopt.ir.operators import argument, calls_of, writers
 
 BESIDE = 4
 """One bucket is filled beside gradients of so many times its limit that are sent alone."""
@@ -70,22 +71,41 @@ def raise_launches(
     graph: fx.Graph, fusable: Mapping[fx.Node, CommBlock], effects: Effects
 ) -> set[fx.Node]:
     """Move each launch up to what it sends, in the order of its group. Returns those that moved."""
-    updated = {effects.key(state) for node in graph.nodes for state in written(node)}
+    updated = {effects.key(state) for node in writers(graph) for state in written(node)}
     previous: dict[Any, fx.Node] = {}
     moved: set[fx.Node] = set()
-    for node in list(graph.nodes):
-        if not is_collective(node):
-            continue
+    for node in calls_of(graph, attrgetter("collective")):
         group = argument(node, "group_name")
         if node in fusable and effects.key(node.all_input_nodes[0]) not in updated:
-            anchor = max(node.all_input_nodes[0], previous.get(group, node.all_input_nodes[0]))
-            while anchor.next.op == "placeholder":
-                anchor = anchor.next
+            anchor = _anchor(node, previous.get(group))
             if anchor.next is not node:
                 anchor.append(node)
                 moved.add(node)
         previous[group] = node
     return moved
+
+
+def may_change(
+    fusable: Mapping[fx.Node, CommBlock], graph: fx.Graph, limits: tuple[int, int]
+) -> bool:
+    """Whether a launch might move up, or a bucket get two members, if nothing were in the way: what
+    is in the way closes buckets, and one that is closed gets no more members."""
+    previous: dict[Any, fx.Node] = {}
+    for node in calls_of(graph, attrgetter("collective")):
+        group = argument(node, "group_name")
+        if node in fusable and _anchor(node, previous.get(group)).next is not node:
+            return True
+        previous[group] = node
+    return bool(Planner(fusable, None, set(), limits).of_sizes_alone())
+
+
+def _anchor(launch: fx.Node, previous: fx.Node | None) -> fx.Node:
+    """Behind what a launch may stand: what it sends, and the launch before it in its group."""
+    sent = launch.all_input_nodes[0]
+    anchor = sent if previous is None else max(sent, previous)
+    while anchor.next.op == "placeholder":
+        anchor = anchor.next
+    return anchor
 
 
 @dataclass
@@ -160,12 +180,12 @@ class Planner:
     def __init__(
         self,
         fusable: Mapping[fx.Node, CommBlock],
-        effects: Effects,
+        effects: Effects | None,
         pinned: set[fx.Node],
         limits: tuple[int, int],
     ) -> None:
         self._fusable = fusable
-        self._effects = effects
+        self._key: Callable[[fx.Node], object] = str if effects is None else effects.key
         self._pinned = pinned
         self._first_limit, self._limit = limits
         self._open: dict[Any, Bucket] = {}
@@ -188,6 +208,15 @@ class Planner:
             if node in self._fusable:
                 self._add(self._fusable[node])
                 left -= 1
+        return self._several()
+
+    def of_sizes_alone(self) -> list[Bucket]:
+        """As `plan`, if no node had to stand behind a bucket."""
+        for block in self._fusable.values():
+            self._add(block)
+        return self._several()
+
+    def _several(self) -> list[Bucket]:
         self._close(list(self._open.values()))
         return [bucket for bucket in self._closed if len(bucket.blocks) > 1]
 
@@ -202,9 +231,9 @@ class Planner:
         scaled = scaled_input(block.inputs[0])
         bucket.blocks.append(block)
         bucket.nbytes += block.nbytes
-        bucket.sent.add(self._effects.key(block.inputs[0]))
+        bucket.sent.add(self._key(block.inputs[0]))
         if scaled is not None:
-            bucket.sent.add(self._effects.key(scaled.tensor))
+            bucket.sent.add(self._key(scaled.tensor))
         self._behind[block.comm_node] = [bucket]
         if bucket.nbytes >= bucket.limit:
             self._close([bucket])
@@ -249,8 +278,8 @@ class Planner:
         )
 
     def _accesses(self, node: fx.Node) -> tuple[set[object], set[object]]:
-        read = {self._effects.key(source) for source in node.all_input_nodes}
-        return read, {self._effects.key(state) for state in written(node)}
+        read = {self._key(source) for source in node.all_input_nodes}
+        return read, {self._key(state) for state in written(node)}
 
     def _delay(self, node: fx.Node, buckets: list[Bucket]) -> None:
         self._behind[node] = buckets
@@ -263,7 +292,7 @@ class Planner:
 
     def _close_if_overwritten(self, node: fx.Node) -> None:
         """Close buckets of which a member is sent before `node` overwrites it."""
-        updated = {self._effects.key(state) for state in written(node)}
+        updated = {self._key(state) for state in written(node)}
         if updated:
             behind = self._behind.get(node, ())
             buckets = [b for b in self._open.values() if b not in behind]

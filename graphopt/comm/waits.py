@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.graph_utils import (
     WAIT_FOR_SEVERAL,
     call_function_with_meta,
@@ -28,6 +29,9 @@ from graphopt.graph_utils import (
 
 def split_waits(graph: fx.Graph) -> int:
     """Exchange each wait for several tensors for waits for one. Returns how many there were."""
+    targets = [target for target, _ in _compat.calls_by_target(graph)]
+    if not any(is_operator(target, WAIT_FOR_SEVERAL) for target in targets):
+        return 0
     found = find_nodes(graph, lambda node: is_operator(node.target, WAIT_FOR_SEVERAL))
     for node in found:
         _split(graph, node)

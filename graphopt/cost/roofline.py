@@ -11,7 +11,6 @@ its shapes; `efficiency` stands for all of them together.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,7 +19,8 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.cost.errors import CostTableError
-from graphopt.graph_utils import is_collective, is_operator, is_view, is_wait, tensors_in
+from graphopt.graph_utils import is_operator, tensors_in
+from graphopt.ir.operators import operator_of
 
 TERA = 1e12
 GIGA = 1e9
@@ -100,10 +100,12 @@ class RooflineCost:
     _known: dict[fx.Node, tuple[object, float]] = field(default_factory=dict, repr=False)
 
     def __call__(self, node: fx.Node) -> float:
+        if is_free(node):
+            return 0.0
         described = (node.target, node.args)
         found = self._known.get(node)
         if found is None or found[0] != described:
-            found = described, roofline_seconds(node, self.device)
+            found = described, _seconds(node, self.device)
             self._known[node] = found
         return found[1]
 
@@ -116,8 +118,10 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     >>> roofline_seconds(total, DEVICES["cpu"]) > 0
     True
     """
-    if is_free(node):
-        return 0.0
+    return 0.0 if is_free(node) else _seconds(node, device)
+
+
+def _seconds(node: fx.Node, device: Device) -> float:
     sources = [source.meta.get("val") for source in node.all_input_nodes]
     moved = sum(map(_bytes, tensors_in([*sources, node.meta.get("val")])))
     arithmetic = flops_of(node)
@@ -131,9 +135,10 @@ def is_free(node: fx.Node) -> bool:
     """Whether a node takes the device no time: it moves no data, or others move it."""
     if node.op not in ("call_function", "call_module", "call_method"):
         return True
-    if is_collective(node) or is_wait(node) or node.target is operator.getitem:
+    known = operator_of(node)
+    if known.collective or known.wait or known.item:
         return True
-    if is_view(node) and not is_operator(node.target, "aten::copy_"):
+    if known.may_alias and not is_operator(node.target, "aten::copy_"):
         return not _writes(node)
     if is_operator(node.target, *_FREE):
         return True
@@ -167,6 +172,8 @@ def _dtype(node: fx.Node) -> torch.dtype:
 def _bytes(tensor: torch.Tensor) -> int:
     if _compat.has_symbolic_shape(tensor) or tensor.layout is not torch.strided:
         return 0
+    if tensor.is_contiguous():
+        return tensor.nbytes
     expanded = [
         size
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

@@ -38,11 +38,8 @@ class Calls(Protocol):
 class OperatorCalls:
     """The calls of graphs of operators: rows say what they do."""
 
-    def shared_with(self, node: fx.Node) -> Iterable[fx.Node]:
-        return views.shared_with(node)
-
-    def written(self, node: fx.Node) -> list[fx.Node]:
-        return overwritten(node)
+    shared_with = staticmethod(views.shared_with)
+    written = staticmethod(overwritten)
 
 
 class Effects:
@@ -69,12 +66,16 @@ class Effects:
     def _add(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            self._join(node, _key(value))
+            if node in self._parent:
+                self._join(node, _key(value))
+            else:  # nearly always: it is in no class so far
+                self._parent[node] = self._find(_key(value))
         for source in self.calls.shared_with(node):
             self._join(source, node)
-        if node.op == "placeholder":
+        op = node.op
+        if op == "placeholder":
             self._inputs[self._find(node)] = node
-        elif node.op == "get_attr":
+        elif op == "get_attr":
             self._join(("attribute", node.target), node)
             self._fixed.add(self._find(node))
 
@@ -177,6 +178,5 @@ class Effects:
         return self._find(node) in self._fixed
 
 
-def _key(tensor: torch.Tensor) -> object:
-    """Of a storage: a number, which no node is."""
-    return _compat.storage_key(tensor)
+_key = _compat.storage_key_of_value
+"""Of a storage: a number, which no node is."""

@@ -8,9 +8,10 @@ family (`graphopt.ir.families`) names aliases and writes what its schema says.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Operator:
             "slice", "pointwise", or "" where they mix.
         metadata_only: of its tensor arguments it reads only what is known without their values.
         one_tensor_twice: several of its results may be one tensor.
+        drops: it gives its argument itself where it drops nothing.
     """
 
     aliases: tuple[tuple[int, ...], ...] = ()
@@ -78,11 +80,22 @@ class Operator:
     elements: str = ""
     metadata_only: bool = False
     one_tensor_twice: bool = False
+    drops: bool = False
 
     @cached_property
     def may_alias(self) -> bool:
         """Whether a result may share memory with an argument."""
         return any(self.aliases)
+
+    @cached_property
+    def own_memory(self) -> bool:
+        """Whether no result shares memory with an argument, nor another result."""
+        return not (self.may_alias or self.one_tensor_twice)
+
+    @cached_property
+    def aliased(self) -> tuple[int, ...]:
+        """Positions of the arguments whose memory a result may share."""
+        return tuple(dict.fromkeys(index for result in self.aliases for index in result))
 
 
 _PLAIN = Operator()
@@ -140,6 +153,7 @@ def _row(target: _compat.OpOverload) -> Operator:
         elements=_elements(name, wait, reduction, pointwise),
         metadata_only=name in METADATA_ONLY,
         one_tensor_twice=name in ONE_TENSOR_TWICE,
+        drops=name in DROPOUTS,
     )
 
 
@@ -196,6 +210,23 @@ def _elements(name: str, wait: bool, reduction: str, pointwise: bool) -> str:
     if name == "aten::slice":
         return "slice"
     return "pointwise" if pointwise or reduction in ELEMENT_COLLECTIVES else ""
+
+
+def calls_of(graph: fx.Graph, has: Callable[[Operator], object]) -> list[fx.Node]:
+    """The calls of operators for whose rows `has` holds, in graph order.
+
+    The graph is asked by targets, of which there are few: no walk over its nodes.
+    """
+    known = _compat.calls_by_target(graph)
+    return sorted(node for target, nodes in known if has(row(target)) for node in nodes)
+
+
+def writers(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that update arguments in place, or may; see `written`. In graph order."""
+    found = calls_of(graph, attrgetter("writes"))
+    for op in ("call_module", "call_method"):
+        found += graph.find_nodes(op=op, sort=False)
+    return sorted(found)
 
 
 def is_operator(target: object, *names: str) -> bool:
@@ -381,10 +412,13 @@ def aliased(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes[:1]
     if not known.may_alias:
         return []
-    if is_operator(node.target, *DROPOUTS) and argument(node, "train") and argument(node, "p"):
+    if known.drops and argument(node, "train") and argument(node, "p"):
         return []
-    positions = dict.fromkeys(index for result in known.aliases for index in result)
-    return [leaf for index in positions for leaf in nodes_in(argument_at(node, index))]
+    found: list[fx.Node] = []
+    for index in known.aliased:
+        value = argument_at(node, index)
+        found += [value] if isinstance(value, fx.Node) else nodes_in(value)
+    return found
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:

@@ -70,7 +70,10 @@ def _item_of(source: Any, index: Any) -> list[fx.Node]:
     if not isinstance(source, fx.Node):
         return []
     known = operator_of(source)
-    if known.one_tensor_twice or not _holds_several(source):
+    several = _holds_several(source)
+    if several and known.own_memory:
+        return []
+    if known.one_tensor_twice or not several:
         return [source]
     if known.item or not known.aliases:
         return []
@@ -179,4 +182,4 @@ def _share_storage(node: fx.Node, source: fx.Node) -> bool:
     result, value = node.meta.get("val"), source.meta.get("val")
     if not isinstance(result, torch.Tensor) or not isinstance(value, torch.Tensor):
         return False
-    return _compat.storage_key(result) == _compat.storage_key(value)
+    return _compat.storage_key_of_value(result) == _compat.storage_key_of_value(value)

@@ -35,6 +35,7 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.ir.effects import Effects
+from graphopt.ir.operators import writers
 from graphopt.ir.reads import values_read
 from graphopt.iter_graph.graph import IterGraph
 from graphopt.iter_graph.running import GROUP, INDEX
@@ -69,9 +70,7 @@ def plan(graph: IterGraph) -> Plan:
     marked = graph.late
     early: set[fx.Node] = set()
     late: list[fx.Node] = []
-    for node in graph.nodes:
-        if node not in marked:
-            continue
+    for node in sorted(marked):
         if _takes_item_of_early_list(node, marked, early):
             early.add(node)
         else:
@@ -92,9 +91,10 @@ def plan(graph: IterGraph) -> Plan:
     updated_late = {state for node in late for state in written(node)}
     needed = {source for node in late for source in values_read(node)} - inside
     effects = Effects(graph)
-    updated_now = {state for node in graph.nodes if node not in inside for state in written(node)}
-    for node in graph.nodes:
-        if node not in needed or node.op == "get_attr" or node in updated_late:
+    writing_now = [node for node in writers(graph) if node not in inside]
+    updated_now = {state for node in writing_now for state in written(node)}
+    for node in sorted(needed):
+        if node.op == "get_attr" or node in updated_late:
             continue
         if _is_constant_state(node, updated_now):
             continue

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from graphopt.graph_utils import is_collective, is_operator
+from graphopt import _compat
+from graphopt.ir.operators import is_operator, row
 from graphopt.manager.literals import literal
 
 META_KEY = "graphopt_passes"
@@ -198,13 +199,11 @@ def add_record(gm: fx.GraphModule, record: PassRecord) -> None:
 
 def count(graph: fx.Graph) -> Counts:
     """Count the nodes of a graph."""
-    nodes = collectives = copies = 0
-    for node in graph.nodes:
-        nodes += 1
-        if node.op == "call_function":
-            collectives += is_collective(node)
-            copies += is_operator(node.target, "aten::copy_")
-    return Counts(nodes, collectives, copies)
+    collectives = copies = 0
+    for target, nodes in _compat.calls_by_target(graph):
+        collectives += row(target).collective * len(nodes)
+        copies += is_operator(target, "aten::copy_") * len(nodes)
+    return Counts(len(graph.nodes), collectives, copies)
 
 
 def recorded_arguments(options: Mapping[str, Any]) -> dict[str, Any]:

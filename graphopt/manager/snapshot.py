@@ -37,7 +37,7 @@ class NodeRecord(NamedTuple):
 
 def noted(node: fx.Node) -> NodeRecord:
     """What a node holds now."""
-    return NodeRecord(_content(node), node.meta.copy())
+    return NodeRecord(_compat.content_of(node), node.meta.copy())
 
 
 class Snapshot:
@@ -110,25 +110,30 @@ class Snapshot:
         graph = self._gm.graph
         if graph is not self._original or len(graph.nodes) != len(self.nodes):
             return False
-        return late_nodes(graph) == self.late and all(
-            node is old and _same(_content(node), held.content) and _same_meta(node.meta, held.meta)
-            for node, (old, held) in zip(graph.nodes, self.nodes.items(), strict=True)
+        if late_nodes(graph) != self.late:
+            return False
+        content_of = _compat.content_of
+        return all(
+            node is old and _same(content_of(node), content) and _same_meta(node.meta, meta)
+            for node, (old, (content, meta)) in zip(graph.nodes, self.nodes.items(), strict=True)
         )
 
     def new_nodes(self) -> Iterable[fx.Node]:
         """Nodes that were not there."""
-        return [node for node in self._gm.graph.nodes if node not in self.nodes]
+        known = self.nodes
+        return [node for node in self._gm.graph.nodes if node not in known]
 
     def changed_nodes(self) -> list[tuple[fx.Node, Any]]:
         """Nodes with another operator, other arguments or another `meta["val"]`, and what the
         latter was."""
         found = []
+        known, content_of = self.nodes, _compat.content_of
         for node in self._gm.graph.nodes:
-            held = self.nodes.get(node)
-            if held is None:
+            if node not in known:
                 continue
-            value = held.meta.get("val")
-            if node.meta.get("val") is not value or not _same(_content(node), held.content):
+            content, meta = known[node]
+            value = meta.get("val")
+            if node.meta.get("val") is not value or not _same(content_of(node), content):
                 found.append((node, value))
         return found
 
@@ -196,13 +201,13 @@ def late_nodes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return dict(graph.late) if isinstance(graph, IterGraph) else {}
 
 
-def _content(node: fx.Node) -> tuple[Any, ...]:
-    return node.name, node.target, node.args, node.kwargs
-
-
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether all is equal, and written alike: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
-    return all(map(operator.is_, content, other)) or all(
+    a, b, c, d = content
+    w, x, y, z = other
+    if a is w and b is x and c is y and d is z:
+        return True
+    return all(
         a is b or (a == b and repr(a) == repr(b)) for a, b in zip(content, other, strict=True)
     )
 

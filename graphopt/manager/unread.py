@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_needed, is_wait, may_alias
 from graphopt.manager.snapshot import Snapshot
 from graphopt.verify import Problem
@@ -57,10 +58,13 @@ def _unread_waits(graph: fx.Graph) -> set[fx.Node]:
     read: set[fx.Node] = set()
     unread: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if is_wait(node) and node not in read:
+        if node in read:
+            read.update(_compat.inputs_of(node))
+            continue
+        if is_wait(node):
             unread.add(node)
-        if node in read or node.op == "output" or is_needed(node):
-            read.update(node.all_input_nodes)
+        if node.op == "output" or is_needed(node):
+            read.update(_compat.inputs_of(node))
     return unread
 
 

@@ -13,11 +13,15 @@ from graphopt.verify import Problem
 
 def find_problem(gm: fx.GraphModule, before: Snapshot) -> Problem | None:
     """The first reason why what a pass has left is not a well-formed graph. Linear."""
-    for check in (_order, _placeholders, _output, _values):
+    malformed = _lint(gm)
+    checks = (_placeholders, _output, _values)
+    for check in checks if malformed is None else (_order, *checks):  # lint looks at the order, too
         found = next(check(gm, before), None)
         if found is not None:
             return found
-    return _lint(gm)
+    if isinstance(malformed, Exception):
+        raise malformed
+    return malformed
 
 
 def _order(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
@@ -109,9 +113,12 @@ def _values(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
             )
 
 
-def _lint(gm: fx.GraphModule) -> Problem | None:
+def _lint(gm: fx.GraphModule) -> Problem | Exception | None:
+    """What torch finds, or what it raises in the attempt; None where all is well."""
     try:
         gm.graph.lint()
     except (RuntimeError, ValueError) as error:
         return Problem(f"the graph is malformed: {str(error).partition(chr(10))[0]}")
+    except Exception as error:  # ours may say better what is wrong
+        return error
     return None

@@ -12,7 +12,8 @@ from enum import IntEnum
 import torch
 from torch import fx
 
-from graphopt.graph_utils import is_collective, is_random, is_wait, written
+from graphopt.graph_utils import written
+from graphopt.ir.operators import operator_of, writers
 from graphopt.ir.reads import values_read
 from graphopt.optim.lists import ListOperator, list_operator
 
@@ -45,7 +46,7 @@ class Elements:
         self.inputs: list[list[int]] = []
         self.origins: list[Origin] = []
         self.lists: dict[fx.Node, ListOperator] = {}
-        self._updated = {state for node in graph.nodes for state in written(node)}
+        self._updated = {state for node in writers(graph) for state in written(node)}
         for node in graph.nodes:
             if node in self.number or node.op == "output":
                 continue
@@ -88,7 +89,8 @@ class Elements:
     def _origin(self, node: fx.Node, inputs: list[int]) -> Origin:
         if node.op == "placeholder":
             return self._origin_of_input(node)
-        if is_collective(node) or is_wait(node) or is_random(node):
+        known = operator_of(node)
+        if known.collective or known.wait or known.random:
             return Origin.DATA
         return max((self.origins[source] for source in inputs), default=Origin.CONSTANT)
 

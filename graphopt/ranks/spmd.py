@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
+from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel
 
 
@@ -35,8 +37,7 @@ def launches_digest(graph: fx.Graph) -> str:
     """Equal for graphs that launch the same collectives in the same order."""
     plan = [
         (str(node.target), [launch_part(arg) for arg in node.args])
-        for node in graph.nodes
-        if is_collective(node)
+        for node in calls_of(graph, attrgetter("collective"))
     ]
     return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
 

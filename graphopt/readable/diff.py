@@ -20,6 +20,8 @@ from graphopt.readable.text import compact_text
 _CONTEXT = 3
 
 Match = tuple[int, int]
+Run = tuple[int, int, int]
+"""Where equal lines begin in the old and in the new sequence, and how many there are."""
 Line = TypeVar("Line", bound=Hashable)
 ChangedLine: TypeAlias = tuple[str, Line | None]
 """What stands before a line of a difference, and the line; a heading and None."""
@@ -67,7 +69,7 @@ def sequence_changes(old: Sequence[Line], new: Sequence[Line]) -> list[ChangedLi
     Args:
         old, new: lines, or whatever is equal where the lines are.
     """
-    changes = list(_changes(list(matches(old, new)), len(old), len(new)))
+    changes = list(_changes(_runs(old, new), len(old), len(new)))
     return [line for hunk in _hunks(changes) for line in _hunk_lines(hunk, old, new)]
 
 
@@ -93,28 +95,36 @@ def _text(graph: fx.GraphModule | fx.Graph | str) -> str:
 
 def matches(old: Sequence[Line], new: Sequence[Line]) -> Iterator[Match]:
     """Positions of equal lines, increasing in both."""
-    found: list[Match] = []
+    for i, j, length in _runs(old, new):
+        yield from zip(range(i, i + length), range(j, j + length), strict=True)
+
+
+def _runs(old: Sequence[Line], new: Sequence[Line]) -> list[Run]:
+    """Equal lines, increasing in both."""
+    found: list[Run] = []
     pending = [(0, len(old), 0, len(new))]
     while pending:
         a, a_end, b, b_end = pending.pop()
+        start = a
         while a < a_end and b < b_end and old[a] == new[b]:
-            found.append((a, b))
             a, b = a + 1, b + 1
+        found.append((start, b - (a - start), a - start))
+        end = a_end
         while a < a_end and b < b_end and old[a_end - 1] == new[b_end - 1]:
             a_end, b_end = a_end - 1, b_end - 1
-            found.append((a_end, b_end))
+        found.append((a_end, b_end, end - a_end))
         anchors = _anchors(old, new, (a, a_end, b, b_end))
         if not anchors:
             continue
         starts = [(a, b), *((i + 1, j + 1) for i, j in anchors)]
         ends = [*anchors, (a_end, b_end)]
-        found += anchors
+        found += [(i, j, 1) for i, j in anchors]
         pending += [
             (i, i_end, j, j_end)
             for (i, j), (i_end, j_end) in zip(starts, ends, strict=True)
             if i < i_end and j < j_end
         ]
-    return iter(sorted(found))
+    return sorted(run for run in found if run[2])
 
 
 def _anchors(
@@ -154,12 +164,12 @@ Change = tuple[int, int, int, int]
 """Lines `[a, a_end)` of the old text became `[b, b_end)` of the new one."""
 
 
-def _changes(equal: list[Match], old: int, new: int) -> Iterator[Change]:
+def _changes(equal: list[Run], old: int, new: int) -> Iterator[Change]:
     a = b = 0
-    for i, j in [*equal, (old, new)]:
+    for i, j, length in [*equal, (old, new, 0)]:
         if i > a or j > b:
             yield a, i, b, j
-        a, b = i + 1, j + 1
+        a, b = i + length, j + length
 
 
 def _hunks(changes: list[Change]) -> Iterator[list[Change]]:

@@ -15,6 +15,7 @@ product reads lives longer, so nothing moves where the step would then hold more
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 
 from torch import fx
 
@@ -22,6 +23,7 @@ from graphopt import _compat
 from graphopt.comm import late_nodes
 from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
 from graphopt.ir.effects import Effects
+from graphopt.ir.operators import calls_of, writers
 from graphopt.schedule.order import Schedule, apply_schedule
 from graphopt.schedule.program import Program, Storages, peak_bytes, steady_order
 
@@ -70,7 +72,7 @@ def hasten(graph: fx.Graph, launches: Collection[fx.Node]) -> int:
     """
     moved = 0
     previous: fx.Node | None = None
-    for launch in list(filter(is_collective, graph.nodes)):
+    for launch in calls_of(graph, attrgetter("collective")):
         if launch in launches:
             moved += sum(_raised(node, previous) for node in (*_only_for(launch), launch))
         previous = launch
@@ -94,7 +96,7 @@ def _peak(graph: fx.Graph, storages: Storages) -> int:
 
 def _defer(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     effects = Effects(graph)
-    updated = {effects.key(state) for node in graph.nodes for state in written(node)}
+    updated = {effects.key(state) for node in writers(graph) for state in written(node)}
 
     def reads_state(node: fx.Node) -> bool:
         return any(effects.key(source) in updated for source in node.all_input_nodes)

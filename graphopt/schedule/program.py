@@ -227,15 +227,17 @@ def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
     for index, node in enumerate(program.order):
         mine = _storages(node, storages)
         for key, nbytes in mine:
-            first.setdefault(key, index)
+            if key not in size:
+                first[key], size[key] = index, nbytes
+            elif nbytes > size[key]:
+                size[key] = nbytes
             last[key] = index
-            size[key] = max(size.get(key, 0), nbytes)
         if node.op in ("placeholder", "get_attr"):
             inputs.update(key for key, _ in mine)
         late = node in program.late
-        for source in node.all_input_nodes:
-            # An item of a list reads nothing of the others, of which there may be many.
-            item = node.target is operator.getitem
+        # An item of a list reads nothing of the others, of which there may be many.
+        item = node.target is operator.getitem
+        for source in _compat.inputs_of(node):
             for key, _ in mine if item else _storages(source, storages):
                 last[key] = index
                 if late and source not in program.late:
@@ -252,7 +254,7 @@ def _storages(node: fx.Node, known: Storages) -> list[tuple[int, int]]:
     found = known.get(node)
     if found is None:
         tensors = tensors_in(node.meta.get("val")) if node.op != "output" else ()
-        found = known[node] = [(_compat.storage_key(t), _bytes(t)) for t in tensors]
+        found = known[node] = [(_compat.storage_key_of_value(t), _bytes(t)) for t in tensors]
     return found
 
 

@@ -35,7 +35,10 @@ def entries(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> 
         return None
     several = isinstance(fake, tuple) or (bool(fake) and isinstance(fake[0], (list, tuple)))
     columns = list(fake) if several else [fake]
-    rows = [_entry(terms, target, arguments, lists, index, columns) for index in range(length)]
+    said = {name: canonical(value) for name, value in arguments.items() if name not in lists}
+    rows = [
+        _entry(terms, target, arguments, (lists, said), index, columns) for index in range(length)
+    ]
     found = tuple(
         tuple(row[number] for row in rows) if column else ()
         for number, column in enumerate(columns)
@@ -47,15 +50,20 @@ def _entry(
     terms: Terms,
     target: Any,
     arguments: dict[str, Any],
-    lists: dict[str, Any],
+    given: tuple[dict[str, Any], dict[str, Any]],
     index: int,
     columns: Sequence[Any],
 ) -> list[Any]:
-    one = {
-        name: (value[index] if value else None) if name in lists else value
-        for name, value in arguments.items()
-    }
-    key = ("entry", str(target), canonical(one))
+    """What one entry gives. `given`: lists by name, and what all entries have as part of a key."""
+    lists, said = given
+    one = (
+        (
+            name,
+            said[name] if name in said else canonical(lists[name][index] if lists[name] else None),
+        )
+        for name in arguments
+    )
+    key = ("entry", str(target), ("dict", *one))
     return [
         fresh(terms, (*key, number), column[index]) if column else None
         for number, column in enumerate(columns)

@@ -7,7 +7,8 @@ that parameter. Two such reductions are two values, though this rank sends the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush
 from typing import Any, cast
 
 import torch
@@ -28,25 +29,38 @@ def sent_constants(graph: fx.Graph) -> dict[fx.Node, bool]:
     """The nodes that make constants which collectives send, or from which alone some elements that
     they send are computed; and for each, whether another one makes the same, so that only their
     names tell them apart."""
-    makers: Makers = {}
+    makers: Makers = {node: {node} for node in _constants(graph)}
     found: set[fx.Node] = set()
-    makes: dict[int, bool] = {}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        known = makes.get(id(node.target))
-        if known is None:
-            known = is_operator(node.target, *_CONSTANTS.operators)
-            makes[id(node.target)] = known
-        if known:
-            makers[node] = {node}
-        elif makers and not makers.keys().isdisjoint(node.all_input_nodes):
-            if traits_of(node).collective:
-                found.update(*(makers.get(sent, ()) for sent in node.all_input_nodes))
-            else:
-                _note(node, makers)
+    for node in _readers(makers):
+        if traits_of(node).collective:
+            found.update(*(makers.get(sent, ()) for sent in node.all_input_nodes))
+        else:
+            _note(node, makers)
     texts = Counter(map(_text, found))
     return {node: texts[_text(node)] > 1 for node in found}
+
+
+def _constants(graph: fx.Graph) -> list[fx.Node]:
+    """Calls that make constants: targets are looked at once, of which there are few."""
+    targets = {id(node.target): node.target for node in graph.nodes if node.op == "call_function"}
+    makes = {k for k, target in targets.items() if is_operator(target, *_CONSTANTS.operators)}
+    return [node for node in graph.nodes if id(node.target) in makes] if makes else []
+
+
+def _readers(makers: Makers) -> Iterator[fx.Node]:
+    """The calls that read what is in `makers`, which grows meanwhile, in graph order."""
+    pending = [user for node in makers for user in node.users]
+    heapify(pending)
+    last = None
+    while pending:
+        node = heappop(pending)
+        if node is last or node in makers or node.op != "call_function":
+            continue
+        last = node
+        yield node
+        if node in makers:
+            for user in node.users:
+                heappush(pending, user)
 
 
 def _text(node: fx.Node) -> str:

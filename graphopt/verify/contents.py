@@ -35,16 +35,20 @@ class Contents:
 
     Args:
         view: what a view gives.
+
+    Attributes:
+        current: what nodes hold now; without those whose storage was written through another node
+            since they were read last.
     """
 
     def __init__(self, terms: Terms, view: View) -> None:
         self._terms, self._view = terms, view
-        self._held: dict[fx.Node, Any] = {}
+        self.current: dict[fx.Node, Any] = {}
         self._base: dict[fx.Node, fx.Node] = {}
         self._same: set[fx.Node] = set()
         self._owner: dict[fx.Node, fx.Node] = {}
-        self._version: dict[fx.Node, int] = {}
-        self._seen: dict[fx.Node, int] = {}
+        self._aliases: dict[fx.Node, list[fx.Node]] = {}
+        self._written: dict[fx.Node, None] = {}
 
     def add(self, node: fx.Node, value: Any, base: fx.Node | None, *, same: bool = False) -> None:
         """Take in a node.
@@ -53,18 +57,18 @@ class Contents:
             base: the node whose storage it shares; None: it has its own.
             same: whether it is `base` itself by another name, and not a view of it.
         """
-        self._held[node] = value
+        self.current[node] = value
         if base is None:
             return
-        owner = self._owner[node] = self.owner(base)
+        owner = self._owner[node] = self._owner.get(base, base)
         self._base[node] = base
-        self._seen[node] = self._version.get(owner, 0)
+        self._aliases.setdefault(owner, []).append(node)
         if same:
             self._same.add(node)
 
     def has(self, node: fx.Node) -> bool:
         """Whether a node was taken in."""
-        return node in self._held
+        return node in self.current or node in self._base
 
     def owner(self, node: fx.Node) -> fx.Node:
         """The node whose storage a node shares; itself if it has its own."""
@@ -103,19 +107,18 @@ class Contents:
 
     def written(self) -> Iterator[fx.Node]:
         """Owners whose storage was updated."""
-        yield from self._version
+        yield from self._written
 
     def read(self, node: fx.Node) -> Any:
         """What a node holds now."""
-        base = self._base.get(node)
-        if base is None:
-            return self._held[node]
-        version = self._version.get(self._owner[node], 0)
-        if self._seen[node] != version:
-            value = self.read(base)
-            self._held[node] = value if node in self._same else self._view(node, value)
-            self._seen[node] = version
-        return self._held[node]
+        if node in self.current:
+            return self.current[node]
+        value = self.read(self._base[node])
+        if node not in self._same:
+            value = self._view(node, value)
+        self.current[node] = value
+        self._aliases[self._owner[node]].append(node)
+        return value
 
     def write(self, node: fx.Node, value: TensorValue) -> None:
         """Put a value in place of what a node holds.
@@ -125,18 +128,21 @@ class Contents:
         """
         while node in self._same:
             node = self._base[node]
-        owner = self.owner(node)
-        if owner is node:
-            self._held[owner] = value
-        else:
-            self._held[owner] = self._with_part(owner, node, value)
-        self._version[owner] = self._version.get(owner, 0) + 1
-        self._held[node] = value
+        owner = self._owner.get(node, node)
+        held = value if owner is node else self._with_part(owner, node, value)
+        self._written[owner] = None
+        aliases = self._aliases.get(owner)
+        if aliases:
+            for alias in aliases:
+                self.current.pop(alias, None)
+            aliases.clear()
+        self.current[owner] = held
         if owner is not node:
-            self._seen[node] = self._version[owner]
+            self.current[node] = value
+            self._aliases[owner].append(node)
 
     def _with_part(self, owner: fx.Node, node: fx.Node, value: TensorValue) -> TensorValue:
-        held = self._held[owner]
+        held = self.current[owner]
         if isinstance(held, Pending):  # waited for by now, or it could not be read
             held = held.value
         if not isinstance(held, TensorValue) or not held.is_static:

@@ -98,12 +98,16 @@ class Settled(NamedTuple):
 
 def input_value(terms: Terms, node: fx.Node) -> Any:
     """An arbitrary value of a placeholder; one that is waited for is under way."""
-    fake = node.meta.get("val")
-    for call in terms.recall.calls(node.name):
-        if call.fake is fake and call.target == node.target and not call.args:
-            value = call.value
-            break
-    else:
-        value = fresh(terms, ("input", str(node.target)), fake)
-        terms.recall.note(node, (), {}, value, based=False)
+    value = unknown_input(terms, node)
     return Pending(value) if any(map(is_wait, node.users)) else value
+
+
+def unknown_input(terms: Terms, node: fx.Node) -> Any:
+    """As `input_value`, once it is there."""
+    fake = node.meta.get("val")
+    for call in terms.recall.by_name.get(node.name, ()):
+        if call.fake is fake and call.target == node.target and not call.args:
+            return call.value
+    value = fresh(terms, ("input", str(node.target)), fake)
+    terms.recall.note(node, (), {}, value, based=False)
+    return value

@@ -5,25 +5,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_output, may_alias, written
+from graphopt.graph_utils import get_output, written
 from graphopt.host import is_host_call
-from graphopt.ir.operators import draws
+from graphopt.ir.operators import calls_of, draws
 from graphopt.optim.lists import list_schema
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, named
 from graphopt.verify.communicating import Communication
 from graphopt.verify.constants import sent_constant, sent_constants
-from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, input_value
+from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
 from graphopt.verify.inlining import call_of
 from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
-from graphopt.verify.recall import Call, same_arguments
+from graphopt.verify.recall import Call
 from graphopt.verify.regions import Unknown
 from graphopt.verify.terms import Pending, Terms, canonical
 from graphopt.verify.traits import traits_of
@@ -82,6 +83,8 @@ class _Evaluator:
         self._found = found or Evaluation()
         self._callees = Callees()
         self._unknowns = unknowns or {}
+        waits = calls_of(graph, attrgetter("wait"))
+        self._awaited = {source for wait in waits for source in wait.all_input_nodes}
         self._reading = Reading(terms, self._view)
         self._contents, self._read = self._reading.contents, self._reading.read
         self._communication = Communication(terms, self._reading, self._found, by_launch=by_launch)
@@ -110,29 +113,42 @@ class _Evaluator:
 
     def _taken_in(self, node: fx.Node) -> Any:
         """The value of a node, after which others may read it."""
-        if node.op == "placeholder":
-            value = self._evaluated(node)
-            self._contents.add(node, value, None)
-            return value
-        known = self._recalled(node)
-        if known is not None:
-            base = cast(fx.Node, node.args[0]) if known.based else None
-            self._contents.add(node, known.value, base)
-            return known.value
+        base: fx.Node | None = None
         same = False
-        if node in self._unknowns:
+        if node.op == "placeholder":
+            value = self._input(node)
+        elif node in self._unknowns:
             value, base = self._unknown(node), self._base(node)
-        elif node.target is operator.getitem and node.op == "call_function":
+        elif node.target is operator.getitem:
             value, base = self._item(node)
+        elif (known := self._recalled(node)) is not None:
+            value, base = known.value, cast(fx.Node, node.args[0]) if known.based else None
         else:
             value, base = self._evaluated(node), self._base(node)
             same = base is not None and is_itself(node)
         self._contents.add(node, value, base, same=same)
         return value
 
+    def _input(self, node: fx.Node) -> Any:
+        held = node.meta.get("val")
+        if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
+            raise NotDecidedError("its shape is not known", node)
+        given = self._inputs.get(str(node.target))
+        if given is not None:
+            return given
+        value = unknown_input(self._terms, node)
+        return Pending(value) if node in self._awaited else value
+
     def _item(self, node: fx.Node) -> tuple[Any, fx.Node | None]:
         """One of several results, or a view, and the node whose storage it shares."""
-        return self._picked(node, self._read(node.args[0], sent=True)), self._base(node)
+        source, *index = node.args
+        if isinstance(source, fx.Node) and not self._reading.in_flight:
+            value = self._contents.read(source)
+        else:
+            value = self._read(source, sent=True)
+        if type(value) is tuple and type(index[0]) is int:
+            return value[index[0]], self._base_of_item(node)
+        return self._picked(node, value), self._base_of_item(node)
 
     def _evaluated(self, node: fx.Node) -> Any:
         held = node.meta.get("val")
@@ -142,29 +158,9 @@ class _Evaluator:
 
     def _recalled(self, node: fx.Node) -> Call | None:
         """The same call, if it was evaluated before."""
-        calls = self._terms.recall.calls(node.name)
-        if not calls or node in self._unknowns or node in self._sent_constants:
+        if node.name not in self._terms.recall.by_name or node in self._sent_constants:
             return None
-        target, fake = node.target, node.meta.get("val")
-        args, kwargs = node.args, node.kwargs
-        for call in calls:
-            if call.target is not target or call.fake is not fake or len(call.args) != len(args):
-                continue
-            if (kwargs or call.kwargs) and not same_arguments(kwargs, call.kwargs, self._gives):
-                continue
-            if all(map(self._is_given, args, call.args)):
-                return call
-        return None
-
-    def _is_given(self, argument: Any, known: Any) -> bool:
-        """Whether an argument is what it was in a call that was evaluated."""
-        if isinstance(argument, fx.Node):
-            return self._gives(argument, known)
-        return same_arguments(argument, known, self._gives)
-
-    def _gives(self, node: fx.Node, known: Any) -> bool:
-        given = self._reading.read_node(node)
-        return given is known or bool(given == known)
+        return self._terms.recall.find(node, self._reading.gives)
 
     def _unknown(self, node: fx.Node) -> Any:
         unknown = self._unknowns[node]
@@ -178,13 +174,20 @@ class _Evaluator:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or node.op != "call_function":
             return None
-        if node.target is operator.getitem:  # results are separate, but for those of views
-            several = isinstance(source.meta.get("val"), (list, tuple))
-            return None if several and not self._contents.is_alias(source) else source
+        if node.target is operator.getitem:
+            return self._base_of_item(node)
         traits = traits_of(node)
-        if traits.wait or (traits.may_alias and may_alias(node)):
+        if traits.wait or traits.may_alias:
             return source
         return source if is_itself(node) else None
+
+    def _base_of_item(self, node: fx.Node) -> fx.Node | None:
+        """As `_base`, of one of several results: they are separate, but for those of views."""
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            return None
+        several = isinstance(source.meta.get("val"), (list, tuple))
+        return None if several and not self._contents.is_alias(source) else source
 
     def _view(self, node: fx.Node, value: Any) -> Any:
         """What a view gives of another value of its first argument."""
@@ -201,9 +204,6 @@ class _Evaluator:
         return self._applied(node, node.target, arguments)
 
     def _value(self, node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            given = self._inputs.get(str(node.target))
-            return input_value(self._terms, node) if given is None else given
         if node.op == "get_attr":
             return fresh(self._terms, ("attribute", str(node.target)), node.meta.get("val"))
         if node.op != "call_function":

@@ -54,16 +54,17 @@ def late_problems(
     user = len(step.carried)
     setup = evaluate_graph(graphs["setup"], terms)
     kept["setup"] = DerivedEvaluation(graphs["setup"], setup)
-    first = _flushed(graphs["drain"], terms, setup, user)
+    drain = _Drain(graphs["drain"], terms)
+    first = drain.after(setup, user)
     yield from of_outcomes(terms, step, first, "the first iteration and a flush: ")
     carried = _arbitrary_carried(graphs["main"], terms, setup.carried[user:])
-    if not _is_step_after_drain(graphs, terms, step, carried, kept):
-        yield from _any_iteration(step_graph, graphs, terms, carried, kept, user)
+    if not _is_step_after_drain(graphs, drain, step, carried, kept):
+        yield from _any_iteration(step_graph, graphs, drain, carried, kept, user)
 
 
 def _is_step_after_drain(
     graphs: Mapping[str, fx.GraphModule],
-    terms: Terms,
+    drain: _Drain,
     step: Evaluation,
     carried: dict[str, Any],
     kept: DerivedEvaluations,
@@ -75,6 +76,7 @@ def _is_step_after_drain(
     What holds for every such state holds for the one that drain leaves. Where main does not go by
     this state, nothing is shown so, and `_any_iteration` has to tell.
     """
+    terms = drain.terms
     updates = get_outputs(graphs["drain"].graph).updates
     names = {str(cast(Any, update.args[0]).target) for update in updates}
     given = carried | {
@@ -82,7 +84,7 @@ def _is_step_after_drain(
         for node in graphs["drain"].graph.nodes
         if node.op == "placeholder" and str(node.target) in names
     }
-    drained = evaluate_graph(graphs["drain"], terms, given)
+    drained = drain.of(given)
     if names != drained.states.keys() or drained.draws or drained.effects:
         return False
     settled = {
@@ -93,7 +95,7 @@ def _is_step_after_drain(
     main = evaluate_graph(graphs["main"], terms, given, settled=settled)
     expected = replace(step, sent=_together(drained.sent, step.sent))
     expected.states = {name: one.stands_for_it for name, one in settled.items()} | step.states
-    found = _flushed(graphs["drain"], terms, main, len(step.carried))
+    found = drain.after(main, len(step.carried))
     if any(of_outcomes(terms, expected, found, "")):
         return False
     kept["main"] = DerivedEvaluation(graphs["main"], main, given, settled)
@@ -104,21 +106,22 @@ def _is_step_after_drain(
 def _any_iteration(
     step_graph: fx.Graph,
     graphs: Mapping[str, fx.GraphModule],
-    terms: Terms,
+    drain: _Drain,
     carried: dict[str, Any],
     kept: DerivedEvaluations,
     user: int,
 ) -> Iterator[Problem]:
     """The second statement, all graphs evaluated."""
+    terms = drain.terms
     main_gm, drain_gm = graphs["main"], graphs["drain"]
-    drained = evaluate_graph(drain_gm, terms, carried)
+    drained = drain.of(carried)
     expected = evaluate_graph(step_graph, terms, drained.states)
     expected.states = drained.states | expected.states
     expected.sent = _together(drained.sent, expected.sent)
     main = evaluate_graph(main_gm, terms, carried)
     kept["main"] = DerivedEvaluation(main_gm, main, carried)
     kept["drain"] = DerivedEvaluation(drain_gm, drained, carried)
-    found = _flushed(drain_gm, terms, main, user)
+    found = drain.after(main, user)
     yield from of_outcomes(terms, expected, found, "any other iteration and a flush: ")
 
 
@@ -137,11 +140,44 @@ def _arbitrary_carried(gm: fx.GraphModule, terms: Terms, left: Sequence[Any]) ->
     return found
 
 
-def _flushed(drain_gm: fx.GraphModule, terms: Terms, run: Evaluation, user: int) -> Evaluation:
-    """A derived graph followed by drain."""
-    names = [str(node.target) for node in _carried_inputs(drain_gm)]
-    given = dict(zip(names, run.carried[user:], strict=True)) | run.states
-    drain = evaluate_graph(drain_gm, terms, given)
+class _Drain:
+    """Drain, of which it is known what it computes of inputs that it was given before.
+
+    Main leaves to drain what setup leaves to it, nearly always. What a graph computes follows from
+    its nodes and its inputs; nobody edits it meanwhile, since this lives as long as one comparison.
+    """
+
+    def __init__(self, drain: fx.GraphModule, terms: Terms) -> None:
+        self._module, self.terms = drain, terms
+        self._inputs = [node for node in drain.graph.nodes if node.op == "placeholder"]
+        self._known: list[tuple[list[Any], Evaluation]] = []
+
+    def of(self, given: dict[str, Any]) -> Evaluation:
+        """What drain leaves. `given`: as the inputs of `evaluate_graph`."""
+        values = [self._input(node, given) for node in self._inputs]
+        for known, found in self._known:
+            if all(map(_is_same, values, known)):
+                return found
+        found = evaluate_graph(self._module, self.terms, given)
+        self._known.append((values, found))
+        return found
+
+    def _input(self, node: fx.Node, given: dict[str, Any]) -> Any:
+        value = given.get(str(node.target))
+        return input_value(self.terms, node) if value is None else value
+
+    def after(self, run: Evaluation, user: int) -> Evaluation:
+        """A derived graph followed by drain."""
+        names = [str(node.target) for node in _carried_inputs(self._module)]
+        given = dict(zip(names, run.carried[user:], strict=True)) | run.states
+        return _followed(run, self.of(given), user)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or bool(one == other)
+
+
+def _followed(run: Evaluation, drain: Evaluation, user: int) -> Evaluation:
     return Evaluation(
         results=run.results,
         carried=run.carried[:user],

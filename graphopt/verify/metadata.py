@@ -147,6 +147,8 @@ def _of_value(
 ) -> Iterator[Problem]:
     if node.op != "call_function" or "val" not in node.meta or _has_no_rule(node):
         return
+    if _is_an_item(node, node.meta["val"]):
+        return
     try:
         found = kinds.of(node)
     except Exception as error:
@@ -164,6 +166,17 @@ def _of_value(
             message = f"meta['val'] says {_text(says)}, but the node gives {_text(gives)}"
             yield Problem(message, (node,), hint=_HINT)
             return
+
+
+def _is_an_item(node: fx.Node, value: Any) -> bool:
+    """Whether a node picks one of several results, and `value` is that one itself."""
+    if node.target is not operator.getitem:
+        return False
+    source, index = node.args
+    held = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(held, (list, tuple)) or type(index) is not int:
+        return False
+    return -len(held) <= index < len(held) and held[index] is value
 
 
 def _layouts(value: Any) -> list[Layout]:

@@ -61,7 +61,7 @@ def _of_values(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> It
             yield Problem(f"{where}{len(after)} {_KINDS[kind]}s, before it was {len(before)}")
             continue
         for index, (one, other) in enumerate(zip(before, after, strict=True)):
-            if canonical(one) != canonical(other):
+            if one is not other and canonical(one) != canonical(other):
                 text = f"{where}{_KINDS[kind]} {index}"
                 yield Difference(terms, old, new, (kind, index)).problem(text, one, other)
     for name in dict.fromkeys([*old.states, *new.states]):
@@ -70,7 +70,7 @@ def _of_values(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> It
             verb = "is updated, before it was not" if one is None else "is not updated any more"
             node = new.nodes.get(("state", name)) or old.nodes.get(("state", name))
             yield Problem(f"{where}%{name} {verb}", () if node is None else (node,))
-        elif one != other:
+        elif one is not other and one != other:
             text = f"{where}the update of %{name}"
             yield Difference(terms, old, new, ("state", name)).problem(text, one, other)
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import fx
 
+from graphopt import _compat
 from graphopt.verify.calls import named
 from graphopt.verify.contents import Contents, View
 from graphopt.verify.evaluated import NotDecidedError
-from graphopt.verify.terms import Pending, Terms
+from graphopt.verify.terms import Pending, TensorValue, Terms
 from graphopt.verify.traits import traits_of
 
 
@@ -26,6 +27,7 @@ class Reading:
 
     def __init__(self, terms: Terms, view: View) -> None:
         self.contents = Contents(terms, view)
+        self._current = self.contents.current
         self.in_flight: dict[fx.Node, fx.Node] = {}
 
     def read(self, value: Any, *, sent: bool = False) -> Any:
@@ -50,14 +52,25 @@ class Reading:
                 return Pending(self.contents.read(node))
         return self.contents.read(node)
 
+    def gives(self, node: fx.Node, known: Any) -> bool:
+        """Whether a node holds a value."""
+        if self.in_flight:
+            given = self.read_node(node)
+        else:
+            given = self._current.get(node)
+            if given is None:
+                given = self.contents.read(node)
+        return given is known or bool(given == known)
+
     def arguments(self, node: fx.Node) -> dict[str, Any]:
         """Arguments by name."""
         return named(node.target, self.read(node.args), self.read(node.kwargs))
 
     def refuse_pending(self, node: fx.Node) -> None:
         """Refuse a node that reads what a collective will give, before its wait."""
-        for source in node.all_input_nodes:
-            if _is_pending(self.contents.read(source)):
+        for source in _compat.inputs_of(node):
+            value = self.contents.read(source)
+            if type(value) is not TensorValue and _is_pending(value):
                 raise NotDecidedError("it reads what a collective gives before its wait", node)
 
 

@@ -7,10 +7,14 @@ nodes. To find that a call is one that was evaluated is many times cheaper than 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+
+Same = Callable[[fx.Node, Any], bool]
+"""Whether a node stands for what was in its place."""
 
 _FEW = 3
 """Calls of one name that are kept: those of a step, and those of its late work in flight."""
@@ -34,24 +38,43 @@ class Call(NamedTuple):
 
 
 class Recall:
-    """Calls by the names of their nodes, which copies of a graph share."""
+    """Calls by the names of their nodes, which copies of a graph share.
+
+    Attributes:
+        by_name: calls of nodes of one name: everything else of them may be different.
+    """
 
     def __init__(self) -> None:
-        self._calls: dict[str, list[Call]] = {}
+        self.by_name: dict[str, list[Call]] = {}
 
-    def calls(self, name: str) -> list[Call]:
-        """Calls of nodes of one name: everything else of them may be different."""
-        return self._calls.get(name, [])
+    def find(self, node: fx.Node, gives: Same) -> Call | None:
+        """The call that a node is, if it is one of those of its name.
+
+        Args:
+            gives: whether a node has a value.
+        """
+        target, fake = node.target, node.meta.get("val")
+        args, kwargs = node.args, node.kwargs
+        for call in self.by_name[node.name]:
+            if call.target is not target or call.fake is not fake or len(call.args) != len(args):
+                continue
+            if (kwargs or call.kwargs) and not same_arguments(kwargs, call.kwargs, gives):
+                continue
+            if all(map(_is_given, args, call.args, repeat(gives))):
+                return call
+        return None
 
     def note(self, node: fx.Node, args: Any, kwargs: Any, value: Any, *, based: bool) -> None:
         """Remember a call."""
-        calls = self._calls.setdefault(node.name, [])
+        calls = self.by_name.setdefault(node.name, [])
         calls.insert(0, Call(node.target, node.meta.get("val"), args, kwargs, value, based))
         del calls[_FEW:]
 
 
-Same = Callable[[fx.Node, Any], bool]
-"""Whether a node stands for what was in its place."""
+def _is_given(given: Any, known: Any, gives: Same) -> bool:
+    if isinstance(given, fx.Node):
+        return gives(given, known)
+    return given is known or same_arguments(given, known, gives)
 
 
 def same_arguments(given: Any, known: Any, same: Same) -> bool:
@@ -62,6 +85,8 @@ def same_arguments(given: Any, known: Any, same: Same) -> bool:
     if isinstance(given, (list, tuple)):
         if not isinstance(known, (list, tuple)) or len(given) != len(known):
             return False
+        if set(map(type, given)) == {int}:  # sizes
+            return set(map(type, known)) == {int} and tuple(given) == tuple(known)
         return all(same_arguments(a, b, same) for a, b in zip(given, known, strict=True))
     if isinstance(given, dict):
         if not isinstance(known, dict) or given.keys() != known.keys():

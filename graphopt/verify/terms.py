@@ -12,7 +12,7 @@ so that what views, concatenations and splits do to elements needs no terms of i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,6 +48,15 @@ class TensorValue:
     stride: tuple[Any, ...]
     dtype: torch.dtype
     device: str
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:  # hashed for the first time: nothing of it changes
+            found = hash((self.segments, self.shape, self.stride, self.dtype, self.device))
+            object.__setattr__(self, "_hash", found)
+            return found
 
     @property
     def is_static(self) -> bool:

@@ -97,7 +97,8 @@ class Updates:
         """What stands for the value of an update from now on: itself, nearly always."""
         owner = self._contents.owner(destination)
         known = self._settled.get(str(owner.target)) if owner.op == "placeholder" else None
-        if known is None or self._contents.read(owner) != known.value:
+        held = None if known is None else self._contents.read(owner)
+        if known is None or (held is not known.value and held != known.value):
             return value
         self._contents.write(owner, known.stands_for_it)
         return self._contents.read(destination)
