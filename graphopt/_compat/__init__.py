@@ -306,13 +306,17 @@ def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 # ---------------------------------------------------------------------------- tracing
 
 
+_WITHOUT_METADATA: Any = {"_disable_torch_fn_metadata_mode": True}
+
+
 def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
     """`make_fx` on fake tensors, without decompositions. The code of the graph is made when it is
     asked for."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
 
-    traced = torch_make_fx(fn, tracing_mode="fake")
+    # Which torch function a node comes from is of no interest here, and noting it takes a fifth.
+    traced = torch_make_fx(fn, tracing_mode="fake", **_WITHOUT_METADATA)
 
     def make(*args: Any) -> fx.GraphModule:
         with _use_lazy_graph_module(True):
