@@ -143,7 +143,7 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
             self.met_sizes |= unknown
             if self.sizer is not None and unknown:
                 return self.sized(self.sizer, func, types, args, kwargs)
-            result = super().dispatch(func, types, args, kwargs)
+            result = super().dispatch(func, types, *_with_plain_numbers(func, args, kwargs))
             return correction(func, args, kwargs, result)
 
         def sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -157,6 +157,20 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
                 self.sizer = sizer
 
     return CorrectedMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def _with_plain_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an operator, with any number in place of each that is not known where the
+    operator goes element by element: its result has the same kind and sizes, which torch then finds
+    in its cache."""
+    numbers = any(isinstance(value, torch.SymFloat) for value in (*args, *kwargs.values()))
+    if not numbers or torch.Tag.pointwise not in func.tags:
+        return args, kwargs
+    return tuple(map(_plain_number, args)), {key: _plain_number(kwargs[key]) for key in kwargs}
+
+
+def _plain_number(value: Any) -> Any:
+    return 0.5 if isinstance(value, torch.SymFloat) else value
 
 
 def gives_unknown_sizes(func: Any, args: Any) -> bool:
