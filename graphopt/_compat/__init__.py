@@ -143,7 +143,7 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
             self.met_sizes |= unknown
             if self.sizer is not None and unknown:
                 return self.sized(self.sizer, func, types, args, kwargs)
-            result = super().dispatch(func, types, args, kwargs)
+            result = super().dispatch(func, types, *_with_plain_numbers(func, args, kwargs))
             return correction(func, args, kwargs, result)
 
         def sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -157,6 +157,20 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
                 self.sizer = sizer
 
     return CorrectedMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def _with_plain_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an operator, with any number in place of each that is not known where the
+    operator goes element by element: its result has the same kind and sizes, which torch then finds
+    in its cache."""
+    numbers = any(isinstance(value, torch.SymFloat) for value in (*args, *kwargs.values()))
+    if not numbers or torch.Tag.pointwise not in func.tags:
+        return args, kwargs
+    return tuple(map(_plain_number, args)), {key: _plain_number(kwargs[key]) for key in kwargs}
+
+
+def _plain_number(value: Any) -> Any:
+    return 0.5 if isinstance(value, torch.SymFloat) else value
 
 
 def gives_unknown_sizes(func: Any, args: Any) -> bool:
@@ -314,13 +328,17 @@ def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 # ---------------------------------------------------------------------------- tracing
 
 
+_WITHOUT_METADATA: Any = {"_disable_torch_fn_metadata_mode": True}
+
+
 def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
     """`make_fx` on fake tensors, without decompositions. The code of the graph is made when it is
     asked for."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
 
-    traced = torch_make_fx(fn, tracing_mode="fake")
+    # Which torch function a node comes from is of no interest here, and noting it takes a fifth.
+    traced = torch_make_fx(fn, tracing_mode="fake", **_WITHOUT_METADATA)
 
     def make(*args: Any) -> fx.GraphModule:
         with _use_lazy_graph_module(True):

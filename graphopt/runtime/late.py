@@ -24,7 +24,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -168,13 +168,23 @@ def held_elsewhere(tensors: Sequence[torch.Tensor]) -> Iterator[bool]:
         yield uses != storage + sharing - 1 or others != alone
 
 
-def names_of_held(named: Sequence[tuple[str, torch.Tensor]]) -> frozenset[str]:
-    """The names of the tensors that somebody holds elsewhere."""
-    tensors = [tensor for _, tensor in named]
-    if not any(held_elsewhere(tensors)):
-        return frozenset()
+def names_of_held(
+    named: Sequence[tuple[str, torch.Tensor]], known: Collection[str] = ()
+) -> frozenset[str]:
+    """The names of the tensors that somebody holds elsewhere.
+
+    Args:
+        known: names of those that were found to be held a moment ago.
+    """
+    found = _held_now(named)
+    if found <= set(known):
+        return found
     gc.collect()  # what is garbage holds nothing
-    held = held_elsewhere(tensors)
+    return _held_now(named)
+
+
+def _held_now(named: Sequence[tuple[str, torch.Tensor]]) -> frozenset[str]:
+    held = held_elsewhere([tensor for _, tensor in named])
     return frozenset(name for (name, _), is_held in zip(named, held, strict=True) if is_held)
 
 

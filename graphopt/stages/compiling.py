@@ -17,6 +17,7 @@ from graphopt.manager.names import suggestion
 from graphopt.manager.records import PassRecord, count
 from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
+from graphopt.runtime.collector import collector_paused
 from graphopt.stages.auto import AutoPipeline
 from graphopt.stages.entries import Finalize, Vote
 from graphopt.stages.pipelines import manager_for, options_for, pipeline_with
@@ -24,6 +25,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.inputs import InputSpec
 from graphopt.tracing.optimizer_state import has
+from graphopt.tracing.outside.existing import existing_kept
 from graphopt.verify import Problem, SpecReport, check_captured, check_graph
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.stages import StageProof
@@ -119,7 +121,7 @@ class Stages:
             have agreed on for it.
         """
         for ranks in ways:
-            with suppress(NotAsAgreedError), _compat.without_fake_mode(), ranks:
+            with suppress(NotAsAgreedError), _compat.without_fake_mode(), collector_paused(), ranks:
                 captured = self.capture(call, ranks)  # with the averages of parallelize
                 call = call.using(captured.besides) or call
                 self._choose(captured, call)
@@ -141,7 +143,8 @@ class Stages:
             VerificationError: what was captured is not in the captured dialect.
         """
         start = time.perf_counter()
-        captured = ranks.capture(call)
+        with existing_kept():
+            captured = ranks.capture(call)
         record = PassRecord("capture", stage=True, seconds=time.perf_counter() - start)
         self._check_capture(captured.graph_module, check_captured(captured), record)
         return captured

@@ -13,6 +13,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.parallel import Manual, Parallel, resolve
+from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.compare import Difference, fingerprint, first_difference
@@ -20,6 +21,11 @@ from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Storage, collect
 from graphopt.tracing.leftovers import Effects, is_told
+from graphopt.tracing.outside.existing import (
+    existing_kept,
+    forget_existing,
+    note_existing,
+)
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
@@ -362,7 +368,7 @@ def capture_call(
     lasts: bool = False,
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart; `settled` and `lasts`: see `finish`."""
-    with _compat.without_fake_mode():
+    with _compat.without_fake_mode(), collector_paused(), existing_kept():
         while True:
             call, inputs, raw = first_trace(call, communication)
             try:
@@ -379,6 +385,7 @@ def first_trace(call: Call, communication: Communication | None) -> tuple[Call, 
     """
     while True:
         inputs = prepare(call)
+        note_existing()
         try:
             raw = trace(call, inputs, communication)
         except (MoreInputs, CaptureError) as error:
@@ -401,6 +408,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     Raises:
         CaptureError: `error`, where that has been tried.
     """
+    forget_existing()
     asked = inputs.meets_sizes and error.__cause__ is not None
     knowing = call.knowing_sizes() if asked and isinstance(error, CaptureError) else None
     if knowing is not None:

@@ -168,6 +168,7 @@ class Inputs:
         rebound: `module_tensors` that get other storage in each call; see `rebinding`.
         held: names of what others may use without being seen (`graphopt.runtime.late`); none where
             that is so of all parameters, as while a variable holds a checkpoint.
+        found_held: the same without exception.
     """
 
     module_tensors: list[ModuleTensor]
@@ -177,6 +178,7 @@ class Inputs:
     hyperparameters: list[Number]
     user: list[int]
     held: frozenset[str] = frozenset()
+    found_held: frozenset[str] = frozenset()
     conditions: Conditions = field(default_factory=Conditions)
     rebound: list[int] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
@@ -216,8 +218,12 @@ class Inputs:
         return values
 
 
-def collect(call: Call) -> Inputs:
-    """Find every input of `call`. Touches nothing."""
+def collect(call: Call, known: Inputs | None = None) -> Inputs:
+    """Find every input of `call`. Touches nothing.
+
+    Args:
+        known: those of the call before, found a moment ago.
+    """
     tensors = _module_tensors(call)
     gradients = [
         GradientInput(entry, f"{entry.fqn}.grad")
@@ -240,14 +246,14 @@ def collect(call: Call) -> Inputs:
     inputs.answers.extend(call.decided)
     inputs.sizes = call.sizes
     _refuse_overlaps(inputs, call)
-    inputs.held = _held(inputs, call)
+    inputs.held = _held(inputs, call, frozenset() if known is None else known.found_held)
     return inputs
 
 
-def _held(inputs: Inputs, call: Call) -> frozenset[str]:
+def _held(inputs: Inputs, call: Call, known: frozenset[str]) -> frozenset[str]:
     named = [(entry.fqn, entry.tensor) for entry in inputs.module_tensors]
     named += [(state.fqn, state.read(call)) for state in inputs.states]
-    found = names_of_held(named)
+    found = inputs.found_held = names_of_held(named, known)
     return found if any(entry.fqn not in found for entry in inputs.parameters) else frozenset()
 
 

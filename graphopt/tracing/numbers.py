@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from graphopt import _compat
+from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.tracing.source import current_user_line, is_torch_file
 
@@ -60,6 +61,15 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` of symbolic floats and Python numbers, as one node."""
     if not all(isinstance(arg, (torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
+    if all(issubclass(type(arg), torch.SymFloat) or type(arg) in _PLAIN for arg in args):
+        return untraced(_record, function, args)
+    return _record(function, args)  # which runs code of the user's, in a number of another class
+
+
+_PLAIN = (int, float, bool)
+
+
+def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     for traced in (arg for arg in args if issubclass(type(arg), TracedFloat)):
         result = type(traced).known_result(traced, function, args)
         if result is not None:

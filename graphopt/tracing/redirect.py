@@ -238,13 +238,7 @@ class Redirect(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
-        args, kwargs = untraced(self._prepared, args, kwargs)
-        args, kwargs = host_numbers.concrete(func, args, kwargs)
-        if _writes(func):
-            untraced(self._rebinding.check, args[:1])
-            if self._tagger.phase == "optimizer":
-                self._forget_counts(args[:1])
-        untraced(sparse.refuse_entries, func, args)
+        args, kwargs = untraced(self._prepared, func, args, kwargs)
         result = self._call(func, args, kwargs)
         untraced(self._made.add, result)
         return result
@@ -263,9 +257,15 @@ class Redirect(TorchFunctionMode):
             if id(tensor) in state:
                 _compat.forget_constant(self._tracer, tensor)
 
-    def _prepared(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _prepared(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
         _forget_stale_constants(self._tracer, args, kwargs)
+        args, kwargs = host_numbers.concrete(func, args, kwargs)
+        if _writes(func):
+            self._rebinding.check(args[:1])
+            if self._tagger.phase == "optimizer":
+                self._forget_counts(args[:1])
+        sparse.refuse_entries(func, args)
         return args, kwargs
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -122,7 +122,7 @@ def steady_step(
     if not state:
         return None
     with state.present(), first.effects.applied():
-        following = collect(call)
+        following = collect(call, inputs)
         try:
             second = trace(call, following, communication)
         except UnagreedParameterError:

@@ -20,7 +20,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt._compat import frames
-from graphopt._compat.untraced import OwnTracer, UntracedOperators
+from graphopt._compat.untraced import OwnTracer, untraced_operators
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.files import is_observed
@@ -48,13 +48,14 @@ class Observer:
         self.record = record
         self._instructions = Instructions(record)
         self._modules = modules
-        self.ignored: set[CodeType] = set()
-        """Functions of which the observer wants to know nothing more."""
+        self.ignored: dict[int, CodeType] = {}
+        """Functions of which the observer wants to know nothing more, by their identity: a hash of
+        code goes through all of it."""
 
     def entered(self, frame: FrameType) -> dict[int, Step] | None:
         """A function begins. Returns which of its instructions to look at; None for none."""
         code = frame.f_code
-        if code in self.ignored or code in _FORGETTING:
+        if id(code) in self.ignored or code in _FORGETTING:
             return None
         if not is_observed(code.co_filename):
             self._entered_torch(frame, code)
@@ -77,7 +78,7 @@ class Observer:
             if isinstance(module, nn.Module) and id(module) not in self._modules:
                 self._other_module(module)
         else:
-            self.ignored.add(code)
+            self.ignored[id(code)] = code
         called_by_torch(self.record, frame)
 
     def _other_module(self, module: nn.Module) -> None:
@@ -171,7 +172,7 @@ class _Tracer(OwnTracer):
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         other = None
-        if self.alone and frame.f_code in self._observer.ignored:
+        if self.alone and id(frame.f_code) in self._observer.ignored:
             return None
         if self._other is not None:
             other = self._other(frame, event, argument)
@@ -193,7 +194,7 @@ def _traced(observer: Observer) -> Iterator[None]:
     threading.settrace(_Tracer(observer, before_threads))
     sys.settrace(tracer)
     try:
-        with UntracedOperators() if tracer.alone else nullcontext():
+        with untraced_operators() if tracer.alone else nullcontext():
             yield
     finally:
         sys.settrace(before)
@@ -217,7 +218,7 @@ def _monitored(observer: Observer) -> Iterator[None]:
             looked_at[code] = steps
             with suppress(ValueError):  # another thread's function, begun as the trace ended
                 monitoring.set_local_events(tool, code, instruction)
-        return monitoring.DISABLE if code in observer.ignored else None
+        return monitoring.DISABLE if id(code) in observer.ignored else None
 
     def executed(code: CodeType, offset: int) -> None:
         step = looked_at[code].get(offset)

@@ -14,6 +14,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.outside.existing import existing_now
 from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
 
 _WHOLE = 1000
@@ -40,9 +41,7 @@ class Record:
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
         self._own = {id(table) for table in own}
-        # Kept alive, so that no other object gets the identity of one of them.
-        self._existing = gc.get_objects()
-        self._before = set(map(id, self._existing))
+        self._existing = existing_now()
         # `gc.freeze` hides classes and modules from `gc.get_objects`.
         self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
         self._paths: dict[int, tuple[Any, str]] = {}
@@ -68,16 +67,15 @@ class Record:
 
     def close(self) -> None:
         """Let go of what only observing needs, which is nearly everything."""
-        self._existing.clear()
-        self._before.clear()
+        self._existing.let_go()
         self._paths.clear()
 
     # ------------------------------------------------------------------ objects
 
     def is_outside(self, value: Any) -> bool:
         """Whether an object existed before the step."""
-        known = id(value) in self._before or id(value) in self._paths
-        return known or isinstance(value, type) or id(value) in self._namespaces
+        known = id(value) in self._paths or isinstance(value, type)
+        return known or id(value) in self._namespaces or value in self._existing
 
     def is_own(self, table: Any) -> bool:
         return id(table) in self._own
