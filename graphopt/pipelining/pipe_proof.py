@@ -34,7 +34,7 @@ from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.module_constants import attribute
 from graphopt.verify.outcomes import differences
 from graphopt.verify.problems import Problem
-from graphopt.verify.same_calls import call_problems
+from graphopt.verify.same_calls import Ordered, call_problems
 from graphopt.verify.terms import Terms
 
 logger = logging.getLogger("graphopt")
@@ -110,17 +110,23 @@ def _composed(module: fx.GraphModule, objects: Objects) -> fx.Graph:
 
 
 def _differing(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[Problem]:
-    yield from call_problems(before, after, partial(hazards, find=objects.find))
+    yield from call_problems(before, after, _no_order)  # which terms know, through copies as well
     terms = Terms()
     try:
         old = evaluate_graph(before, terms)
     except NotDecidedError as error:
         logger.info("values between the stages of a pipe are not compared: %s", error)
+        if len(before.nodes) == len(after.nodes):  # nothing was copied
+            yield from call_problems(before, after, partial(hazards, find=objects.find))
         return
     try:
         yield from differences(terms, old, evaluate_graph(after, terms))
     except NotDecidedError as error:
         yield error.problem
+
+
+def _no_order(graph: fx.Graph) -> tuple[Ordered, ...]:
+    return ()
 
 
 def _not_listed(top: fx.GraphModule, replicas: Sequence[Replica]) -> Iterator[Problem]:
