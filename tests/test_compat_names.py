@@ -69,6 +69,10 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_global_backward_pre_hooks": lambda: nn.modules.module,
     "_has_symbolic_sizes_strides": lambda: torch.ones(1),
     "_insert": fx.Graph,
+    "_find_nodes_lookup_table": fx.Graph,
+    **dict.fromkeys(
+        ("name", "target", "_args", "_kwargs", "_input_nodes"), lambda: fx.Graph().placeholder("x")
+    ),
     "_lineno_map": lambda: fx.symbolic_trace(nn.ReLU()),
     "_modules": nn.Module,
     "_non_persistent_buffers_set": nn.Module,
