@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ class _UntracedProxyMode(ProxyTorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Sequence[type],
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
