@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACES = frozenset({"aten", "prim", "prims", "_c10d_functional", "_c10d_functional_autograd"})
 
@@ -46,25 +46,6 @@ def untraced(function: Callable[..., T], *args: Any) -> T:
         sys.settrace(tracer)
 
 
-class _UntracedProxyMode(ProxyTorchDispatchMode):
-    """Records operators as its base does, with the tracing function set aside where they are
-    torch's own: what records one is a thousand lines of Python, of which each would be slower by
-    what `sys.settrace` costs. Operators of others may run their code, and so may tensors of a class
-    of theirs: the tracing function goes on there."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        record = super().__torch_dispatch__
-        if _is_own(func) and _FAKE.issuperset(types):
-            return untraced(record, func, types, args, kwargs)
-        return record(func, types, args, kwargs)
-
-
 _FAKE = frozenset({FakeTensor})
 
 
@@ -73,16 +54,36 @@ def _is_own(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.namespace in _NAMESPACES
 
 
-@contextmanager
-def untraced_operators() -> Iterator[None]:
-    """While active, the tracing function is set aside while a `make_fx` that is running records one
-    of torch's own operators."""
-    mode = get_proxy_mode()
-    if type(mode) is not ProxyTorchDispatchMode:
-        yield
-        return
-    mode.__class__ = _UntracedProxyMode
-    try:
-        yield
-    finally:
-        mode.__class__ = ProxyTorchDispatchMode
+class UntracedOperators(TorchDispatchMode):
+    """While active, the tracing function is set aside while torch runs one of its own operators.
+
+    What records such an operator is a thousand lines of torch's Python, of which each would be
+    slower by what `sys.settrace` costs. Operators of others may run their code, and so may tensors
+    of a class of theirs: the tracing function goes on there. Calling the operator again also shows
+    it to modes that see torch functions where nothing did before, as in `torch.Tensor([1.0])`.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Torch itself need not know of it."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if _is_own(func) and _FAKE.issuperset(types):
+            return untraced(partial(func, *args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))

@@ -20,7 +20,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt._compat import frames
-from graphopt._compat.untraced import OwnTracer, untraced_operators
+from graphopt._compat.untraced import OwnTracer, UntracedOperators
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.files import is_observed
@@ -194,7 +194,7 @@ def _traced(observer: Observer) -> Iterator[None]:
     threading.settrace(_Tracer(observer, before_threads))
     sys.settrace(tracer)
     try:
-        with untraced_operators() if tracer.alone else nullcontext():
+        with UntracedOperators() if tracer.alone else nullcontext():
             yield
     finally:
         sys.settrace(before)
