@@ -6,6 +6,7 @@ import cProfile
 import gc
 import itertools
 import logging
+import re
 import sys
 import types
 import weakref
@@ -201,6 +202,7 @@ def refuse(step: Callable[..., Any], trainer: Trainer) -> None:
         graphopt.compile(step, pipeline="none")(trainer.model, trainer.optimizer, X, Y)
     (line,) = marked_lines(getattr(step, "__func__", step))
     assert f"{__file__}:{line} " in str(caught.value)
+    assert not re.search(r"\((.+) became \1\)", str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,11 @@ def unchanged(record: Record) -> Record:
 
 
 def _refuse(read: Read, now: Any) -> None:
+    before = shown(read.value)  # what it is now already, where it is changed before it is read
+    became = "" if before == shown(now) else f" ({before} became {shown(now)})"
     raise CaptureError(
-        f"it reads {read.path} outside its arguments and changes it"
-        f" ({shown(read.value)} became {shown(now)}), which would happen at capture"
-        " only",
+        f"it reads {read.path} outside its arguments and changes it{became}, which would happen at"
+        " capture only",
         location=str(read.line),
         hint=_HINT,
     )
