@@ -20,6 +20,7 @@ SLICE = [
     "optimizers.lookahead",
     "reinforcement.maml",
     "styles.mask_through_layers",
+    "styles.tensors_from_numbers",
     "styles.trainer_method",
     "vision.focal_loss",
 ]
