@@ -82,7 +82,7 @@ def step_reading(values: int) -> Callable[..., Tensor]:
 
 
 def measure(parameters: int, values: int, calls: int) -> Figures:
-    """Milliseconds of each call but the first."""
+    """Milliseconds of each call after the first ones."""
     model = Tiny(parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     step = Timed(step_reading(values))

@@ -166,13 +166,17 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7))
 
 
+def assert_alike(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(same, found, expected))
+
+
 @pytest.mark.sliced(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_call_takes_the_branch_of_eager(step: Step) -> None:
     expected, _ = trained(step, compiled=False)
     found, made = trained(step, compiled=True)
-    assert len(found) == len(expected)
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
     assert 2 <= made <= 6  # both branches are met; branches that come back have their graph
 
 
@@ -180,8 +184,7 @@ def test_every_call_takes_the_branch_of_eager(step: Step) -> None:
 def test_what_is_asked_and_always_answered_alike_needs_one_graph(step: Step) -> None:
     expected, _ = trained(step, compiled=False)
     found, made = trained(step, compiled=True)
-    assert len(found) == len(expected)
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
     assert made == 1
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from gloo import pool
-from test_decisions import finish, same
+from test_decisions import assert_alike, finish, same
 
 
 class Counting(Optimizer):
@@ -95,8 +95,7 @@ def trained(rule: Any, compiled: bool, used: Any = lambda model: model) -> tuple
 def test_every_call_is_eager_s(rule: Any) -> None:
     expected, _ = trained(rule, compiled=False)
     found, made = trained(rule, compiled=True)
-    assert len(found) == len(expected)
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
     assert made == (3 if rule is number else 2)  # the first step; and one more answer
 
 
@@ -185,8 +184,7 @@ def test_one_state_of_two_optimizers() -> None:
         return torch.utils._pytree.tree_leaves([found, model.state_dict(), optimizer.state_dict()])
 
     expected, found = run(compiled=False), run(compiled=True)
-    assert len(found) == len(expected)
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
 
 
 def _left_on_rank(rank: int, compiled: bool) -> list[Any]:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.optim import Optimizer
 
 import graphopt
-from test_decisions import finish, left_by, same
+from test_decisions import assert_alike, finish, left_by
 
 
 class Recurrent(nn.Module):
@@ -67,8 +67,7 @@ def check(step: Callable[..., Any], make: Callable[[], nn.Module], lengths: list
         torch.manual_seed(0)
         results.append(trained(step, make(), lengths, compiled))
     (expected, _), (found, made) = results
-    assert len(expected) == len(found)
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
     return made
 
 

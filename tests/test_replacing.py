@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
-from test_decisions import finish, same
+from test_decisions import assert_alike, finish
 
 
 class Averaging(nn.Module):
@@ -63,8 +63,7 @@ def trained(kind: str, compiled: bool) -> list[Any]:
 @pytest.mark.parametrize("kind", ["kept", "trained"])
 def test_every_call_is_eager_s(kind: str) -> None:
     expected, found = trained(kind, compiled=False), trained(kind, compiled=True)
-    assert len(found) == len(expected)
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from gloo import pool
-from test_decisions import left_by, same
+from test_decisions import assert_alike, left_by, same
 
 Step = Callable[..., Any]
 
@@ -98,15 +98,14 @@ def trained(
 def test_every_call_is_eager_s(step: Step, kind: str, graphs: int) -> None:
     expected, _ = trained(step, kind, compiled=False)
     found, made = trained(step, kind, compiled=True)
-    assert len(found) == len(expected)
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
     assert made == graphs
 
 
 def test_the_first_steps_are_skipped() -> None:
     expected, _ = trained(plain, "adam", compiled=False, bad=(0, 1, 4))
     found, made = trained(plain, "adam", compiled=True, bad=(0, 1, 4))
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
     assert made == 3  # skipped without and with optimizer state
 
 
@@ -152,7 +151,7 @@ def _trained_by_trainer(compiled: bool) -> tuple[list[Any], int]:
 def test_two_optimizers_of_a_trainer() -> None:
     found, made = _trained_by_trainer(compiled=True)
     expected, _ = _trained_by_trainer(compiled=False)
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
     assert made == 3  # one of them skipped; another growth factor
 
 

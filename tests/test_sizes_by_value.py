@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import graphopt
 from gloo import pool
 from graphopt.errors import AssumptionFailedError, CaptureError
-from test_decisions import finish, left_by, same
+from test_decisions import assert_alike, finish, left_by
 
 Step = Callable[[nn.Module, Optimizer, Tensor, Tensor], Any]
 
@@ -120,8 +120,7 @@ def trained(step: Step, compiled: bool, optimizer: str = "adam", calls: int = 7)
 def check(step: Step, optimizer: str = "adam", calls: int = 7) -> int:
     expected, _ = trained(step, False, optimizer, calls)
     found, made = trained(step, True, optimizer, calls)
-    assert len(found) == len(expected)
-    assert all(map(same, found, expected))
+    assert_alike(found, expected)
     return int(made)
 
 
