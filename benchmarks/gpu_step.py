@@ -91,11 +91,13 @@ def measure(
                 reason = (str(error).strip().splitlines() or ["no message"])[0]
                 figures[variant] = {"error": f"{type(error).__name__}: {reason}"}
                 gc.collect()
+        console.print(f"{variant}: {first_steps(figures[variant])}")
     with console.status("step times in turns"):
-        seconds = paired(trainings, task, options.rounds, generator)
+        seconds = paired(trainings, task, options.rounds, generator, lambda: budget.left <= 0)
     with console.status("kernels"):
         for variant, training in trainings.items():
-            figures[variant]["kernels"] = kernels_per_step(training, task.tokens(generator))
+            if not options.steps_only and budget.left > 0:
+                figures[variant]["kernels"] = kernels_per_step(training, task.tokens(generator))
     trainings.clear()
     gc.collect()
     for variant in seconds:
@@ -107,6 +109,12 @@ def measure(
         figures[variant]["warm_start_seconds"] = warm.get("first_steps_seconds")
         figures[variant]["warm_start_error"] = warm.get("error")
     return figures, seconds
+
+
+def first_steps(found: Figures) -> str:
+    """How the first steps of a variant went."""
+    error = found.get("error")
+    return f"[red]{error}[/]" if error else f"first steps {found['first_steps_seconds']:.1f} s"
 
 
 def add_times(figures: Figures, seconds: dict[str, list[float]], flops: float, peak: float) -> None:
@@ -189,7 +197,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--bf16", choices=("autocast", "weights"), default="autocast")
     parser.add_argument(
-        "--steps-only", action="store_true", help="no checks, no warm starts, no bandwidth"
+        "--steps-only", action="store_true", help="no checks, kernels, warm starts, bandwidth"
     )
     parser.add_argument("--rounds", type=int, help="turns of each variant; 20, with --quick 5")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="all")

@@ -49,12 +49,18 @@ def prepare(variant: str, task: Task, generator: torch.Generator) -> tuple[Train
 
 
 def paired(
-    trainings: dict[str, Training], task: Task, rounds: int, generator: torch.Generator
+    trainings: dict[str, Training],
+    task: Task,
+    rounds: int,
+    generator: torch.Generator,
+    is_over: Callable[[], bool],
 ) -> dict[str, list[float]]:
-    """Seconds of a step of each variant, round by round. Who begins changes."""
+    """Seconds of a step of each variant, round by round, at least one. Who begins changes."""
     seconds: dict[str, list[float]] = {variant: [] for variant in trainings}
     order = list(trainings)
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number and is_over():
+            break
         batches = [task.tokens(generator) for _ in range(TURN)]
         for variant in order:
             turn = partial(trainings[variant].run, batches)

@@ -20,8 +20,8 @@ from test_decisions import assert_alike, left_by, same
 Step = Callable[..., Any]
 
 
-def new_scaler(**settings: Any) -> GradScaler:
-    return GradScaler("cpu", **{"init_scale": 256.0, "growth_interval": 2, **settings})
+def new_scaler(device: str = "cpu") -> GradScaler:
+    return GradScaler(device, init_scale=256.0, growth_interval=2)
 
 
 def plain(model: nn.Module, optimizer: Optimizer, x: Tensor, scaler: GradScaler) -> Tensor:
@@ -59,6 +59,19 @@ def accumulated(model: nn.Module, optimizer: Optimizer, x: Tensor, scaler: GradS
     optimizer.zero_grad()
 
 
+def halved(model: nn.Module, optimizer: Optimizer, x: Tensor, scaler: GradScaler) -> Tensor:
+    """As a loop for a GPU does it."""
+    with torch.autocast(x.device.type, dtype=torch.float16):
+        loss = F.mse_loss(model(x), x[:, :1].nan_to_num(posinf=0))
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=True),
@@ -71,19 +84,23 @@ def small() -> nn.Module:
 
 
 def trained(
-    step: Step, kind: str, compiled: bool, bad: tuple[int, ...] = (2, 5)
+    step: Step,
+    kind: str,
+    compiled: bool,
+    bad: tuple[int, ...] = (2, 5),
+    device: str = "cpu",
 ) -> tuple[list[Any], int]:
     torch.manual_seed(0)
-    model = small()
+    model = small().to(device)
     optimizer = KINDS[kind](model.parameters())
-    scaler = new_scaler()
+    scaler = new_scaler(device)
     run: Any = graphopt.compile(step) if compiled else step
     found: list[Any] = []
     for number in range(8):
         x = torch.randn(8, 4)
         if number in bad:
             x[0, 0] = float("inf")
-        found += [run(model, optimizer, x, scaler), *left_by(model, optimizer)]
+        found += [run(model, optimizer, x.to(device), scaler), *left_by(model, optimizer)]
         found += scaler.state_dict().values()
     return torch.utils._pytree.tree_leaves(found), len(run.captures) if compiled else 0
 
@@ -100,6 +117,16 @@ def test_every_call_is_eager_s(step: Step, kind: str, graphs: int) -> None:
     found, made = trained(step, kind, compiled=True)
     assert_alike(found, expected)
     assert made == graphs
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", [plain, halved, accumulated])
+def test_every_call_is_eager_s_on_a_gpu(step: Step, kind: str) -> None:
+    expected, _ = trained(step, kind, compiled=False, device="cuda")
+    found, made = trained(step, kind, compiled=True, device="cuda")
+    assert_alike(found, expected)
+    assert made <= 2
 
 
 def test_the_first_steps_are_skipped() -> None:

@@ -132,7 +132,13 @@ class _Entries:
     def __init__(self, record: Record, gone: Callable[[Held], None]) -> None:
         self._record, self._gone = record, gone
         self._objects: dict[int, Held] = {}
-        self.found = [self._entry(_settled(read)) for read in record.reads.values()]
+        reads = [(read, _settled(read)) for read in record.reads.values()]
+        stand_ins = {id(read.value) for read, settled in reads if settled.value is not read.value}
+        self.found = [
+            self._entry(settled)
+            for read, settled in reads
+            if id(read.place.holder) not in stand_ins
+        ]
 
     def _entry(self, read: Read) -> Entry:
         held = None
@@ -181,8 +187,7 @@ class _Following:
             if held.owner is None and held.get() is not value:
                 held.take(value)
         for entry, value in zip(entries, self._values, strict=True):
-            if entry.held is None:
-                entry.value = value
+            entry.found(value)
 
     def _object(self, held: Held) -> Any:
         if held not in self._found:
@@ -191,6 +196,7 @@ class _Following:
         return self._found[held]
 
     def _is(self, held: Held, now: Any) -> bool:
+        now = held.within_wrapper(now)
         if held in self._found or held.owner is not None:
             return self._object(held) is now
         fits = now is held.get() or held.may_become(now)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from graphopt._compat.hidden import undisabled
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.modules import description_of
@@ -87,6 +88,12 @@ class Held:
             return vars(owner) if self._part is None else owner.__closure__[self._part]
         except (AttributeError, TypeError, IndexError):
             return MISSING
+
+    def within_wrapper(self, value: Any) -> Any:
+        """The object itself where `value` only calls it, without letting torch.compile see it."""
+        mine = self.get()
+        alike = type(value) is types.FunctionType is type(mine)
+        return mine if alike and undisabled(value) is undisabled(mine) else value
 
     def may_become(self, value: Any) -> bool:
         """Whether another object can take its place, if the places read in it are alike."""
@@ -184,9 +191,24 @@ class Entry:
         self.path, self.line = read.path, read.line
         self.holder, self.held = holder, held
         self.value = read.value if held is None else None
+        self._wrapper: Callable[[], Any] | None = None
 
     def expected(self) -> Any:
-        return self.value if self.held is None else self.held.get()
+        if self.held is None:
+            return self.value
+        return self.held.get() if self._wrapper is None else self._wrapper()
+
+    @property
+    def reference(self) -> Any:
+        """A weak reference to the object that is there, where that is held weakly."""
+        return self._wrapper or (self.held and self.held.reference)
+
+    def found(self, value: Any) -> None:
+        """What is there is as good as what has to be."""
+        if self.held is None:
+            self.value = value
+        else:
+            self._wrapper = None if value is self.held.get() else weakref.ref(value)
 
     def holds(self) -> bool:
         return same(Place(self.kind, self.holder.get(), self.key).now(), self.expected())

@@ -52,7 +52,7 @@ def _items(entries: Entries) -> Callable[[], bool]:
 
 def _weak_items(entries: Entries) -> Callable[[], bool]:
     holders, keys = _columns(entries)
-    references = [entry.held.reference for entry in entries if entry.held is not None]
+    references = [entry.reference for entry in entries]
 
     def hold() -> bool:
         try:
