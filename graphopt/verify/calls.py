@@ -31,7 +31,7 @@ def entries(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> 
     if any(value and len(value) != length for value in lists.values()):
         return None
     shared = [value for name, value in arguments.items() if name not in lists]
-    if any(isinstance(v, TensorValue) and elements(v.shape) != 1 for v in shared):
+    if any(isinstance(v, TensorValue) and not _is_one_element(v) for v in shared):
         return None
     several = isinstance(fake, tuple) or (bool(fake) and isinstance(fake[0], (list, tuple)))
     columns = list(fake) if several else [fake]
@@ -44,6 +44,10 @@ def entries(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> 
         for number, column in enumerate(columns)
     )
     return found if several else found[0]
+
+
+def _is_one_element(value: TensorValue) -> bool:
+    return value.is_static and elements(value.shape) == 1
 
 
 def _entry(
