@@ -155,6 +155,8 @@ def permuted_back(
     if inner is None:
         return None
     base, shape, order = inner
+    if sum(segment.length for segment in value.segments) != elements(shape):
+        return None
     back = tuple(sorted(range(len(order)), key=order.__getitem__))
     undone = _permuted_elements(terms, value)
     if undone is not None and undone[1:] == (shape, order):

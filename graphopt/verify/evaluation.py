@@ -17,7 +17,7 @@ from graphopt.host import is_host_call
 from graphopt.ir.operators import calls_of, draws
 from graphopt.optim.lists import list_schema
 from graphopt.verify.callees import Callees
-from graphopt.verify.calls import entries, fresh, named
+from graphopt.verify.calls import entries, fresh, has_empty, named
 from graphopt.verify.communicating import Communication
 from graphopt.verify.constants import sent_constant, sent_constants
 from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
@@ -273,7 +273,10 @@ class _Evaluator:
         if not drawn and callee.does_more(node) and not written(node):
             self._found.effects.append(key)
             self._found.calls_of_host += is_host_call(node)
-        return fresh(self._terms, key, fake)
+        found = fresh(self._terms, key, fake)
+        if has_empty(found) and _is_looked_at(node):
+            return fresh(self._terms, key, fake, even_empty=True)
+        return found
 
     def _storage(self, node: fx.Node) -> tuple[Any, ...]:
         """All that lies in the storage of a node, and where in it the node begins."""
@@ -288,3 +291,9 @@ class _Evaluator:
             return source[index]
         key = ("call", "getitem", canonical(source), canonical(self._read(index)))
         return fresh(self._terms, key, node.meta.get("val"))
+
+
+def _is_looked_at(node: fx.Node) -> bool:
+    """Whether the host sees what a node gives, or an item of it: as where a size is assumed."""
+    items = (user for user in node.users if user.target is operator.getitem)
+    return any(is_host_call(user) for n in (node, *items) for user in n.users)
