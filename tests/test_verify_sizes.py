@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -28,6 +29,15 @@ from test_sizes_by_value import OPTIMIZERS, STEPS, Net, Step, batches
 
 FEW = 20
 MANY = 120
+
+MOVES = {
+    name: LEGAL[name]
+    for name in (
+        "another order", "a node moved", "computed twice", "computed once",
+        "computed for nobody", "copies removed", "late work",
+    )
+}  # fmt: skip
+"""Right edits that need no rule, or one of state alone: rules do not speak of symbolic sizes."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,8 +100,16 @@ def test_passes_and_stages_are_proven(
 def verdicts(of: Case, edits: dict[str, Edit], count: int, seed: int) -> list[Verdict]:
     draw, names = Random(seed), list(edits)
     chosen = [names[number % len(names)] for number in range(count)]
-    found = [trial(of, [(name, edits[name])], draw) for name in chosen]
+    found = [trial(of, [(name, partial(where_it_fits, edits[name]))], draw) for name in chosen]
     return [verdict for verdict in found if verdict.outcome != "none"]
+
+
+def where_it_fits(edit: Edit, gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
+    """An edit that asks a symbolic number for its value finds no place."""
+    try:
+        return edit(gm, draw)
+    except Exception:
+        return None
 
 
 def all_is_well(of: Case, count: int, seed: int) -> None:
@@ -99,7 +117,7 @@ def all_is_well(of: Case, count: int, seed: int) -> None:
         wrong = verdicts(of, edits, count, seed)
         assert wrong and not [v for v in wrong if v.differs or v.outcome == "crash"]
     if of.dialect == "captured":
-        right = verdicts(of, LEGAL, count, seed)
+        right = verdicts(of, MOVES, count, seed)
         assert right and not [v for v in right if v.differs or v.outcome != "accepted"]
 
 

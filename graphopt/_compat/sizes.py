@@ -211,7 +211,8 @@ def symbolic_layout(tensor: torch.Tensor) -> tuple[tuple[int | str, ...], tuple[
     """
     from torch.utils._sympy.functions import Max
 
-    sizes = [size.node.expr for size in tensor.shape if isinstance(size, torch.SymInt)]
+    given: Sequence[Any] = tensor.shape
+    sizes = [size.node.expr for size in given if isinstance(size, torch.SymInt)]
     at_least_one = {Max(1, size): size for size in sizes}
     shape = tuple(_text(size, {}) for size in tensor.shape)
     return shape, tuple(_text(stride, at_least_one) for stride in tensor.stride())

@@ -17,7 +17,7 @@ from torch import fx
 from graphopt.graph_utils import is_operator
 from graphopt.verify.axioms import AXIOMS, RULES
 from graphopt.verify.calls import target_name
-from graphopt.verify.terms import TensorValue, Terms, canonical, whole
+from graphopt.verify.terms import ScalarValue, TensorValue, Terms, canonical, whole
 from graphopt.verify.traits import traits_of
 
 (_CONSTANTS,) = (axiom for axiom in AXIOMS if axiom.name == "constants")
@@ -92,7 +92,6 @@ def sent_constant(
     Args:
         arguments: of the node that makes it, by name.
         by_name: whether another node makes the same.
-
     """
     fake, target = node.meta["val"], cast(Any, node.target)
     value = RULES[target._schema.name].value(terms, target, dict(arguments), fake)
@@ -102,4 +101,5 @@ def sent_constant(
         key: Any = ("constant", target_name(target), canonical(dict(arguments)), place)
     else:
         key = ("constant", tuple(terms[s.term].key for s in value.segments), place)
-    return whole(terms.make(key, constant=True), fake)
+    given = isinstance(arguments.get("fill_value", arguments.get("s")), ScalarValue)
+    return whole(terms.make(key, constant=not given), fake)
