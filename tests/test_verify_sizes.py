@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import graphopt
 from edit_tools import Edit
