@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from graphopt.errors import GraphOptError
+from graphopt.pipelining import StageCompileError
 from sketch import one_rank
 from stage_cases import Training, problem, train
 from twins import assert_same
@@ -72,12 +74,22 @@ def _run(hook: Hook, parameter: Tensor) -> None:
     hook(parameter)  # torch refuses hooks that return something
 
 
+WAYS = [
+    *((hook, "interleaved") for hook in ("twice", "by its norm", "once", *list(AFTER_SUM)[3:])),
+    *product(OF_ONE, ("zero bubble", "interleaved")),
+]
+
+
 @pytest.mark.sliced(4)
-@pytest.mark.parametrize("schedule", ["zero bubble", "interleaved"])
-@pytest.mark.parametrize("hook", ["twice", "once", "by its norm", *list(AFTER_SUM)[3:], *OF_ONE])
+@pytest.mark.parametrize(("hook", "schedule"), WAYS)
 def test_a_hook_is_that_of_eager(hook: str, schedule: str) -> None:
     eager, compiled = (hooked(hook, schedule, way) for way in (False, True))
     assert_same(train(compiled), train(eager), hook)
+
+
+def test_a_hook_that_torch_does_not_call_is_refused() -> None:
+    with pytest.raises(StageCompileError, match="torch does not call"):
+        hooked("once", "zero bubble", compiled=True).step()
 
 
 @pytest.mark.parametrize("verify", ["equivalence", "off"])
