@@ -21,6 +21,7 @@ from graphopt.graph_utils import (
 )
 from graphopt.iter_graph import IterGraph
 from graphopt.optim.lists import list_schema
+from graphopt.verify.terms import layout_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -115,7 +116,7 @@ def renewed(node: fx.Node) -> bool:
 
 def layout(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
+        return layout_of(value)
     if isinstance(value, (list, tuple)):
         return [layout(entry) for entry in value]
     return type(value)

@@ -316,6 +316,11 @@ def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(key for table in hook_tables(tensor) for key in table or ())
 
 
+def has_hooks_on_sum(tensor: torch.Tensor) -> bool:
+    """Whether autograd calls a hook when it has added to the gradient of a tensor."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give each second tensor the gradient hooks of the first."""
     for source, target in pairs:

@@ -201,3 +201,25 @@ def _compiled(expression: Any, symbols: Sequence[Any]) -> Callable[[Mapping[Any,
     except Exception:  # a function that cannot be written down
         return interpreted
     return lambda numbers: bool(function(*(numbers[symbol] for symbol in symbols)))
+
+
+def symbolic_layout(tensor: torch.Tensor) -> tuple[tuple[int | str, ...], tuple[int | str, ...]]:
+    """Sizes and strides, symbolic ones as text.
+
+    Where torch does not know that a size is not 0, strides are those of at least 1. That is left
+    out: a tensor of such a size has no elements that could lie elsewhere.
+    """
+    from torch.utils._sympy.functions import Max
+
+    given: Sequence[Any] = tensor.shape
+    sizes = [size.node.expr for size in given if isinstance(size, torch.SymInt)]
+    at_least_one = {Max(1, size): size for size in sizes}
+    shape = tuple(_text(size, {}) for size in tensor.shape)
+    return shape, tuple(_text(stride, at_least_one) for stride in tensor.stride())
+
+
+def _text(number: Any, known: Mapping[Any, Any]) -> int | str:
+    if not isinstance(number, torch.SymInt):
+        return int(number)
+    expression = number.node.expr.xreplace(known)
+    return int(expression) if expression.is_Integer else str(expression)

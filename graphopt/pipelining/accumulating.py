@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphOptError
-from graphopt.graph_utils import call_function_with_meta, is_operator, same_kind
+from graphopt.graph_utils import call_function_with_meta, is_operator, is_random, same_kind
 
 aten = torch.ops.aten
 
@@ -63,19 +63,49 @@ def find_accumulation(
 
 
 def _added(gradient: fx.Node) -> list[fx.Node]:
-    """The additions to a gradient and what hooks do to it, until it is averaged."""
-    chain: list[fx.Node] = []
-    following = _following(gradient)
-    while len(following) == 1:
-        chain += following
-        following = _following(chain[-1])
-    if not chain or not is_operator(chain[0].target, "aten::add") or chain[0].args[0] != gradient:
+    """The addition to a gradient and what hooks do to the sum, in graph order, up to what they
+    leave. A hook may read the sum as often as it likes."""
+    readers = _following(gradient)
+    if len(readers) != 1 or not _adds(readers[0], gradient):
         raise GraphOptError(
             f"{gradient.meta['fqn']} is not added up as autograd does it, so that the backwards of"
             " single microbatches cannot be told apart\n"
             "  hint:  leave out the pass that changes additions to gradients"
         )
-    return chain
+    found = _reached(readers[0])
+    left = [node for node in found if any(user not in found for user in node.users)]
+    if len(left) != 1 or any(map(is_random, found)):
+        what = "draws random numbers" if len(left) == 1 else f"leaves {len(left)} values"
+        raise GraphOptError(
+            f"a hook on {gradient.meta['fqn']} {what}, so that the backwards of single microbatches"
+            " cannot be told apart\n"
+            "  hint:  change the gradient after the step of the schedule"
+        )
+    return sorted(_needed(left[0], found))
+
+
+def _adds(node: fx.Node, gradient: fx.Node) -> bool:
+    return is_operator(node.target, "aten::add") and node.args[0] is gradient
+
+
+def _reached(start: fx.Node) -> set[fx.Node]:
+    """A node and all of the backward that follows from it."""
+    found, pending = {start}, [start]
+    while pending:
+        later = {node for node in _following(pending.pop()) if node not in found}
+        found |= later
+        pending += later
+    return found
+
+
+def _needed(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
+    """A node and those of `among` that it is computed from."""
+    found, pending = {node}, [node]
+    while pending:
+        earlier = {n for n in pending.pop().all_input_nodes if n in among and n not in found}
+        found |= earlier
+        pending += earlier
+    return found
 
 
 def _following(node: fx.Node) -> list[fx.Node]:

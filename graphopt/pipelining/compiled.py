@@ -259,6 +259,22 @@ class CompiledStage:
         left, self._weights_left = self._weights_left, None
         return (lambda: left(self.last)) if left is not None else _nothing
 
+    def refuse_hooks_on_sums(self) -> None:
+        """Refuse hooks that torch would not call: where it divides a backward, it adds gradients up
+        itself.
+
+        Raises:
+            StageCompileError: a parameter has one.
+        """
+        if any(map(_compat.has_hooks_on_sum, self._owners)):
+            raise StageCompileError(
+                self._stage,
+                "a parameter has a hook (register_post_accumulate_grad_hook), which torch does not"
+                " call where a schedule divides the backward",
+                hint="change gradients after the step of the schedule, or take a schedule that does"
+                " not divide the backward",
+            )
+
     def _incoming(self, gradients: Values) -> list[torch.Tensor]:
         microbatch = self._microbatch
         found = []

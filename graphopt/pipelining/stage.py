@@ -76,7 +76,7 @@ class Stage(PipelineStage):
             dw_builder=None if divides else lambda: _nothing_left,
         )
         self.replicas = [r for r in replicas if stage_index in dict(r.holders)]
-        self._calling = calling
+        self._calling, self._divides = calling, divides and stage_index > 0
         self._received, self._sent = received, sent
         self._output = output
         self._compiled: CompiledStage | None = None
@@ -276,6 +276,8 @@ class Stage(PipelineStage):
             self._look_at_loss(self._compiled, bwd_chunk_id, loss)
             self._compiled.full, self._compiled.last = full_backward, last_backward
             if not full_backward:
+                if self._divides:
+                    self._compiled.refuse_hooks_on_sums()
                 self.dw_builder = self._compiled.take_weights_left
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:

@@ -17,6 +17,7 @@ from graphopt import _compat
 from graphopt.graph_utils import tensors_in
 from graphopt.verify.elementwise import Arguments, elementwise, is_static
 from graphopt.verify.terms import (
+    ScalarValue,
     Segment,
     TensorValue,
     Terms,
@@ -40,7 +41,8 @@ class Axiom:
         why: why it holds bit for bit.
         apply: the value of a call, None where the condition does not hold.
         speaks_of: the arguments that it takes into account, by name, layouts of the result
-            included; outside its condition is a call that gives another one. None: all.
+            included; outside its condition is a call that gives another one, or a size or position
+            that depends on values. None: all, which are operands.
     """
 
     name: str
@@ -55,12 +57,21 @@ class Axiom:
         for name, given in args.items():
             if name not in known and not _is_usual(given):
                 return None
+            if self.speaks_of is not None and _is_by_value(given):
+                return None
         return self.apply(terms, target, args, fake) if _has_sizes(fake) else None
 
 
 def _is_usual(value: Any) -> bool:
     """Whether an option such as `pin_memory`, `non_blocking` or `layout` means nothing special."""
     return value is None or value is False or value is torch.strided
+
+
+def _is_by_value(given: Any) -> bool:
+    """Whether an argument is a number that the graph computes, or has one among its entries."""
+    if type(given) is tuple:
+        return any(type(entry) is ScalarValue for entry in given)
+    return type(given) is ScalarValue
 
 
 def _has_sizes(fake: Any) -> bool:
@@ -76,12 +87,13 @@ def _same_elements(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any
         return None
     if target._schema.name == "aten::view" and "dtype" in args:
         return None  # it reads the same bits as numbers of another kind
-    return tensor_value(_cast(terms, source.segments, source.dtype, fake.dtype), fake)
+    return tensor_value(cast_segments(terms, source.segments, source.dtype, fake.dtype), fake)
 
 
-def _cast(
+def cast_segments(
     terms: Terms, segments: Sequence[Segment], before: torch.dtype, after: torch.dtype
 ) -> tuple[Segment, ...]:
+    """Elements in another dtype, each of which is rounded for itself."""
     if before == after:
         return tuple(segments)
     cast = ("cast", str(before), str(after))
@@ -117,30 +129,40 @@ def _permuted(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
 
 def _single_permutation(terms: Terms, source: TensorValue) -> tuple[Any, Any, Any] | None:
     """What `source` is a permutation of, if it is one as a whole and in its own shape."""
-    if len(source.segments) != 1 or source.segments[0].length != elements(source.shape):
+    inner = _permuted_elements(terms, source)
+    if inner is None:
+        return None
+    _, shape, order = inner
+    return inner if tuple(shape[i] for i in order) == source.shape else None
+
+
+def _permuted_elements(terms: Terms, source: TensorValue) -> tuple[Any, Any, Any] | None:
+    """What the row of all elements of `source` is a permutation of, whatever its own shape."""
+    if len(source.segments) != 1 or not source.is_static:
         return None
     key = terms[source.segments[0].term].key
-    if key[0] != "permute" or source.segments[0].start:
+    if key[0] != "permute" or source.segments[0][1:] != (0, elements(key[2])):
         return None
-    _, base, shape, order = key
-    return (base, shape, order) if tuple(shape[i] for i in order) == source.shape else None
+    return key[1:]
 
 
 def permuted_back(
     terms: Terms, part: Any, value: TensorValue
 ) -> tuple[TensorValue, TensorValue] | None:
-    """What `part` is a permutation of, and `value` permuted back in the same way."""
-    inner = _single_permutation(terms, part) if isinstance(part, TensorValue) else None
+    """What `part` is a permutation of, in whatever shape, and `value` permuted back in the same
+    way."""
+    inner = _permuted_elements(terms, part) if isinstance(part, TensorValue) else None
     if inner is None:
         return None
     base, shape, order = inner
+    if sum(segment.length for segment in value.segments) != elements(shape):
+        return None
     back = tuple(sorted(range(len(order)), key=order.__getitem__))
-    found = value.segments
-    undone = _single_permutation(terms, value)
+    undone = _permuted_elements(terms, value)
     if undone is not None and undone[1:] == (shape, order):
         found = undone[0]
     else:
-        key = ("permute", found, value.shape, back)
+        key = ("permute", value.segments, tuple(shape[i] for i in order), back)
         found = (Segment(terms.make(key), 0, elements(shape)),)
     layout = (shape, (), value.dtype, value.device)
     return TensorValue(tuple(base), *layout), TensorValue(tuple(found), *layout)

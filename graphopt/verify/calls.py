@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from graphopt import _compat
 from graphopt.verify.terms import (
     Pending,
     ScalarValue,
+    Segment,
     TensorValue,
     Terms,
     canonical,
@@ -31,7 +33,7 @@ def entries(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> 
     if any(value and len(value) != length for value in lists.values()):
         return None
     shared = [value for name, value in arguments.items() if name not in lists]
-    if any(isinstance(v, TensorValue) and elements(v.shape) != 1 for v in shared):
+    if any(isinstance(v, TensorValue) and not _is_one_element(v) for v in shared):
         return None
     several = isinstance(fake, tuple) or (bool(fake) and isinstance(fake[0], (list, tuple)))
     columns = list(fake) if several else [fake]
@@ -44,6 +46,10 @@ def entries(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> 
         for number, column in enumerate(columns)
     )
     return found if several else found[0]
+
+
+def _is_one_element(value: TensorValue) -> bool:
+    return value.is_static and elements(value.shape) == 1
 
 
 def _entry(
@@ -70,13 +76,31 @@ def _entry(
     ]
 
 
-def fresh(terms: Terms, key: tuple[Any, ...], fake: Any) -> Any:
-    """A value of which nothing is known but its key."""
+def fresh(terms: Terms, key: tuple[Any, ...], fake: Any, *, even_empty: bool = False) -> Any:
+    """A value of which nothing is known but its key.
+
+    Args:
+        even_empty: tensors without elements are known by the key as well: that they are empty
+            follows from values, and somebody looks at that.
+    """
     if isinstance(fake, torch.Tensor):
-        return whole(terms.make(key), fake)
+        value = whole(terms.make(key), fake)
+        if even_empty and not value.segments:
+            return replace(value, segments=(Segment(terms.make(key), 0, 0),))
+        return value
     if isinstance(fake, (list, tuple)):
-        return tuple(fresh(terms, (*key, index), entry) for index, entry in enumerate(fake))
+        return tuple(
+            fresh(terms, (*key, index), entry, even_empty=even_empty)
+            for index, entry in enumerate(fake)
+        )
     return ScalarValue(terms.make(key))
+
+
+def has_empty(value: Any) -> bool:
+    """Whether a value is, or has, a tensor without elements."""
+    if isinstance(value, tuple):
+        return any(map(has_empty, value))
+    return isinstance(value, TensorValue) and not value.segments
 
 
 def terms_in(value: Any) -> list[int]:

@@ -72,7 +72,11 @@ class Communication:
         self.sending.launched(node)
         signature = signature_of(node)
         for tensor in sent_tensors(node):
-            self._found.amounts[signature, tensor.dtype] += tensor.numel()
+            elements = tensor.numel()
+            if isinstance(elements, int):
+                self._found.amounts[signature, str(tensor.dtype)] += elements
+            else:  # of which no more is known than that there are as many
+                self._found.amounts[signature, f"{tensor.dtype} times {elements}"] += 1
         rows = sent if isinstance(sent, tuple) else (sent,)
         for row in rows:
             self._count(kind, row)

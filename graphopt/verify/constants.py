@@ -16,7 +16,8 @@ from torch import fx
 
 from graphopt.graph_utils import is_operator
 from graphopt.verify.axioms import AXIOMS, RULES
-from graphopt.verify.terms import TensorValue, Terms, canonical, whole
+from graphopt.verify.calls import target_name
+from graphopt.verify.terms import ScalarValue, TensorValue, Terms, canonical, whole
 from graphopt.verify.traits import traits_of
 
 (_CONSTANTS,) = (axiom for axiom in AXIOMS if axiom.name == "constants")
@@ -84,22 +85,21 @@ def _tensors_read(node: fx.Node) -> list[fx.Node]:
 
 def sent_constant(
     terms: Terms, node: fx.Node, arguments: Mapping[str, Any], *, by_name: bool
-) -> TensorValue | None:
+) -> TensorValue:
     """A constant that is sent: what other ranks send there is theirs, so that a reduction of this
     one is told from that of another which has the same value here.
 
     Args:
         arguments: of the node that makes it, by name.
         by_name: whether another node makes the same.
-
-    Returns:
-        None where no rule says what it is.
     """
     fake, target = node.meta["val"], cast(Any, node.target)
     value = RULES[target._schema.name].value(terms, target, dict(arguments), fake)
-    if value is None:
-        return None
     like = [entry for entry in arguments.values() if isinstance(entry, TensorValue)]
     place = (*map(canonical, like), node.name if by_name or not like else None)
-    key = ("constant", tuple(terms[s.term].key for s in value.segments), place)
-    return whole(terms.make(key, constant=True), fake)
+    if value is None:  # its size depends on values, say
+        key: Any = ("constant", target_name(target), canonical(dict(arguments)), place)
+    else:
+        key = ("constant", tuple(terms[s.term].key for s in value.segments), place)
+    given = isinstance(arguments.get("fill_value", arguments.get("s")), ScalarValue)
+    return whole(terms.make(key, constant=not given), fake)

@@ -8,6 +8,7 @@ of views between both; what is written through a view is put into the owner's ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from torch import fx
@@ -18,6 +19,7 @@ from graphopt.verify.terms import (
     Segment,
     TensorValue,
     Terms,
+    canonical,
     layout_of,
     whole,
 )
@@ -83,7 +85,7 @@ class Contents:
         owner = self.owner(one)
         if owner is not self.owner(other):
             return False
-        places = whole(self._terms.make(("places", owner.name)), owner.meta["val"])
+        places = self._places(owner)
         runs = [self._runs(node, owner, places) for node in (one, other)]
         if runs[0] is None or runs[1] is None:
             return True
@@ -145,17 +147,33 @@ class Contents:
         held = self.current[owner]
         if isinstance(held, Pending):  # waited for by now, or it could not be read
             held = held.value
-        if not isinstance(held, TensorValue) or not held.is_static:
+        if not isinstance(held, TensorValue):
             raise CannotWriteError(f"it updates a part of %{owner.name}")
-        places = whole(self._terms.make(("places", owner.name)), owner.meta["val"])
+        places = self._places(owner)
         part = self._through(node, owner, places)
+        segments = self._with_range(places, held, part, value)
+        if segments is not None:
+            return TensorValue(segments, *layout_of(owner.meta["val"]))
+        if _may_overlap(value):
+            raise CannotWriteError(f"it updates a part of %{owner.name}")
+        key = ("written", canonical(held), canonical(part), canonical(value))
+        return whole(self._terms.make(key), owner.meta["val"])
+
+    def _places(self, owner: fx.Node) -> TensorValue:
+        """Where in a storage of this layout each element lies."""
+        layout = layout_of(owner.meta["val"])
+        return whole(self._terms.make(("places", *map(str, layout))), owner.meta["val"])
+
+    def _with_range(
+        self, places: TensorValue, held: TensorValue, part: Any, value: TensorValue
+    ) -> tuple[Segment, ...] | None:
+        """The row of `held` with `value` in place of `part`, if that is made of ranges."""
+        if not held.is_static or not value.is_static or not places.segments:
+            return None
         back = permuted_back(self._terms, part, value)
         if back is not None:
             part, value = back
-        segments = self._replaced(places.segments[0].term, held, part, value)
-        if segments is None:
-            raise CannotWriteError(f"it updates a part of %{owner.name}")
-        return TensorValue(segments, *layout_of(owner.meta["val"]))
+        return self._replaced(places.segments[0].term, held, part, value)
 
     def _through(self, node: fx.Node, owner: fx.Node, value: Any) -> Any:
         """A value of the owner as a node sees it."""
@@ -196,6 +214,20 @@ def _with_offsets(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, int]
     for segment in segments:
         yield segment, offset
         offset += segment.length
+
+
+def _may_overlap(value: TensorValue) -> bool:
+    """Whether two elements may lie in one place, so that what they hold is not what was written to
+    each."""
+    steps = [(s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1]
+    if not all(isinstance(stride, int) for stride, _ in steps):
+        return True
+    reach: int | None = 0
+    for stride, size in sorted(steps, key=itemgetter(0)):
+        if reach is None or stride <= reach:
+            return True
+        reach = reach + (size - 1) * stride if isinstance(size, int) else None
+    return False
 
 
 def with_layout(value: Any, like: Any) -> Any:

@@ -37,9 +37,8 @@ def elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     device = {value.device for value in operands}
     if device != {str(fake.device)}:
         return None
-    return tensor_value(
-        _each(terms, target, args, [value.segments for value in operands], fake.dtype), fake
-    )
+    rows = [value.segments if fake.numel() else () for value in operands]
+    return tensor_value(_each(terms, target, args, rows, fake.dtype), fake)
 
 
 def _each(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from graphopt.graph_utils import is_wait
@@ -50,7 +49,8 @@ class Evaluation:
         calls_of_host: how many of them are calls of the program's functions.
         sent: for each kind of collective and term, at which elements more or fewer copies begin
             to be sent than before.
-        amounts: how many elements are sent, for each signature of collectives and dtype.
+        amounts: how many elements are sent, for each signature of collectives and dtype; symbolic
+            ones as text behind that.
         places: how often each row of elements is summed over ranks, by the kind of collective.
         listed: placeholders whose updates the output lists, by target.
         made: each node with the value that it gave, in order.
@@ -67,7 +67,7 @@ class Evaluation:
     effects: list[Any] = field(default_factory=list)
     calls_of_host: int = 0
     sent: dict[Any, Counter[int]] = field(default_factory=dict)
-    amounts: Counter[tuple[Signature, torch.dtype]] = field(default_factory=Counter)
+    amounts: Counter[tuple[Signature, str]] = field(default_factory=Counter)
     places: Counter[Any] = field(default_factory=Counter)
     listed: set[str] = field(default_factory=set)
     made: list[tuple[fx.Node, Any]] = field(default_factory=list)

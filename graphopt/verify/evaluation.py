@@ -17,7 +17,7 @@ from graphopt.host import is_host_call
 from graphopt.ir.operators import calls_of, draws
 from graphopt.optim.lists import list_schema
 from graphopt.verify.callees import Callees
-from graphopt.verify.calls import entries, fresh, named
+from graphopt.verify.calls import entries, fresh, has_empty, named
 from graphopt.verify.communicating import Communication
 from graphopt.verify.constants import sent_constant, sent_constants
 from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
@@ -124,15 +124,12 @@ class _Evaluator:
         elif (known := self._recalled(node)) is not None:
             value, base = known.value, cast(fx.Node, node.args[0]) if known.based else None
         else:
-            value, base = self._evaluated(node), self._base(node)
+            value, base = self._value(node), self._base(node)
             same = base is not None and is_itself(node)
         self._contents.add(node, value, base, same=same)
         return value
 
     def _input(self, node: fx.Node) -> Any:
-        held = node.meta.get("val")
-        if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
-            raise NotDecidedError("its shape is not known", node)
         given = self._inputs.get(str(node.target))
         if given is not None:
             return given
@@ -149,12 +146,6 @@ class _Evaluator:
         if type(value) is tuple and type(index[0]) is int:
             return value[index[0]], self._base_of_item(node)
         return self._picked(node, value), self._base_of_item(node)
-
-    def _evaluated(self, node: fx.Node) -> Any:
-        held = node.meta.get("val")
-        if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
-            raise NotDecidedError("its shape is not known", node)
-        return self._value(node)
 
     def _recalled(self, node: fx.Node) -> Call | None:
         """The same call, if it was evaluated before."""
@@ -251,8 +242,7 @@ class _Evaluator:
         arguments = named(node.target, args, kwargs)
         if node in self._sent_constants:
             several = self._sent_constants[node]
-            found = sent_constant(self._terms, node, arguments, by_name=several)
-            return self._applied(node, node.target, arguments) if found is None else found
+            return sent_constant(self._terms, node, arguments, by_name=several)
         found = None
         if list_schema(node) is not None:
             found = entries(self._terms, node.target, arguments, node.meta["val"])
@@ -283,12 +273,15 @@ class _Evaluator:
         if not drawn and callee.does_more(node) and not written(node):
             self._found.effects.append(key)
             self._found.calls_of_host += is_host_call(node)
-        return fresh(self._terms, key, fake)
+        found = fresh(self._terms, key, fake)
+        if has_empty(found) and _is_looked_at(node):
+            return fresh(self._terms, key, fake, even_empty=True)
+        return found
 
     def _storage(self, node: fx.Node) -> tuple[Any, ...]:
         """All that lies in the storage of a node, and where in it the node begins."""
         held = canonical(self._contents.read(self._contents.owner(node)))
-        return held, node.meta["val"].storage_offset()
+        return held, canonical(node.meta["val"].storage_offset())
 
     def _picked(self, node: fx.Node, source: Any) -> Any:
         index = cast(Any, node.args[1])
@@ -298,3 +291,9 @@ class _Evaluator:
             return source[index]
         key = ("call", "getitem", canonical(source), canonical(self._read(index)))
         return fresh(self._terms, key, node.meta.get("val"))
+
+
+def _is_looked_at(node: fx.Node) -> bool:
+    """Whether the host sees what a node gives, or an item of it: as where a size is assumed."""
+    items = (user for user in node.users if user.target is operator.getitem)
+    return any(is_host_call(user) for n in (node, *items) for user in n.users)

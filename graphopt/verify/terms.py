@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.sizes import symbolic_layout
 from graphopt.verify.recall import Recall
 
 Key = tuple[Any, ...]
@@ -154,8 +155,7 @@ Layout: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype, str]
 def layout_of(value: torch.Tensor) -> Layout:
     """Shape, stride, dtype and device of a tensor as they stand in a `TensorValue`."""
     if _compat.has_symbolic_shape(value):
-        shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-        stride = tuple(size if isinstance(size, int) else str(size) for size in value.stride())
+        shape, stride = symbolic_layout(value)
     else:
         shape, stride = tuple(value.shape), tuple(value.stride())
     return shape, stride, value.dtype, _name_of(value.device)

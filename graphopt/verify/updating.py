@@ -10,7 +10,7 @@ from torch import fx
 from graphopt.graph_utils import written
 from graphopt.ir.operators import argument, fused_optimizer, nodes_in, updated_lists
 from graphopt.optim.lists import list_schema
-from graphopt.verify.axioms import RULES
+from graphopt.verify.axioms import cast_segments
 from graphopt.verify.calls import entries
 from graphopt.verify.communicating import ELEMENTWISE, Communication
 from graphopt.verify.contents import CannotWriteError, with_layout
@@ -155,4 +155,4 @@ def _copied(terms: Terms, before: Any, source: Any, destination: fx.Node) -> Ten
     if source.dtype == before.dtype:
         same = source.stride == before.stride and source.device == before.device
         return source if same else tensor_value(source.segments, fake)
-    return cast(TensorValue, RULES["aten::_to_copy"].apply(terms, None, {"self": source}, fake))
+    return tensor_value(cast_segments(terms, source.segments, source.dtype, fake.dtype), fake)

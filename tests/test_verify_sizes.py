@@ -1,0 +1,135 @@
+"""Graphs with sizes that depend on values: what is right is proven, what is wrong is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import graphopt
+from edit_tools import Edit
+from graphopt.errors import AssumptionFailedError
+from graphopt.executable import finalize
+from graphopt.iter_graph import IterGraphModule
+from graphopt.manager.records import records_of
+from graphopt.stages import default_pipeline
+from graphopt.stages.compiling import Stages
+from graphopt.tracing.call import Call
+from illegal_edits import ILLEGAL
+from legal_edits import LEGAL
+from mutation_trials import ITERATIONS, Case, Verdict, trial
+from replica_runs import random_inputs, run_steps
+from size_edits import SIZE_EDITS
+from test_sizes_by_value import OPTIMIZERS, STEPS, Net, Step, batches
+
+FEW = 20
+MANY = 120
+
+MOVES = {
+    name: LEGAL[name]
+    for name in (
+        "another order", "a node moved", "computed twice", "computed once",
+        "computed for nobody", "copies removed", "late work",
+    )
+}  # fmt: skip
+"""Right edits that need no rule, or one of state alone: rules do not speak of symbolic sizes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it logs edits that shape rules refuse
+    yield
+    logger.setLevel(level)
+
+
+def capture(step: Step, optimizer: str = "momentum") -> tuple[Any, list[Any]]:
+    """The steady step, and the values of its inputs."""
+    torch.manual_seed(0)
+    model = Net()
+    updates = OPTIMIZERS[optimizer](model.parameters())
+    first, second = batches(2)
+    step(model, updates, *first)  # optimizers make their state
+    args = (model, updates, *second)
+    captured = graphopt.capture(step, *args, parallel=graphopt.Manual())
+    return captured, captured.live.live_values(Call(step, args, {}))
+
+
+def case(step: Step, dialect: str = "captured", trials: int = 2) -> Case:
+    """With inputs for which the assumptions of the graph hold."""
+    captured, values = capture(step)
+    gm = IterGraphModule(captured.graph_module)
+    if dialect == "finalized":
+        gm = IterGraphModule(finalize(gm.setup_gm))
+    found = Case(step.__name__, dialect, gm, [])
+    for seed in range(50):
+        rows = random_inputs(captured.inputs, values, 1, seed)
+        try:
+            expected = run_steps(gm, rows, ITERATIONS, seed=len(found.inputs))
+        except AssumptionFailedError:
+            continue
+        found.inputs.append(rows)
+        found.expected.append(expected)
+        if len(found.inputs) == trials:
+            return found
+    raise AssertionError("no inputs that the graph was captured for")
+
+
+@pytest.mark.sliced(3)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("step", STEPS)
+def test_passes_and_stages_are_proven(
+    step: Step, optimizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "graphopt"):
+        stages = Stages(graphopt.PassManager(default_pipeline()), None)
+        captured, _ = capture(step, optimizer)
+        made = stages.apply_passes(captured)
+        stages.derive(made)
+        stages.make_executable(made)
+    assert not [line for line in caplog.messages if "not compared" in line or "decided" in line]
+    assert any(r.stage for r in records_of(captured.graph_module))
+
+
+def verdicts(of: Case, edits: dict[str, Edit], count: int, seed: int) -> list[Verdict]:
+    draw, names = Random(seed), list(edits)
+    chosen = [names[number % len(names)] for number in range(count)]
+    found = [trial(of, [(name, partial(where_it_fits, edits[name]))], draw) for name in chosen]
+    return [verdict for verdict in found if verdict.outcome != "none"]
+
+
+def where_it_fits(edit: Edit, gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
+    """An edit that asks a symbolic number for its value finds no place."""
+    try:
+        return edit(gm, draw)
+    except Exception:
+        return None
+
+
+def all_is_well(of: Case, count: int, seed: int) -> None:
+    for edits in (SIZE_EDITS, ILLEGAL):
+        wrong = verdicts(of, edits, count, seed)
+        assert wrong and not [v for v in wrong if v.differs or v.outcome == "crash"]
+    if of.dialect == "captured":
+        right = verdicts(of, MOVES, count, seed)
+        assert right and not [v for v in right if v.differs or v.outcome != "accepted"]
+
+
+def test_a_slice_of_edits() -> None:
+    steps = list(STEPS)
+    all_is_well(case(steps[0]), FEW, 0)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", ["captured", "finalized"])
+@pytest.mark.parametrize("step", STEPS)
+def test_edits(step: Step, dialect: str, seed: int) -> None:
+    all_is_well(case(step, dialect), MANY, seed)
