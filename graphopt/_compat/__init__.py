@@ -13,7 +13,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from types import CodeType, MappingProxyType
+from pathlib import Path
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -126,10 +127,9 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
         correct: applied to what each operator gives.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     if correct is None:
-        return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        return FakeTensorMode(shape_env=_new_shape_env(), static_shapes=True)
     correction: Correction = correct
 
     class CorrectedMode(FakeTensorMode):
@@ -156,7 +156,34 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
             finally:
                 self.sizer = sizer
 
-    return CorrectedMode(shape_env=ShapeEnv(), static_shapes=True)
+    return CorrectedMode(shape_env=_new_shape_env(), static_shapes=True)
+
+
+def _new_shape_env() -> Any:
+    """A ShapeEnv that does not note where each number comes from. To tell torch's files from others
+    torch's own loads half of Inductor, and then goes through the stack for each number."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc
+
+    nowhere = SLoc(None, None)
+
+    class QuickShapeEnv(ShapeEnv):
+        def _get_stack_summary(
+            self, is_debug: bool = False, framework_loc: str | None = None
+        ) -> tuple[SLoc, str]:
+            if is_debug:  # for the text of an error
+                return super()._get_stack_summary(is_debug, framework_loc)
+            return nowhere, ""
+
+        def _get_user_frame(self) -> FrameType | None:
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+                frame = frame.f_back
+            return frame
+
+    return QuickShapeEnv()
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
 def _with_plain_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

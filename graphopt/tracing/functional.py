@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.remembering import remembered
 from graphopt._compat.sizes import arithmetic_when_used, laid_out_like
 from graphopt.comm.waits import split_waits
 from graphopt.graph_utils import (
@@ -83,7 +84,7 @@ def functionalize(raw: RawTrace) -> Functional:
             interpreter = _Interpreter(raw.graph_module, tracer, _compat.fake_mode_of(flat))
             sized = any(SIZED in node.meta for node in raw.graph_module.graph.nodes)
             lazily = arithmetic_when_used(tracer) if sized else nullcontext()
-            with tagged(tracer, interpreter.tag), lazily:
+            with remembered(), tagged(tracer, interpreter.tag), lazily:
                 results = [_compat.from_functional(r) for r in interpreter.run(*wrapped)]
                 finals = [_compat.from_functional(tensor) for tensor in wrapped]
         changed = [i for i, tensor in enumerate(flat) if finals[i] is not tensor]
