@@ -130,9 +130,10 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
 
     if correct is None:
         return FakeTensorMode(shape_env=_new_shape_env(), static_shapes=True)
-    correction: Correction = correct
+    applied: Correction = correct
 
     class CorrectedMode(FakeTensorMode):
+        correction = staticmethod(applied)
         sizer: Sizer | None = None
         met_sizes = False
 
@@ -144,7 +145,7 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
             if self.sizer is not None and unknown:
                 return self.sized(self.sizer, func, types, args, kwargs)
             result = super().dispatch(func, types, *_with_plain_numbers(func, args, kwargs))
-            return correction(func, args, kwargs, result)
+            return applied(func, args, kwargs, result)
 
         def sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             self.sizer = None  # what a shape rule calls itself stays as torch does it
@@ -173,6 +174,9 @@ def _new_shape_env() -> Any:
             if is_debug:  # for the text of an error
                 return super()._get_stack_summary(is_debug, framework_loc)
             return nowhere, ""
+
+        def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
+            """Nothing is logged."""
 
         def _get_user_frame(self) -> FrameType | None:
             frame = inspect.currentframe()
@@ -536,6 +540,13 @@ def functional_mode() -> AbstractContextManager[Any]:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     return FunctionalTensorMode()
+
+
+def without_functional_mode() -> AbstractContextManager[Any]:
+    """While active, operators are called as outside `functional_mode`."""
+    from torch._subclasses.functional_tensor import disable_functional_mode
+
+    return disable_functional_mode()
 
 
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:
