@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from cases import Build, Case, cases, tensors_of
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import graphopt
 from graphopt.errors import GraphOptError
@@ -92,17 +93,16 @@ def seconds_of_torch(build: Build, backend: str) -> float | None:
     """CPU seconds of the first call of a case whose models are compiled by torch; None without
     models among its arguments, and where torch fails."""
     case = built(build)
-    leaves = tree_leaves(case.calls[0])
-    modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
-    for module in modules:
-        module.compile(backend=backend)
+    args = case.calls[0]
+    if not any(isinstance(leaf, torch.nn.Module) for leaf in tree_leaves(args)):
+        return None
     begin = time.process_time()
     try:
-        case.step(*case.calls[0])
+        case.step(*tree_map_only(torch.nn.Module, partial(torch.compile, backend=backend), args))
     except Exception as error:
         print(f"    torch.compile: {type(error).__name__}", flush=True)
         return None
-    return time.process_time() - begin if modules else None
+    return time.process_time() - begin
 
 
 def built(build: Build) -> Case:

@@ -133,7 +133,7 @@ def _is_remembered(func: Any) -> bool:
 def written_as_it_is(func: Any) -> bool:
     """Whether functionalization leaves an operator as it is, in a graph in which nobody writes to
     the memory of a view."""
-    if not _is_remembered(func):
+    if not _is_remembered(func) or func._schema.is_mutable:
         return False
     if func.is_view:
         return True
