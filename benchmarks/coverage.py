@@ -4,6 +4,7 @@
     python benchmarks/coverage.py vision styles.logged  families or single cases
     python benchmarks/coverage.py --write               into docs/coverage.md as well
     python benchmarks/coverage.py --device cuda --jobs 8   on a GPU, several cases at once
+    python benchmarks/coverage.py --against aot_eager   CPU seconds of torch.compile beside them
 
 Every case is a loop as people publish it, in a small size (`benchmarks/cases`). It is run eagerly
 and through `graphopt.compile`, from the same seed, and everything that it leaves is compared bit
@@ -24,6 +25,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -32,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from cases import Build, Case, cases, tensors_of
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import graphopt
 from graphopt.errors import GraphOptError
@@ -51,6 +54,8 @@ class Outcome:
         captures: how many graphs the calls needed.
         nodes: of the last graph.
         seconds: CPU seconds of the first call.
+        against: those of the first call of the same loop with its models compiled by torch, forward
+            and backward (the optimizer runs eagerly); None where that fails, or was not asked for.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Outcome:
     captures: int = 0
     nodes: int = 0
     seconds: float = 0.0
+    against: float | None = None
 
 
 def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainStep | None, float]:
@@ -81,6 +87,22 @@ def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainS
         generators.append(torch.cuda.get_rng_state())
     left = [*results, list(case.state), generators]
     return [tensor.detach() for tensor in tensors_of(left)], step, first
+
+
+def seconds_of_torch(build: Build, backend: str) -> float | None:
+    """CPU seconds of the first call of a case whose models are compiled by torch; None without
+    models among its arguments, and where torch fails."""
+    case = built(build)
+    args = case.calls[0]
+    if not any(isinstance(leaf, torch.nn.Module) for leaf in tree_leaves(args)):
+        return None
+    begin = time.process_time()
+    try:
+        case.step(*tree_map_only(torch.nn.Module, partial(torch.compile, backend=backend), args))
+    except Exception as error:
+        print(f"    torch.compile: {type(error).__name__}", flush=True)
+        return None
+    return time.process_time() - begin
 
 
 def built(build: Build) -> Case:
@@ -135,13 +157,16 @@ def judged(name: str, build: Build, device: str = "cpu") -> Outcome:
     return outcome
 
 
-def _child(name: str, build: Build, device: str, end: Connection) -> None:
+def _child(name: str, build: Build, device: str, backend: str | None, end: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     if device != "cpu":
         torch.set_default_device(device)
     try:
-        outcome = judged(name, build, device)
+        if backend is not None:
+            outcome = Outcome(name, "torch", against=seconds_of_torch(build, backend))
+        else:
+            outcome = judged(name, build, device)
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
@@ -151,11 +176,12 @@ def _child(name: str, build: Build, device: str, end: Connection) -> None:
     end.send(asdict(outcome))
 
 
-def in_process(name: str, build: Build, device: str = "cpu") -> Outcome:
-    """`judged` in a forked process that ends after `TIMEOUT` seconds."""
+def in_process(name: str, build: Build, device: str = "cpu", backend: str | None = None) -> Outcome:
+    """`judged` in a forked process that ends after `TIMEOUT` seconds; with a backend of
+    `torch.compile` the seconds of that alone."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, build, device, there))
+    process = context.Process(target=_child, args=(name, build, device, backend, there))
     process.start()
     there.close()
     try:
@@ -205,6 +231,20 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     return f"{text}; CPU seconds per 1,000 nodes: median {median(per_node):.1f}"
 
 
+def compared(outcomes: Sequence[Outcome], backend: str) -> str:
+    """The seconds of the first call beside those of `torch.compile`, where both have captured."""
+    pairs = [(each.seconds, each.against) for each in outcomes if each.nodes and each.against]
+    if not pairs:
+        return f"no case to compare with {backend}"
+    ours, theirs = (sum(column) for column in zip(*pairs, strict=True))
+    ratio = median(a / b for a, b in pairs)
+    less = sum(a <= b for a, b in pairs)
+    return (
+        f"{len(pairs)} cases beside torch.compile(backend={backend!r}): {ours:.0f} and"
+        f" {theirs:.0f} CPU seconds in all, less in {less}, median ratio {ratio:.2f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="families or cases")
@@ -212,6 +252,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     parser.add_argument("--reasons", action="store_true", help="show refusals in full")
     parser.add_argument("--device", default="cpu", help="where models and data are; cpu")
+    parser.add_argument("--against", metavar="BACKEND", help="time torch.compile with it as well")
     parser.add_argument("--jobs", type=int, default=1, help="cases at once; 1")
     options = parser.parse_args()
     outcomes = []
@@ -219,9 +260,15 @@ def main() -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         running = pool.map(lambda name: in_process(name, builds[name], options.device), builds)
         for outcome in running:
+            if options.against:
+                build = builds[outcome.name]
+                by_torch = in_process(outcome.name, build, options.device, options.against)
+                outcome.against = by_torch.against
             outcomes.append(outcome)
             show(outcome, options.reasons)
     print(summary(outcomes))
+    if options.against:
+        print(compared(outcomes, options.against))
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
     if options.write:
@@ -231,7 +278,8 @@ def main() -> None:
 def show(outcome: Outcome, reasons: bool) -> None:
     """One line, and the reason where it is asked for or unexpected."""
     line = f"{outcome.name:44} {outcome.verdict:14} {outcome.captures:2} {outcome.nodes:5}"
-    print(f"{line} {outcome.seconds:5.1f}", flush=True)
+    against = "" if outcome.against is None else f" {outcome.against:5.1f}"
+    print(f"{line} {outcome.seconds:5.1f}{against}", flush=True)
     if outcome.reason and (reasons or outcome.verdict in ("failed", "differs")):
         print("    " + outcome.reason.strip().replace("\n", "\n    "), flush=True)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.distributed.pipelining import microbatch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 FOLDER = Path(__file__).parent.parent / "graphopt" / "_compat"
 
@@ -65,6 +66,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_compiled_call_impl": nn.Module,
     "_ctc_loss": lambda: torch.ops.aten,
     "_ctc_loss_backward": lambda: torch.ops.aten,
+    "_get_stack_summary": ShapeEnv,
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_backward_pre_hooks": lambda: nn.modules.module,
     "_has_symbolic_sizes_strides": lambda: torch.ones(1),
@@ -80,6 +82,8 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_post_accumulate_grad_hooks": lambda: torch.ones(1),
     "_prologue_start": lambda: fx.symbolic_trace(nn.ReLU()),
     "_root": fx.Graph,
+    "_schema": lambda: torch.ops.aten.add.Tensor,
+    "_target_to_str": fx.Graph,
     "_use_count": lambda: torch.ones(1),
     "_version": lambda: torch.ones(1),
 }

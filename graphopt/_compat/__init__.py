@@ -13,7 +13,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from types import CodeType, MappingProxyType
+from pathlib import Path
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -126,13 +127,13 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
         correct: applied to what each operator gives.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     if correct is None:
-        return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    correction: Correction = correct
+        return FakeTensorMode(shape_env=_new_shape_env(), static_shapes=True)
+    applied: Correction = correct
 
     class CorrectedMode(FakeTensorMode):
+        correction = staticmethod(applied)
         sizer: Sizer | None = None
         met_sizes = False
 
@@ -144,7 +145,7 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
             if self.sizer is not None and unknown:
                 return self.sized(self.sizer, func, types, args, kwargs)
             result = super().dispatch(func, types, *_with_plain_numbers(func, args, kwargs))
-            return correction(func, args, kwargs, result)
+            return applied(func, args, kwargs, result)
 
         def sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             self.sizer = None  # what a shape rule calls itself stays as torch does it
@@ -156,7 +157,37 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
             finally:
                 self.sizer = sizer
 
-    return CorrectedMode(shape_env=ShapeEnv(), static_shapes=True)
+    return CorrectedMode(shape_env=_new_shape_env(), static_shapes=True)
+
+
+def _new_shape_env() -> Any:
+    """A ShapeEnv that does not note where each number comes from. To tell torch's files from others
+    torch's own loads half of Inductor, and then goes through the stack for each number."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc
+
+    nowhere = SLoc(None, None)
+
+    class QuickShapeEnv(ShapeEnv):
+        def _get_stack_summary(
+            self, is_debug: bool = False, framework_loc: str | None = None
+        ) -> tuple[SLoc, str]:
+            if is_debug:  # for the text of an error
+                return super()._get_stack_summary(is_debug, framework_loc)
+            return nowhere, ""
+
+        def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
+            """Nothing is logged."""
+
+        def _get_user_frame(self) -> FrameType | None:
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+                frame = frame.f_back
+            return frame
+
+    return QuickShapeEnv()
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
 def _with_plain_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -514,6 +545,13 @@ def functional_mode() -> AbstractContextManager[Any]:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     return FunctionalTensorMode()
+
+
+def without_functional_mode() -> AbstractContextManager[Any]:
+    """While active, operators are called as outside `functional_mode`."""
+    from torch._subclasses.functional_tensor import disable_functional_mode
+
+    return disable_functional_mode()
 
 
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:

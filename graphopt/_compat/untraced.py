@@ -47,6 +47,7 @@ def untraced(function: Callable[..., T], *args: Any) -> T:
 
 
 _FAKE = frozenset({FakeTensor})
+_DEVICE = torch.ops.prim.device.default
 
 
 @lru_cache(maxsize=4096)
@@ -84,6 +85,8 @@ class UntracedOperators(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # which autograd asks for again and again
         if _is_own(func) and _FAKE.issuperset(types):
             return untraced(partial(func, *args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))

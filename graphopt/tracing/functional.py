@@ -10,7 +10,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt._compat.sizes import arithmetic_when_used, laid_out_like
+from graphopt._compat.remembering import remembered
+from graphopt._compat.sizes import arithmetic_when_used
 from graphopt.comm.waits import split_waits
 from graphopt.graph_utils import (
     Outputs,
@@ -34,29 +35,22 @@ from graphopt.graph_utils import (
     set_outputs,
     without_autocast,
 )
-from graphopt.host import HostCall, note_order
+from graphopt.host import note_order
 from graphopt.host.assumptions import hold_updates
-from graphopt.ir.operators import fused_optimizer, updated_lists
 from graphopt.ir.views import is_pure_view
-from graphopt.tracing import fused, inplace, numbers, recurrent, statistics
 from graphopt.tracing.decisions import SIZED
-from graphopt.tracing.host_numbers import PYTHON_FUNCTIONS
+from graphopt.tracing.functional_run import RawGraphRunner
 from graphopt.tracing.rewriting import (
     expanded_write,
-    explained_at,
     is_expanded,
-    keep_strides,
-    refuse_unusual_writes,
 )
-from graphopt.tracing.tagging import KEYS, tagged
+from graphopt.tracing.tagging import tagged
 from graphopt.tracing.trace import RawTrace
 
 aten = torch.ops.aten
 
 _BETWEEN = 2.0**-20
 """Distance between nodes placed after one another, where untouched nodes are 1 apart."""
-
-_OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS
 
 
 @dataclass
@@ -80,10 +74,10 @@ def functionalize(raw: RawTrace) -> Functional:
         tracer = _compat.current_tracer()
         with torch.no_grad(), _compat.functional_mode():
             wrapped = [_compat.to_functional(tensor) for tensor in flat]
-            interpreter = _Interpreter(raw.graph_module, tracer, _compat.fake_mode_of(flat))
+            interpreter = RawGraphRunner(raw.graph_module, tracer, _compat.fake_mode_of(flat))
             sized = any(SIZED in node.meta for node in raw.graph_module.graph.nodes)
             lazily = arithmetic_when_used(tracer) if sized else nullcontext()
-            with tagged(tracer, interpreter.tag), lazily:
+            with remembered(), tagged(tracer, interpreter.tag), lazily:
                 results = [_compat.from_functional(r) for r in interpreter.run(*wrapped)]
                 finals = [_compat.from_functional(tensor) for tensor in wrapped]
         changed = [i for i, tensor in enumerate(flat) if finals[i] is not tensor]
@@ -123,77 +117,6 @@ def _drop_profiling(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if _is_profiling(node):
             graph.erase_node(node)
-
-
-class _Interpreter(fx.Interpreter):
-    """Runs the raw graph; new nodes take over the tags of the raw node that is running."""
-
-    def __init__(self, graph_module: fx.GraphModule, tracer: Any, mode: Any) -> None:
-        super().__init__(graph_module)
-        self._tracer, self._mode = tracer, mode
-        self._running: fx.Node | None = None
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._running = n
-        refuse_unusual_writes(n)
-        for source in n.all_input_nodes:
-            keep_strides(self.env[source], source.meta.get("val"))
-        with explained_at(n), self._sizes_of(n):
-            return super().run_node(n)
-
-    def _sizes_of(self, node: fx.Node) -> AbstractContextManager[None]:
-        """Gives what a node has the sizes that it was traced with."""
-        if SIZED not in node.meta:
-            return nullcontext()
-        return _compat.sizes_given(
-            self._mode, lambda function, result: laid_out_like(result, node.meta["val"])
-        )
-
-    def tag(self, node: fx.Node) -> None:
-        source = self._running
-        if source is not None and source.op == "output":
-            # A view that is returned, made anew of what its base has become.
-            source = next(iter(node.all_input_nodes), None)
-        if source is None:
-            return
-        for key in KEYS:
-            if key in source.meta:
-                node.meta[key] = source.meta[key]
-
-    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, HostCall):
-            return target(*args)
-        if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
-            return numbers.record(target, *args)
-        if is_operator(target, "aten::mkldnn_rnn_layer"):
-            return recurrent.LAYER(*args, **kwargs)
-        if is_operator(target, "aten::mkldnn_rnn_layer_backward"):
-            return recurrent.LAYER_BACKWARD(*args, **kwargs)
-        if fused_optimizer(target) is not None:
-            return self._update_lists(target, args, kwargs)
-        functional = inplace.functional_form(target, args[0]) if args else None
-        if functional is not None:
-            return args[0].copy_(functional(*args, **kwargs))
-        results = statistics.written_functionally(target, args, kwargs)
-        if results is not None:
-            return results
-        result = super().call_function(target, args, kwargs)
-        if is_operator(target, "aten::lift_fresh_copy"):
-            # What was to be a number is one since the first trace.
-            _compat.forget_constant(self._tracer, _compat.from_functional(result))
-        return result
-
-    def _update_lists(self, target: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """A fused optimizer: its functional form, and the results copied into its lists."""
-        name = fused_optimizer(target)
-        assert name is not None
-        functional = getattr(getattr(aten, name), target._overloadname)
-        results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
-        for position in updated_lists(name, kwargs.get("grad_scale")):
-            if position >= len(results):
-                continue
-            for old, new in zip(args[position], results[position], strict=True):
-                old.copy_(new)
 
 
 def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:

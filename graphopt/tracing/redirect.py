@@ -128,9 +128,9 @@ class Made:
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
         """The line of the first such number that something still holds, other than `known` (by id);
         None where nothing does."""
-        for collect in (False, True):
-            if collect:
-                gc.collect()
+        for generation in (None, 0, 2):
+            if generation is not None:
+                gc.collect(generation)
             alive = ((reference(), line) for reference, line in self._numbers)
             lines = [
                 line for number, line in alive if number is not None and id(number) not in known
@@ -154,12 +154,12 @@ class Made:
     def kept(self, known: set[int]) -> tuple[list[int], SourceLine | None] | None:
         """Shape and line of the first such tensor that a Python object still holds, other than
         `known` (by id). Tensors that autograd alone holds (in C++) do not count."""
-        if not self._alive(known):
-            return None
-        gc.collect()
-        tensors = self._alive(known)
-        if not tensors:
-            return None
+        for generation in (None, 0, 2):  # what the trace has made is young
+            if generation is not None:
+                gc.collect(generation)
+            tensors = self._alive(known)
+            if not tensors:
+                return None
         with frozen_objects_seen():
             return self._first_held(tensors)
 

@@ -55,7 +55,7 @@ def _define(kernel: _compat.OpOverload) -> _Kernel:
     return _Kernel(functional, positions, names.index("training"))
 
 
-_KERNELS = {
+KERNELS = {
     kernel: _define(kernel)
     for kernel in (aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
 }
@@ -71,7 +71,7 @@ def written_functionally(target: Any, args: Any, kwargs: dict[str, Any]) -> Any 
     Returns:
         None for other operators, and for calls that update nothing.
     """
-    kernel = _KERNELS.get(target)
+    kernel = KERNELS.get(target)
     if kernel is None:
         return None
     names = [argument.name for argument in target._schema.arguments]

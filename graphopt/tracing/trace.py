@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt._compat.backward import is_in_backward
 from graphopt._compat.ctc import register_ctc_shapes
+from graphopt._compat.remembering import remembered
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing import impurity, numbers, reduction, rng, strides
@@ -270,6 +271,7 @@ class _StepRun:
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
         tracer = _compat.current_tracer()
         with ExitStack() as stack:
+            stack.enter_context(remembered())
             stack.enter_context(tagged(tracer, self.tagger.tag))
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(self._on_one_device()))

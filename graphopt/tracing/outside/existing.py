@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import compress, count, repeat
 from typing import Any
 
 import torch
 
 _STORAGE = torch.UntypedStorage
+_NOBODY = object()
 
 
 class Existing:
@@ -42,9 +45,10 @@ class Existing:
 
     def without_storages(self) -> Existing:
         """The same, without the storages of tensors, whose uses are counted between two traces."""
-        storages = [each for each in self._objects if type(each) is _STORAGE]
-        self._objects = [each for each in self._objects if type(each) is not _STORAGE]
-        self._storages = list(map(weakref.ref, storages))
+        are_storages = map(operator.is_, map(type, self._objects), repeat(_STORAGE))
+        for place in list(compress(count(), are_storages)):
+            self._storages.append(weakref.ref(self._objects[place]))
+            self._objects[place] = _NOBODY
         return self
 
     def _alive_storages(self) -> list[Any]:

@@ -1,0 +1,256 @@
+"""What is asked about an operator that is recorded: its name and the kinds of its arguments; and
+what it gives then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import fx
+from torch._subclasses.fake_impls import fast_detach
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot, track_tensor_tree
+
+_PLAIN = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout}
+    | {torch.memory_format, complex}
+)
+
+Kind: TypeAlias = tuple[Any, ...]
+"""Data type, device, sizes, strides, offset of a tensor, and whether it requires a gradient."""
+
+
+class _Given(NamedTuple):
+    """A result that is one of the tensors given."""
+
+    position: int
+
+
+class _Fresh(NamedTuple):
+    """A result in memory of its own, or in that of a tensor given."""
+
+    kind: Kind
+    shares: int | None
+
+
+_Result: TypeAlias = _Given | _Fresh | None
+
+
+class Answer:
+    """What an operator gives for arguments of some kinds.
+
+    Attributes:
+        asked: there has been such a call.
+        results: what it gave; None where that does not follow from the kinds.
+        container: the class that holds several results.
+    """
+
+    __slots__ = ("asked", "container", "results")
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.results: list[_Result] | None = None
+        self.container: type | None = None
+
+
+@lru_cache(maxsize=1 << 14)
+def answer_to(question: tuple[Any, ...]) -> Answer:
+    """The answer to a question, which is filled in when it is known: the same whenever it is asked,
+    and so kept for later captures."""
+    return Answer()
+
+
+class _UnknownError(Exception):
+    """A call that has to go torch's own way."""
+
+
+class Question:
+    """A call of an operator.
+
+    Attributes:
+        key: everything that decides what it gives.
+    """
+
+    __slots__ = ("_args", "_func", "_kwargs", "_mode", "_parts", "_tensors", "_tracer", "key")
+
+    def __init__(self, tracer: Any, func: Any) -> None:
+        self._tracer, self._func = tracer, func
+        self._mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        self._tensors: list[FakeTensor] = []
+        correction = getattr(self._mode, "correction", None)
+        self._parts: list[Any] = [func, correction, *_settings()]
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+        self.key: tuple[Any, ...] = ()
+
+    @staticmethod
+    def of(tracer: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Question | None:
+        """The question; None where an answer would not follow from it."""
+        question = Question(tracer, func)
+        try:
+            question._args = tuple([question._argument(value) for value in args])
+            question._kwargs = {name: question._named(name, kwargs[name]) for name in kwargs}
+        except _UnknownError:
+            return None
+        if not question._tensors:
+            return None
+        question.key = tuple(question._parts)
+        return question
+
+    def _named(self, name: str, value: Any) -> Any:
+        self._parts.append(name)
+        return self._argument(value)
+
+    def _argument(self, value: Any) -> Any:
+        """Adds a value to the question, and gives what stands for it in the graph."""
+        kind = type(value)
+        if kind is FakeTensor:
+            return self._tensor(value)
+        if kind in _PLAIN:
+            self._parts += (kind, value)
+            return value
+        if kind is list or kind is tuple:
+            self._parts += (kind, len(value))
+            return kind([self._argument(item) for item in value])
+        if isinstance(value, torch.SymFloat) and torch.Tag.pointwise in self._func.tags:
+            return self._number(value)
+        raise _UnknownError
+
+    def _tensor(self, tensor: FakeTensor) -> fx.Node:
+        slot = self._tracer.tensor_tracker.get(tensor)
+        if slot is None or slot.constant is not None or tensor.constant is not None:
+            raise _UnknownError
+        kind = _kind(tensor)
+        if kind is None or tensor.fake_mode is not self._mode:
+            raise _UnknownError
+        self._parts.append(kind)
+        self._tensors.append(tensor)
+        node: fx.Node = slot.proxy.node
+        return node
+
+    def _number(self, number: torch.SymFloat) -> fx.Node:
+        """Of a number that is not known, element by element, only the type counts."""
+        slot = self._tracer.symnode_tracker.get(number)
+        if slot is None:
+            raise _UnknownError
+        self._parts.append(torch.SymFloat)
+        node: fx.Node = slot.force().node
+        return node
+
+    def learn(self, answer: Answer, result: Any) -> None:
+        """Note what the operator has given."""
+        answer.asked = True
+        several = type(result) is list or type(result) is tuple
+        results = result if several else [result]
+        found = [self._described(one) for one in results]
+        if any(one is _NOTHING for one in found) or _share(results, found):
+            return
+        answer.container = type(result) if several else None
+        answer.results = found
+
+    def _described(self, result: Any) -> Any:
+        if result is None:
+            return None
+        for position, tensor in enumerate(self._tensors):
+            if result is tensor:
+                # The operator may have given the tensor other sizes.
+                return _Given(position) if _kind(tensor) in self._parts else _NOTHING
+        kind = _kind(result) if type(result) is FakeTensor else None
+        if kind is None or result.constant is not None or result.requires_grad:
+            return _NOTHING
+        storage = _storage(result)
+        shares = [i for i, tensor in enumerate(self._tensors) if _storage(tensor) == storage]
+        if not shares:
+            own = result.untyped_storage().nbytes() == _bytes(kind)
+            return _Fresh(kind, None) if own else _NOTHING
+        return _Fresh(kind, shares[0]) if len(shares) == 1 else _NOTHING
+
+    def answered(self, answer: Answer, func: Any) -> Any:
+        """What the operator gives, recorded."""
+        assert answer.results is not None
+        made = [self._made(result) for result in answer.results]
+        call = ("call_function", func, self._args, self._kwargs)
+        node = self._tracer.create_node(*call, _name(func))
+        proxy = self._tracer.proxy(node)
+        if answer.container is not None:
+            results = answer.container([result for result, _ in made])
+            track_tensor_tree(results, proxy, constant=None, tracer=self._tracer)
+            return results
+        result, value = made[0]
+        if result is not None:
+            set_proxy_slot(result, self._tracer, _ProxyTensor(proxy, None))
+            node.meta["val"] = value
+        return result
+
+    def _made(self, result: _Result) -> tuple[Any, Any]:
+        """A result, and another tensor over its storage for the metadata of the node."""
+        if result is None:
+            return None, None
+        if isinstance(result, _Given):
+            given = self._tensors[result.position]
+            return given, fast_detach(self._mode, given)
+        (dtype, device, shape, strides, offset, _), shares = result
+        if shares is None:
+            meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        else:
+            storage = self._tensors[shares].untyped_storage()
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, strides)
+        return FakeTensor(self._mode, meta, device), FakeTensor(self._mode, meta, device)
+
+
+_NOTHING = object()
+
+
+def _kind(tensor: FakeTensor) -> Kind | None:
+    """What counts of a tensor; None where that is not all."""
+    if tensor.layout is not torch.strided or tensor._has_symbolic_sizes_strides:
+        return None
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
+        return None
+    return (
+        tensor.dtype,
+        tensor.fake_device,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.requires_grad,
+    )
+
+
+def _settings() -> tuple[Any, ...]:
+    """Settings that may decide what an operator gives."""
+    return (
+        torch.get_default_dtype(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_deterministic_algorithms(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return torch._C._storage_id(tensor)  # type: ignore[attr-defined,no-any-return]
+
+
+def _share(results: Sequence[Any], found: Sequence[_Result]) -> bool:
+    """Whether two results lie in one storage, which is none of the tensors given."""
+    pairs = zip(results, found, strict=True)
+    storages = [_storage(one) for one, f in pairs if isinstance(f, _Fresh) and f.shares is None]
+    return len(set(storages)) < len(storages)
+
+
+def _bytes(kind: Kind) -> int:
+    """Of a tensor with memory of its own."""
+    dtype, _, shape, strides, offset, _ = kind
+    if 0 in shape:
+        return 0
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return int((last + 1) * dtype.itemsize) if offset == 0 else -1
+
+
+@lru_cache(maxsize=4096)
+def _name(func: Any) -> str:
+    name: str = fx.Graph()._target_to_str(func.overloadpacket.__name__)
+    return name

@@ -1,0 +1,141 @@
+"""Operators of a trace whose results are known already, recorded without asking torch again.
+
+What `make_fx` does for one operator takes half a millisecond: it looks for a decomposition, runs
+the shape rule behind two more modes, follows constants. Most operators of a step are met again with
+arguments of the same kinds: in the next layer, in the next of the traces that a capture makes. What
+they give has the same kind then, and what is left to do is to make a tensor of it and a node.
+
+An operator is remembered only where its result follows from the kinds of its arguments and from
+settings of torch that are part of the question. Everything else goes torch's own way: values that
+are known (`torch.tensor(1.0)`), sizes that depend on values, composite operators, subclasses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    PythonKeyTracer,
+    get_proxy_mode,
+)
+from torch.fx.traceback import has_preserved_node_meta
+
+from graphopt._compat.questions import Question, answer_to
+
+aten = torch.ops.aten
+
+_DEVICE = torch.ops.prim.device.default
+
+_ASKING = frozenset(
+    {
+        *(aten.size.default, aten.stride.default, aten.storage_offset.default),
+        *(aten.is_nonzero.default, aten.lift_fresh.default, aten.lift_fresh_copy.default),
+        aten.lift.default,
+    }
+)
+"""Operators that torch records, or answers, in a way of their own."""
+
+_OWN_WAY = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+    torch.Tag.needs_exact_strides,  # whose nodes keep more
+)
+
+
+class RememberingMode(ProxyTorchDispatchMode):
+    """Torch's recording mode, which answers what has been asked before by itself."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        question = None
+        if _is_remembered(func) and func not in self.decomposition_table:
+            with torch._C.DisableTorchFunction():
+                question = Question.of(self.tracer, func, args, kwargs or {})
+        if question is None or has_preserved_node_meta():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        answer = answer_to(question.key)
+        if answer.results is not None:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                return question.answered(answer, func)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not answer.asked:
+            with torch._C.DisableTorchFunction():
+                question.learn(answer, result)
+        return result
+
+
+class _QuickTracer(PythonKeyTracer):
+    """Torch's tracer, which makes the nodes of operators without looking for what few of them
+    have."""
+
+    def create_node(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+    ) -> fx.Node:
+        if kind != "call_function" or not _is_remembered(target) or has_preserved_node_meta():
+            return super().create_node(kind, target, args, kwargs, name, type_expr)
+        return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """While active, the `make_fx` that runs records operators from memory where it can."""
+    mode: Any = get_proxy_mode()
+    if not _is_usual(mode):
+        yield
+        return
+    tracer = mode.tracer
+    mode.__class__, tracer.__class__ = RememberingMode, _QuickTracer
+    try:
+        yield
+    finally:
+        mode.__class__, tracer.__class__ = ProxyTorchDispatchMode, PythonKeyTracer
+
+
+def _is_usual(mode: Any) -> bool:
+    """Whether a mode is torch's own, and records operators as they are."""
+    if type(mode) is not ProxyTorchDispatchMode or type(mode.tracer) is not PythonKeyTracer:
+        return False
+    return not mode.pre_dispatch and not getattr(mode, "emulate_precision_casts", False)
+
+
+@lru_cache(maxsize=4096)
+def _is_remembered(func: Any) -> bool:
+    """Whether what an operator gives may follow from the kinds of its arguments."""
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
+        return False
+    if func in _ASKING or any(tag in func.tags for tag in _OWN_WAY):
+        return False
+    if any(argument.is_out for argument in func._schema.arguments):
+        return False
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return not func.has_kernel_for_dispatch_key(composite)
+
+
+@lru_cache(maxsize=4096)
+def written_as_it_is(func: Any) -> bool:
+    """Whether functionalization leaves an operator as it is, in a graph in which nobody writes to
+    the memory of a view."""
+    if not _is_remembered(func) or func._schema.is_mutable:
+        return False
+    if func.is_view:
+        return True
+    name, key = func.name(), torch._C.DispatchKey.Functionalize
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)

@@ -1,0 +1,139 @@
+"""The raw graph, run once more so that its operators are recorded in their functional form."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt._compat.sizes import laid_out_like
+from graphopt.graph_utils import is_operator
+from graphopt.host import HostCall
+from graphopt.ir.operators import fused_optimizer, updated_lists
+from graphopt.tracing import fused, inplace, numbers, recurrent, statistics
+from graphopt.tracing.decisions import SIZED
+from graphopt.tracing.host_numbers import PYTHON_FUNCTIONS
+from graphopt.tracing.rewriting import (
+    explained_at,
+    is_expanded,
+    keep_strides,
+    refuse_unusual_writes,
+)
+from graphopt.tracing.tagging import KEYS
+from graphopt.tracing.untouched import Untouched
+
+aten = torch.ops.aten
+
+_OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS
+
+
+class RawGraphRunner(fx.Interpreter):
+    """Runs the raw graph; new nodes take over the tags of the raw node that is running.
+
+    What torch's functionalization would call as it is, is called without it: what that gives is
+    wrapped when somebody may write to it.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, tracer: Any, mode: Any) -> None:
+        super().__init__(graph_module)
+        self._tracer, self._mode = tracer, mode
+        self._running: fx.Node | None = None
+        self._untouched = Untouched(graph_module.graph)
+        self._bare: set[fx.Node] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._running = n
+        as_it_is = self._untouched.stays(n)
+        refuse_unusual_writes(n)
+        for source in n.all_input_nodes:
+            self._prepare(source, as_it_is or n.op == "output" or n.target is operator.getitem)
+        with explained_at(n), self._sizes_of(n):
+            if as_it_is:
+                return self._call_as_it_is(n)
+            result = super().run_node(n)
+        if n.target is operator.getitem and n.args[0] in self._bare:
+            self._bare.add(n)
+        return result
+
+    def _prepare(self, source: fx.Node, bare: bool) -> None:
+        """Let a value be what is needed to run a node: bare or wrapped, with its strides."""
+        value, traced = self.env[source], source.meta.get("val")
+        if source in self._bare and not (bare and _has_strides_of(value, traced)):
+            value = self.env[source] = _compat.tree_map(_wrapped, value)
+            self._bare.remove(source)
+        keep_strides(value, traced)
+
+    def _call_as_it_is(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = _compat.tree_map(_compat.from_functional, (args, kwargs))
+        self._bare.add(n)
+        with _compat.without_functional_mode():
+            return n.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _sizes_of(self, node: fx.Node) -> AbstractContextManager[None]:
+        """Gives what a node has the sizes that it was traced with."""
+        if SIZED not in node.meta:
+            return nullcontext()
+        return _compat.sizes_given(
+            self._mode, lambda function, result: laid_out_like(result, node.meta["val"])
+        )
+
+    def tag(self, node: fx.Node) -> None:
+        source = self._running
+        if source is not None and source.op == "output":
+            # A view that is returned, made anew of what its base has become.
+            source = next(iter(node.all_input_nodes), None)
+        if source is None:
+            return
+        for key in KEYS:
+            if key in source.meta:
+                node.meta[key] = source.meta[key]
+
+    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, HostCall):
+            return target(*args)
+        if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
+            return numbers.record(target, *args)
+        if is_operator(target, "aten::mkldnn_rnn_layer"):
+            return recurrent.LAYER(*args, **kwargs)
+        if is_operator(target, "aten::mkldnn_rnn_layer_backward"):
+            return recurrent.LAYER_BACKWARD(*args, **kwargs)
+        if fused_optimizer(target) is not None:
+            return self._update_lists(target, args, kwargs)
+        functional = inplace.functional_form(target, args[0]) if args else None
+        if functional is not None:
+            return args[0].copy_(functional(*args, **kwargs))
+        results = statistics.written_functionally(target, args, kwargs)
+        if results is not None:
+            return results
+        result = super().call_function(target, args, kwargs)
+        if is_operator(target, "aten::lift_fresh_copy"):
+            # What was to be a number is one since the first trace.
+            _compat.forget_constant(self._tracer, _compat.from_functional(result))
+        return result
+
+    def _update_lists(self, target: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """A fused optimizer: its functional form, and the results copied into its lists."""
+        name = fused_optimizer(target)
+        assert name is not None
+        functional = getattr(getattr(aten, name), target._overloadname)
+        results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
+        for position in updated_lists(name, kwargs.get("grad_scale")):
+            if position >= len(results):
+                continue
+            for old, new in zip(args[position], results[position], strict=True):
+                old.copy_(new)
+
+
+def _wrapped(value: Any) -> Any:
+    return _compat.to_functional(value) if isinstance(value, torch.Tensor) else value
+
+
+def _has_strides_of(value: Any, traced: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not isinstance(traced, torch.Tensor):
+        return True
+    return is_expanded(traced) or value.stride() == traced.stride()
