@@ -101,6 +101,45 @@ def test_all_in_place_operators(part: int, seed: int) -> None:
     assert_exact(found)
 
 
+def _rounding(dtype: torch.dtype) -> Iterator[Case]:
+    """What rounds otherwise in place than out of it, both ways, on values that nobody needs any
+    more and on an argument."""
+    x, y, z = (torch.randn(shape, dtype=dtype) for shape in ((7, 3), (3,), (7, 1)))
+    times, times_ = aten.mul.Scalar, aten.mul_.Scalar
+    for n in (0.6931471805599453, 1e-5, 3):
+        yield Case(f"{n}", lambda x, n=n: times(times(x + 1, n), n).clone(), [x])
+        yield Case(f"{n} in place", lambda x, n=n: times_(times_(x + 1, n), n), [x])
+        yield Case(f"{n} into an argument", lambda x, n=n: times_(x, n), [x])
+    for name in ("mul", "div", "true_divide"):
+        out, into = getattr(torch, name), getattr(torch.Tensor, f"{name}_")
+        yield Case(name, lambda x, y, z, f=out: f(f(x + 1, y), z) * 2, [x, y, z])
+        yield Case(f"{name} in place", lambda x, y, z, f=into: f(f(x + 1, y), z), [x, y, z])
+        yield Case(f"{name} into an argument", lambda x, y, f=into: f(x, y), [x, y])
+    yield Case("addcmul", lambda x, y, z: torch.addcmul(x + 1, y, z, value=0.3), [x, y, z])
+    yield Case("addcmul in place", lambda x, y, z: (x + 1).addcmul_(y, z, value=0.3), [x, y, z])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+def test_rounding_in_place_and_out_of_it(dtype: torch.dtype) -> None:
+    found = compare(list(_rounding(dtype)))
+    assert found.tried == 20
+    assert_exact(found)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # torch calls some of what its database does deprecated
+@pytest.mark.parametrize("part", range(2))
+def test_all_in_place_operators_on_complex_numbers(part: int, seed: int) -> None:
+    names = sorted(name for name, op in database().items() if op.get_inplace() is not None)
+    torch.manual_seed(seed)
+    found = Found()
+    for name in names[part::2]:
+        if not _seeded_by_its_wrapper(name):
+            cases = inplace_cases(name, torch.complex64, 1, ("contiguous", "reversed"))
+            found.add(compare(list(cases)))
+    assert_exact(found)
+
+
 class AgainstKernels(TorchDispatchMode):
     """Compares what every operator returns with what a capture would believe that it returns."""
 

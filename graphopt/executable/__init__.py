@@ -82,7 +82,7 @@ class _Reuse:
         self._drop_copies()
 
     def _reuse(self, node: fx.Node) -> None:
-        written = inplace_form(node.target)
+        written = inplace_form(node.target, node.meta.get("val"))
         if written is None:
             return
         pairs = list(_overwritten(node))
@@ -140,7 +140,7 @@ class _Reuse:
             if not users:
                 return False
             last = max(users)
-            if inplace_form(last.target) is None:
+            if inplace_form(last.target, last.meta.get("val")) is None:
                 return False
             following = [results for source, results in _overwritten(last) if source is value]
             if not following or not following[0]:
@@ -242,9 +242,20 @@ def _items(node: fx.Node, sources: Any, position: int) -> Iterator[tuple[fx.Node
         yield source, results.get(index, [])
 
 
+def inplace_form(target: Any, result: Any = None) -> Any | None:
+    """The operator that writes into its first argument what `target` returns, if there is one.
+
+    Args:
+        result: what `target` returns, or fake tensors like that: in place some operators give other
+            bits for some dtypes.
+    """
+    found = _inplace_form(target)
+    rounds = isinstance(result, torch.Tensor) and inplace.rounds_otherwise(found, result.dtype)
+    return None if rounds and target not in inplace.INPLACE else found
+
+
 @cache
-def inplace_form(target: Any) -> Any | None:
-    """The operator that writes into its first argument what `target` returns, if there is one."""
+def _inplace_form(target: Any) -> Any | None:
     if not isinstance(target, _compat.OpOverload):
         return None
     if target in inplace.INPLACE:

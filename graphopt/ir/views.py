@@ -75,7 +75,9 @@ def _item_of(source: Any, index: Any) -> list[fx.Node]:
         return []
     if known.one_tensor_twice or not several:
         return [source]
-    if known.item or not known.aliases:
+    if known.item:  # of a list within the results
+        return _item_of(*source.args)
+    if not known.aliases:
         return []
     result = known.aliases[0]
     if len(known.aliases) > 1:

@@ -104,7 +104,7 @@ class RawGraphRunner(fx.Interpreter):
             return recurrent.LAYER_BACKWARD(*args, **kwargs)
         if fused_optimizer(target) is not None:
             return self._update_lists(target, args, kwargs)
-        functional = inplace.functional_form(target, args[0]) if args else None
+        functional = inplace.functional_form(target, args) if args else None
         if functional is not None:
             return args[0].copy_(functional(*args, **kwargs))
         results = statistics.written_functionally(target, args, kwargs)

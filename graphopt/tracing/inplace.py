@@ -3,13 +3,15 @@
 Kernels that draw random numbers go through memory, and take another path where a tensor is not
 contiguous; matrix products round otherwise where they have to go through a copy. The functional
 forms that torch has write to a contiguous tensor, or to a dense one, and so give other numbers
-(dropout of a transposed or channels-last tensor, say). The operators here work in place on a new
-tensor with the very strides. The last stage of a pipeline turns them into the in-place operator
-again, where the old value is no longer needed.
+(dropout of a transposed or channels-last tensor, say). Some round otherwise in place at any
+strides: products of half precision with a number, which is rounded first, and of complex numbers.
+The operators here work in place on a new tensor with the very strides. The last stage of a pipeline
+turns them into the in-place operator again, where the old value is no longer needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +45,24 @@ _COMPUTING = (
     aten.baddbmm_.default,
     aten.polygamma_.default,
 )
+
+_ROUNDING_COMPLEX = (
+    aten.addr_.default,
+    aten.addcdiv_.default,
+    aten.addcmul_.default,
+    aten.div_.Scalar,
+    aten.div_.Tensor,
+    aten.mul_.Scalar,
+    aten.mul_.Tensor,
+    aten.true_divide_.Scalar,
+    aten.true_divide_.Tensor,
+)
+"""Operators that round complex numbers otherwise than their functional forms."""
+
+ROUNDING = frozenset(_ROUNDING_COMPLEX) - frozenset(_COMPUTING)
+"""Those whose forms here stand for nothing else."""
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 _NAMESPACE = "graphopt_inplace"
 _WITHOUT_FUNCTIONAL = (aten.polygamma_.default,)
@@ -103,22 +123,44 @@ def _define_random_from() -> _compat.OpOverload:
 CALLABLE = {_RANDOM_FROM: _define_random_from()}
 """What stands in graphs for operators whose overloads are named by a Python keyword."""
 
+_STRIDED = frozenset((*_DRAWING, *_COMPUTING))
 _FUNCTIONAL = {
-    CALLABLE.get(inplace, inplace): _define(inplace) for inplace in (*_DRAWING, *_COMPUTING)
+    CALLABLE.get(inplace, inplace): _define(inplace)
+    for inplace in dict.fromkeys((*_DRAWING, *_COMPUTING, *_ROUNDING_COMPLEX))
 }
 
 INPLACE = {functional: inplace for inplace, functional in _FUNCTIONAL.items()}
 """The in-place operator of each operator here."""
 
 
-def functional_form(target: Any, written: torch.Tensor) -> _compat.OpOverload | None:
-    """What gives the numbers that the in-place operator `target` writes into a tensor.
+def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | None:
+    """What gives the numbers that the in-place operator `target` writes into its first argument.
 
     Returns:
         None where torch's own functional form does, and for other operators.
     """
     if target not in _FUNCTIONAL:
         return None
+    written: torch.Tensor = args[0]
+    if rounds_otherwise(target, written.dtype):
+        return _FUNCTIONAL[_by_number(target, args)]
     if target in _WITHOUT_FUNCTIONAL or target.namespace == _NAMESPACE:
         return _FUNCTIONAL[target]
-    return None if written.is_contiguous() else _FUNCTIONAL[target]
+    if target not in _STRIDED or written.is_contiguous():
+        return None
+    return _FUNCTIONAL[target]
+
+
+def _by_number(target: _compat.OpOverload, args: Sequence[Any]) -> _compat.OpOverload:
+    """Operators of torch take numbers in the places of tensors, others do not."""
+    if target._overloadname != "Tensor" or isinstance(args[1], torch.Tensor):
+        return target
+    found: _compat.OpOverload = target.overloadpacket.Scalar
+    return found
+
+
+def rounds_otherwise(inplace: Any, dtype: torch.dtype) -> bool:
+    """Whether an in-place operator gives other bits than torch's functional form of it."""
+    if inplace == aten.mul_.Scalar and dtype in _HALVES:
+        return True
+    return dtype.is_complex and inplace in _ROUNDING_COMPLEX

@@ -28,11 +28,20 @@ def functional_form(target: Any) -> Any | None:
     return _OURS.get(target)
 
 
+def functional_form_for(target: Any, dtype: torch.dtype) -> Any | None:
+    """The same for results of a dtype: for some, the operator of that name rounds otherwise."""
+    if inplace.rounds_otherwise(target, dtype):
+        return _OURS.get(target)
+    return functional_form(target)
+
+
 @cache
 def standard_form(target: Any) -> Any:
     """One operator for all functional ones that give what the same in-place operator writes."""
     written = inplace.INPLACE.get(target)
-    return target if written is None else functional_form(written) or target
+    if written is None or written in inplace.ROUNDING:
+        return target
+    return functional_form(written) or target
 
 
 def _types(target: Any) -> list[str]:

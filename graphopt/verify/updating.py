@@ -15,7 +15,7 @@ from graphopt.verify.calls import entries
 from graphopt.verify.communicating import ELEMENTWISE, Communication
 from graphopt.verify.contents import CannotWriteError, with_layout
 from graphopt.verify.evaluated import NotDecidedError, Settled
-from graphopt.verify.functional import functional_form
+from graphopt.verify.functional import functional_form, functional_form_for
 from graphopt.verify.reading import Reading
 from graphopt.verify.terms import TensorValue, Terms, tensor_value
 from graphopt.verify.traits import traits_of
@@ -72,7 +72,7 @@ class Updates:
         written."""
         if traits_of(node).collective:
             return self._in_place_collective(node)
-        target = functional_form(node.target)
+        target = self._functional_form(node)
         if target is None:
             raise NotDecidedError("it updates an argument in place, in a way that is unknown", node)
         self._reading.refuse_pending(node)
@@ -81,6 +81,11 @@ class Updates:
             (destination,) = written(node)
             return self.written(node, destination, self._applied(node, target, arguments))
         return self._in_place_lists(node, target, arguments)
+
+    def _functional_form(self, node: fx.Node) -> Any:
+        if list_schema(node) is not None:
+            return functional_form(node.target)
+        return functional_form_for(node.target, written(node)[0].meta["val"].dtype)
 
     def _put(self, node: fx.Node, destination: fx.Node, value: TensorValue) -> Any:
         """Update a node with a value of its own layout."""
