@@ -263,6 +263,24 @@ def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
     return next((t.fake_mode for t in tensors if is_fake(t)), None)  # type: ignore[attr-defined]
 
 
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a tensor, in memory of its own on the CPU. A fake one made by
+    `torch.tensor(1.0)` remembers it; None where it does not."""
+    known = tensor.constant if is_fake(tensor) else tensor  # type: ignore[attr-defined]
+    return None if known is None else known.detach().cpu().clone()
+
+
+@contextmanager
+def copied_within(mode: Any) -> Iterator[None]:
+    """While active, `copy.deepcopy` of a tensor of a fake mode stays in the mode. Torch copies the
+    mode with it, and refuses to compute with tensors of both."""
+    mode.__deepcopy__ = lambda memo: mode
+    try:
+        yield
+    finally:
+        vars(mode).pop("__deepcopy__", None)
+
+
 def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in `mode`: same metadata, leaf and requires_grad; `.grad` is not carried over."""
     if is_fake(tensor) and tensor.fake_mode is mode:  # type: ignore[attr-defined]

@@ -44,6 +44,8 @@ def believe(capability: tuple[int, int]) -> None:
     # A fake tensor of `torch.tensor(1.0, device="cuda")` keeps its value, which stays on the CPU.
     torch._C._set_only_lift_cpu_tensors(True)
     setattr(FakeTensorMode, "avoid_device_init", property(lambda self: True))  # noqa: B010
+    # `copy.deepcopy` of a model would copy the mode of its tensors, which then mix with no other.
+    setattr(FakeTensorMode, "__deepcopy__", lambda self, memo: self)  # noqa: B010
     torch.utils.swap_tensors = _swap
 
 

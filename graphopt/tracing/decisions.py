@@ -28,6 +28,7 @@ from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.tracing.alike import is_alike
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.known import KnownValues
 from graphopt.tracing.source import current_user_line
 
 SIZED = "sized"
@@ -63,7 +64,8 @@ class Decider:
         self._mode = mode
         self._relations = Relations(Guards(mode))
         self._count = 0
-        self._values = Values(tracer, values)
+        self._fake = any(map(_compat.is_fake, values))
+        self._values = (KnownValues if self._fake else Values)(tracer, values)
 
     def decide(self, number: Any, kind: type) -> Answer:
         """What a traced number is in this call, which the graph assumes from now on.
@@ -73,7 +75,7 @@ class Decider:
         """
         line = current_user_line()
         known = self._inputs.answers
-        self._refuse_any(line)
+        self._refuse_many(line)
         assumption = Assumption(self._count, str(line))
         asked = self._recorded(assumption, number)
         if not self._alone and not is_alike(self._tracer.graph, asked, self._kinds):
@@ -173,26 +175,21 @@ class Decider:
 
     def _answer(self, number: Any, kind: type, line: Any) -> Answer:
         """What a number is. On several ranks, where it stands behind collectives, a guess that is
-        the same on all: a wrong one is found out by all of them when the graph first runs."""
-        if self._alone:
+        the same on all: a wrong one is found out by all of them when the graph first runs. A graph
+        of fake tensors does not run here: it gets no guess."""
+        if self._alone or self._fake:
             return cast(Answer, kind(self._values.of(number)))
         if kind is not bool:
             raise _another_on_each_rank(line)
         return True
 
     def _refuse(self, line: Any) -> None:
-        """Where a decision cannot be known, or is this rank's own."""
-        self._refuse_any(line)
+        """One decision too many, or one that is this rank's own."""
+        self._refuse_many(line)
         if not self._alone:
             raise _another_on_each_rank(line)
 
-    def _refuse_any(self, line: Any) -> None:
-        if self._values.fake:
-            raise CaptureError(
-                "Python code depends on the value of a tensor, and the tensors given are fake ones",
-                location=str(line),
-                hint=f"{WITHOUT_BRANCHES}, or capture with real tensors",
-            )
+    def _refuse_many(self, line: Any) -> None:
         if self._count == LIMIT:
             raise CaptureError(
                 f"it takes more than {LIMIT} decisions by values of tensors",
@@ -219,7 +216,6 @@ class Values:
         self._values: dict[fx.Node, Any] = {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
         self._done = 0
-        self.fake = any(map(_compat.is_fake, live))
 
     def of(self, wanted: Any) -> Any:
         """The value of a node."""

@@ -42,6 +42,11 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "pass it, or the module that owns it, as an argument of the step",
     ),
     (
+        "Mixing fake modes",
+        "it uses a fake tensor of another FakeTensorMode than that of its arguments",
+        "make all tensors in one mode, or none of them, and pass them as arguments of the step",
+    ),
+    (
         "got FakeTensor",
         "it takes the value of a tensor for a plain number, such as a size",
         "take sizes from shapes or Python numbers; pad sequences of several lengths, and mask the"
