@@ -3,6 +3,7 @@ of a captured step are eager's, whatever functional forms and shape rules say of
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,9 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import graphopt
 from graphopt import _compat
+from graphopt.executable import inplace_form
 from graphopt.tracing.layouts import Constant, Items, Layout, described, restride
 from graphopt.tracing.scratch import true_results
 from graphopt.tracing.strides import corrected
+from graphopt.verify import check_equivalence
 from layouts import LAYOUTS, Case, Found, compare, laid_out
 from operators import RANDOM, database, in_layouts, inplace_cases, random_cases
 from twins import Twins, World
@@ -124,6 +128,21 @@ def test_rounding_in_place_and_out_of_it(dtype: torch.dtype) -> None:
     found = compare(list(_rounding(dtype)))
     assert found.tried == 20
     assert_exact(found)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alike"), [(torch.bfloat16, False), (torch.complex64, False), (torch.float32, True)]
+)
+def test_a_proof_tells_rounding_apart(dtype: torch.dtype, alike: bool) -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return aten.div.Tensor(aten.mul.Scalar(x + 1, 0.3) if dtype.itemsize == 2 else x + 1, x)
+
+    before = make_fx(scaled, tracing_mode="fake")(torch.randn(5).to(dtype))
+    after = copy.deepcopy(before)
+    for node in after.graph.nodes:
+        if node.target in (aten.mul.Scalar, aten.div.Tensor):
+            node.target = inplace_form(node.target)
+    assert check_equivalence(before, after).ok == alike
 
 
 @pytest.mark.full

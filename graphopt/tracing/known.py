@@ -34,7 +34,8 @@ EXACT = frozenset(f"aten::{name}" for name in f"{_MADE} {_MOVED} {_CHOSEN} {_COM
 """Operators that compute nothing which devices round otherwise, without the mark of those in place."""
 
 EXACT_ON_INTEGERS = frozenset(
-    f"aten::{name}" for name in "arange add sub rsub mul sum cumsum count_nonzero".split()
+    f"aten::{name}"
+    for name in ["arange", "add", "sub", "rsub", "mul", "sum", "cumsum", "count_nonzero"]
 )
 """The same, where no operand and no result is a fraction."""
 
