@@ -235,4 +235,6 @@ def _monitored(observer: Observer) -> Iterator[None]:
         monitoring.set_events(tool, 0)
         for code in list(looked_at):  # another thread may be about to add one
             monitoring.set_local_events(tool, code, 0)
+        for event in (start, instruction):
+            monitoring.register_callback(tool, event, None)  # it would live on with what it holds
         monitoring.free_tool_id(tool)
