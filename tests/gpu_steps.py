@@ -161,15 +161,16 @@ def save(path: str) -> None:
     save_graph(graphopt.capture(train, *_training()).graph_module, Path(path))
 
 
-def coverage(name: str) -> int:
-    """Nodes of a case of the coverage set."""
+def coverage(name: str) -> tuple[int, int]:
+    """Nodes of a case of the coverage set, and kernels compiled to machine code."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
     from cases import cases
 
     with torch.device("cuda"):
         case = cases()[name]()
     torch.set_default_device("cuda")
-    return len(graphopt.capture(case.step, *case.calls[0]).graph_module.graph.nodes)
+    gm = graphopt.capture(case.step, *case.calls[0]).graph_module
+    return len(gm.graph.nodes), len(list(compile_triton(gm, target="cuda:90")))
 
 
 def everything() -> dict[str, Any]:

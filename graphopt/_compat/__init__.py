@@ -270,15 +270,26 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if known is None else known.detach().cpu().clone()
 
 
-@contextmanager
-def copied_within(mode: Any) -> Iterator[None]:
-    """While active, `copy.deepcopy` of a tensor of a fake mode stays in the mode. Torch copies the
-    mode with it, and refuses to compute with tensors of both."""
-    mode.__deepcopy__ = lambda memo: mode
-    try:
-        yield
-    finally:
-        vars(mode).pop("__deepcopy__", None)
+def deepcopied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """`copy.deepcopy` of a fake tensor as of a real one. Torch's own copies the mode with it, whose
+    tensors mix with no other, and the gradient of a parameter, which a real one leaves behind.
+
+    Args:
+        tensor: a leaf, all of its storage.
+        memo: what has been copied, by identity.
+    """
+    if id(tensor) in memo:
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+    with torch.no_grad():
+        copied = tensor.detach().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    else:
+        copied.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copied.grad = deepcopied(tensor.grad, memo)
+    memo[id(tensor)] = copied
+    return copied
 
 
 def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:

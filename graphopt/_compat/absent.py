@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import torch
 
+from graphopt._compat import deepcopied
+
 
 def believe(capability: tuple[int, int]) -> None:
     """Let Python's questions about CUDA be answered as by one device of a compute capability.
 
     For a process of its own: nothing takes this back.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     major, minor = capability
     properties = SimpleNamespace(
@@ -44,8 +46,7 @@ def believe(capability: tuple[int, int]) -> None:
     # A fake tensor of `torch.tensor(1.0, device="cuda")` keeps its value, which stays on the CPU.
     torch._C._set_only_lift_cpu_tensors(True)
     setattr(FakeTensorMode, "avoid_device_init", property(lambda self: True))  # noqa: B010
-    # `copy.deepcopy` of a model would copy the mode of its tensors, which then mix with no other.
-    setattr(FakeTensorMode, "__deepcopy__", lambda self, memo: self)  # noqa: B010
+    setattr(FakeTensor, "__deepcopy__", deepcopied)  # noqa: B010
     torch.utils.swap_tensors = _swap
 
 

@@ -23,20 +23,20 @@ from graphopt.host.assumptions import Assumption
 from graphopt.ir.operators import operator_of, written
 from graphopt.tracing.source import current_user_line
 
-_MADE = "full zeros ones eye scalar_tensor new_full new_zeros new_ones full_like zeros_like"
-_MADE += " ones_like empty new_empty empty_like tril_indices triu_indices lift_fresh"
-_MOVED = "lift_fresh_copy _to_copy clone copy fill zero cat stack repeat flip roll index_select gather constant_pad_nd"
-_CHOSEN = "tril triu where masked_fill maximum minimum amax amin neg abs all any isnan isinf"
-_COMPARED = "eq ne lt le gt ge equal logical_and logical_or logical_not logical_xor bitwise_and"
-_COMPARED += " bitwise_or bitwise_not bitwise_xor _local_scalar_dense"
+_EXACT = """
+full zeros ones eye scalar_tensor new_full new_zeros new_ones full_like zeros_like ones_like
+empty new_empty empty_like tril_indices triu_indices lift_fresh lift_fresh_copy
+_to_copy clone copy fill zero cat stack repeat flip roll index_select gather constant_pad_nd
+tril triu where masked_fill maximum minimum max min amax amin neg abs all any isnan isinf
+eq ne lt le gt ge equal logical_and logical_or logical_not logical_xor
+bitwise_and bitwise_or bitwise_not bitwise_xor _local_scalar_dense
+"""
+_INTEGERS = "arange add sub rsub mul sum cumsum count_nonzero"
 
-EXACT = frozenset(f"aten::{name}" for name in f"{_MADE} {_MOVED} {_CHOSEN} {_COMPARED}".split())
-"""Operators that compute nothing which devices round otherwise, without the mark of those in place."""
+EXACT = frozenset(f"aten::{name}" for name in _EXACT.split())
+"""Operators that no device rounds otherwise, without the mark of those in place."""
 
-EXACT_ON_INTEGERS = frozenset(
-    f"aten::{name}"
-    for name in ["arange", "add", "sub", "rsub", "mul", "sum", "cumsum", "count_nonzero"]
-)
+EXACT_ON_INTEGERS = frozenset(f"aten::{name}" for name in _INTEGERS.split())
 """The same, where no operand and no result is a fraction."""
 
 _CPU = torch.device("cpu")
@@ -75,7 +75,8 @@ class KnownValues:
             raise CaptureError(
                 "Python code depends on the value of a tensor, and the tensors given are fake ones",
                 location=str(current_user_line()),
-                hint=f"{WITHOUT_BRANCHES}, or capture with real tensors",
+                hint=f"{WITHOUT_BRANCHES}, or decide by what the step itself makes of constants,"
+                " as a mask, or capture with real tensors",
             )
         return value
 

@@ -27,7 +27,7 @@ from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.runtime.collector import frozen_objects_seen
-from graphopt.tracing import constants, fused, host_numbers, numbers, recurrent, sparse
+from graphopt.tracing import constants, copies, fused, host_numbers, numbers, recurrent, sparse
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.impurity import taken_for_a_number
@@ -292,6 +292,8 @@ class Redirect(TorchFunctionMode):
             raise recurrent.refused(func)
         elif self._packing.takes(func, args):
             return self._packing.call(func, args, kwargs)
+        elif func is torch.Tensor.__deepcopy__:
+            return copies.deepcopied(*args)
         elif func == _SET_DATA:
             self._rebinding.set(*args)
             return None

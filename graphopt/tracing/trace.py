@@ -275,7 +275,6 @@ class _StepRun:
             stack.enter_context(tagged(tracer, self.tagger.tag))
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(self._on_one_device()))
-            stack.enter_context(_compat.copied_within(self._mode))
             alone = self.communication is None and _compat.rank_among_several() is None
             kinds = [kind for kind, _ in self.inputs.kinds_and_names(self.call)]
             decider = Decider(tracer, self.inputs, self._mode, self._values, kinds, alone)
