@@ -130,6 +130,10 @@ class _Evaluator:
         return value
 
     def _input(self, node: fx.Node) -> Any:
+        held = node.meta.get("val")
+        if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
+            # Of a graph of torch.compile for many sizes: rules about elements do not apply.
+            raise NotDecidedError("its shape is not known", node)
         given = self._inputs.get(str(node.target))
         if given is not None:
             return given
