@@ -93,16 +93,24 @@ def _seeded_by_its_wrapper(name: str) -> bool:
 @pytest.mark.filterwarnings("ignore")  # torch calls some of what its database does deprecated
 @pytest.mark.parametrize("part", range(16))
 def test_all_in_place_operators(part: int, seed: int) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.int64)
+    found = _of_all_in_place(slice(part, None, 16), dtypes, EVERY, seed)
+    print(f"{found.tried} cases, {len(found.different)} differences, refused: {found.refused}")
+    assert_exact(found)
+
+
+def _of_all_in_place(
+    part: slice, dtypes: tuple[torch.dtype, ...], layouts: tuple[str, ...], seed: int
+) -> Found:
     names = sorted(name for name, op in database().items() if op.get_inplace() is not None)
     torch.manual_seed(seed)
     found = Found()
-    for name in names[part::16]:
+    for name in names[part]:
         if _seeded_by_its_wrapper(name):
             continue
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            found.add(compare(list(inplace_cases(name, dtype, 1, EVERY))))
-    print(f"{found.tried} cases, {len(found.different)} differences, refused: {found.refused}")
-    assert_exact(found)
+        for dtype in dtypes:
+            found.add(compare(list(inplace_cases(name, dtype, 1, layouts))))
+    return found
 
 
 def _rounding(dtype: torch.dtype) -> Iterator[Case]:
@@ -149,14 +157,8 @@ def test_a_proof_tells_rounding_apart(dtype: torch.dtype, alike: bool) -> None:
 @pytest.mark.filterwarnings("ignore")  # torch calls some of what its database does deprecated
 @pytest.mark.parametrize("part", range(2))
 def test_all_in_place_operators_on_complex_numbers(part: int, seed: int) -> None:
-    names = sorted(name for name, op in database().items() if op.get_inplace() is not None)
-    torch.manual_seed(seed)
-    found = Found()
-    for name in names[part::2]:
-        if not _seeded_by_its_wrapper(name):
-            cases = inplace_cases(name, torch.complex64, 1, ("contiguous", "reversed"))
-            found.add(compare(list(cases)))
-    assert_exact(found)
+    layouts = ("contiguous", "reversed")
+    assert_exact(_of_all_in_place(slice(part, None, 2), (torch.complex64,), layouts, seed))
 
 
 class AgainstKernels(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -72,7 +73,7 @@ def _added(gradient: fx.Node) -> list[fx.Node]:
             " single microbatches cannot be told apart\n"
             "  hint:  leave out the pass that changes additions to gradients"
         )
-    found = _reached(readers[0])
+    found = _closure(readers[0], _following)
     left = [node for node in found if any(user not in found for user in node.users)]
     if len(left) != 1 or any(map(is_random, found)):
         what = "draws random numbers" if len(left) == 1 else f"leaves {len(left)} values"
@@ -81,30 +82,20 @@ def _added(gradient: fx.Node) -> list[fx.Node]:
             " cannot be told apart\n"
             "  hint:  change the gradient after the step of the schedule"
         )
-    return sorted(_needed(left[0], found))
+    return sorted(_closure(left[0], lambda node: found.intersection(node.all_input_nodes)))
 
 
 def _adds(node: fx.Node, gradient: fx.Node) -> bool:
     return is_operator(node.target, "aten::add") and node.args[0] is gradient
 
 
-def _reached(start: fx.Node) -> set[fx.Node]:
-    """A node and all of the backward that follows from it."""
+def _closure(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """A node and all that is got to from it, step by step."""
     found, pending = {start}, [start]
     while pending:
-        later = {node for node in _following(pending.pop()) if node not in found}
-        found |= later
-        pending += later
-    return found
-
-
-def _needed(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
-    """A node and those of `among` that it is computed from."""
-    found, pending = {node}, [node]
-    while pending:
-        earlier = {n for n in pending.pop().all_input_nodes if n in among and n not in found}
-        found |= earlier
-        pending += earlier
+        new = {node for node in following(pending.pop()) if node not in found}
+        found |= new
+        pending += new
     return found
 
 
