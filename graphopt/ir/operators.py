@@ -352,6 +352,13 @@ def argument_at(node: fx.Node, index: int) -> Any:
     return node.kwargs.get(node.target._schema.arguments[index].name)
 
 
+def first_argument(node: fx.Node) -> Any:
+    """The argument that comes first, given by position or by name; None where there is none."""
+    if node.args or not isinstance(node.target, _compat.OpOverload):
+        return node.args[0] if node.args else None
+    return argument_at(node, 0) if node.target._schema.arguments else None
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a node may draw from a random number generator, or reads or writes its state.
 

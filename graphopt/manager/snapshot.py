@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.graph_utils import follows_output_convention
+from graphopt.host import HostCall
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
 from graphopt.runtime.collector import collector_paused
@@ -21,7 +22,8 @@ from graphopt.verify.interface import kinds_returned
 from graphopt.verify.metadata import Given
 from graphopt.verify.module_constants import attribute
 
-_TABLES = ("_modules", "_parameters", "_buffers")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_TABLES = ("_modules", "_parameters", "_buffers", *_HOOKS)
 
 _PLAIN = (bool, int, float, str)
 """Types of metadata that are compared by value; all others by identity, since to compare tensors
@@ -64,6 +66,8 @@ class Snapshot:
             self.nodes = {node: noted(node) for node in gm.graph.nodes}
         self.late = late_nodes(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
+        self._host_calls = {n: (n.target, dict(vars(n.target))) for n in _host_calls(gm.graph)}
+        self._hooks = _hooks(gm)
         self.note_attributes()
         self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
         self.kinds_returned = kinds_returned(gm.graph)
@@ -146,7 +150,22 @@ class Snapshot:
 
         return fx.node.map_arg((args, kwargs), given)
 
-    def changed_constants(self) -> list[Problem]:
+    def changed_besides(self) -> list[Problem]:
+        """What a pass has changed that is no part of the graph, but decides what it does: constants
+        of the module, calls of the program's functions, hooks."""
+        problems = self._changed_constants()
+        for node in _host_calls(self._gm.graph):
+            _, was = self._host_calls.get(node, (None, {}))
+            now = vars(node.target)
+            if any(now.get(name) is not held for name, held in was.items()):
+                hint = "graphopt.host.insert_callback puts in a call of another function"
+                problems.append(Problem("it changed what a callback calls, or when", (node,), hint))
+        if _hooks(self._gm) != self._hooks:
+            hint = "what a pass changes is the graph"
+            problems.append(Problem("it added or removed a hook of the module", hint=hint))
+        return problems
+
+    def _changed_constants(self) -> list[Problem]:
         """Constants of the module that stand behind their names no longer."""
         return [
             Problem(
@@ -163,6 +182,8 @@ class Snapshot:
         """Make the graph module what it was. Its nodes are then the copies."""
         for module, attributes in self._modules.items():
             _restore_attributes(module, attributes)
+        for call, held in self._host_calls.values():
+            vars(call).update(held)
         self._gm.graph = self.graph
 
 
@@ -175,6 +196,17 @@ def copy_of(
 
 def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op == "get_attr"]
+
+
+def _host_calls(graph: fx.Graph) -> list[fx.Node]:
+    calls = _compat.calls_by_target(graph)
+    return [node for target, nodes in calls if isinstance(target, HostCall) for node in nodes]
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """What runs when a module is called, besides its graph."""
+    held = vars(module)
+    return [held.get("forward"), *(list(held[table].items()) for table in _HOOKS)]
 
 
 def _content_of(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.verify.module_constants import attribute, same_object
+
 BOXED_CALL = "call_boxed"
 """The method by which a compiled region is called with a list of its inputs."""
 
@@ -23,12 +25,28 @@ def call_of(node: fx.Node) -> tuple[fx.GraphModule | None, tuple[Any, ...]] | No
     that calls no module."""
     owner = node.graph.owning_module
     if node.op == "call_module":
-        return source_of(owner, str(node.target)), node.args
+        body = source_of(owner, str(node.target))
+        return body if body is not None and _takes(body.graph, node) else None, node.args
     if node.op == "call_method" and node.target == BOXED_CALL:
         module, box = node.args
         if isinstance(module, fx.Node) and isinstance(box, fx.Node):
             return source_of(owner, str(module.target)), box.args
     return None
+
+
+def _takes(graph: fx.Graph, call: fx.Node) -> bool:
+    """Whether a graph gets each of its inputs from a call, by position."""
+    inputs = sum(node.op == "placeholder" for node in graph.nodes)
+    return not call.kwargs and inputs == len(call.args)
+
+
+def constant_name(node: fx.Node, outer: Any) -> str:
+    """By which a constant is known that the graph of a submodule reads: its name, unless something
+    else stands behind that in the module `outer` that is called."""
+    there, found = attribute(outer, node), attribute(node.graph.owning_module, node)
+    if there is None or same_object(there, found):
+        return str(node.target)
+    return f"{node.target} of {id(found)}"
 
 
 def in_one(graph: fx.Graph) -> fx.Graph:
@@ -41,24 +59,27 @@ def in_one(graph: fx.Graph) -> fx.Graph:
         if node.op == "output":
             whole.output(fx.node.map_arg(node.args[0], values.__getitem__))
         else:
-            values[node] = _inlined(whole, node, values)
+            values[node] = _inlined(whole, node, values, graph.owning_module)
     return whole
 
 
-def _inlined(whole: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+def _inlined(whole: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], outer: Any) -> Any:
     call = call_of(node)
     if call is not None and call[0] is not None:
         given = fx.node.map_arg(call[1], values.__getitem__)
-        return _body(whole, call[0].graph, given)
+        return _body(whole, call[0].graph, given, outer)
     source = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
     if isinstance(source, (list, tuple)):  # an item of what a graph returns
         index = node.args[1]
         assert isinstance(index, int)
         return source[index]
-    return whole.node_copy(node, values.__getitem__)
+    copy = whole.node_copy(node, values.__getitem__)
+    if node.op == "get_attr" and node.graph.owning_module is not outer:
+        copy.target = constant_name(node, outer)
+    return copy
 
 
-def _body(whole: fx.Graph, body: fx.Graph, given: Any) -> Any:
+def _body(whole: fx.Graph, body: fx.Graph, given: Any, outer: Any) -> Any:
     inside: dict[fx.Node, Any] = {}
     arguments = iter(given)
     for node in body.nodes:
@@ -67,5 +88,5 @@ def _body(whole: fx.Graph, body: fx.Graph, given: Any) -> Any:
         elif node.op == "output":
             return fx.node.map_arg(node.args[0], inside.__getitem__)
         else:
-            inside[node] = _inlined(whole, node, inside)
+            inside[node] = _inlined(whole, node, inside, outer)
     return ()
