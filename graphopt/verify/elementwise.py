@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphopt.verify.arrangements import arranged_alike
 from graphopt.verify.terms import (
     Segment,
     TensorValue,
@@ -50,25 +51,14 @@ def _each(
 ) -> tuple[Segment, ...]:
     found = []
     for runs in _aligned(rows):
-        inner = _same_permutation(terms, runs)
-        if inner is None:
+        arranged = arranged_alike(terms, runs)
+        if arranged is None:
             found.append(_apply_to_runs(terms, target, args, runs, dtype))
             continue
-        bases, shape, order = inner
-        base = _each(terms, target, args, bases, dtype)
-        term = terms.make(("permute", base, shape, order))
-        found.append(Segment(term, runs[0].start, runs[0].length))
+        groups, rebuild = arranged
+        parts = [_each(terms, target, args, rows_of_part, dtype) for rows_of_part in groups]
+        found += terms.part(rebuild(parts), runs[0].start, runs[0].length)
     return terms.segments(found)
-
-
-def _same_permutation(terms: Terms, runs: Sequence[Segment]) -> tuple[Any, Any, Any] | None:
-    """What is permuted alike in all operands, of which the same elements are taken: an operator on
-    each element may come before it."""
-    keys = [terms[run.term].key for run in runs]
-    alike = all(key[0] == "permute" and key[2:] == keys[0][2:] for key in keys)
-    if not alike or any(run.start != runs[0].start for run in runs):
-        return None
-    return [key[1] for key in keys], keys[0][2], keys[0][3]
 
 
 def _apply_to_runs(
