@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from edit_tools import Edit, added, aten, calls, computed, is_tensor, layout, pick
+from edit_tools import Edit, added, aten, calls, computed, is_tensor, is_update, layout, pick
 from graphopt.graph_utils import get_outputs, is_operator, set_outputs
 from graphopt.optim.lists import list_schema
 
 Nodes = list[fx.Node] | None
+
+
+def _copies(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in get_outputs(gm.graph).updates if is_update(n)]
 
 
 def _alias_by_name(node: fx.Node) -> fx.Node:
@@ -28,7 +32,7 @@ def late_through_a_name(gm: fx.GraphModule, draw: Random) -> Nodes:
     late = getattr(gm.graph, "late", {})
     found = [
         (update, reader)
-        for update in get_outputs(gm.graph).updates
+        for update in _copies(gm)
         for reader in update.args[0].users
         if update not in late and reader < update and is_tensor(reader)
         if reader.users and all(user > update for user in reader.users)
@@ -47,10 +51,10 @@ def result_in_state(gm: fx.GraphModule, draw: Random) -> Nodes:
     """A result becomes the state that it is a copy of, by an argument that is given by name."""
     outputs = get_outputs(gm.graph)
     found = [n for n in outputs.results if is_operator(getattr(n, "target", None), "aten::clone")]
-    node = pick(draw, [n for n in found if n.args[0] in [u.args[1] for u in outputs.updates]])
+    node = pick(draw, [n for n in found if n.args[0] in [u.args[1] for u in _copies(gm)]])
     if node is None:
         return None
-    update = next(u for u in outputs.updates if u.args[1] is node.args[0])
+    update = next(u for u in _copies(gm) if u.args[1] is node.args[0])
     view = _alias_by_name(update)
     outputs.results[outputs.results.index(node)] = view
     set_outputs(gm.graph, outputs)
