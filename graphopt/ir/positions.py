@@ -20,7 +20,7 @@ def give_by_position(graph: fx.Graph) -> int:
 
     Arguments behind one that is not given keep their names.
 
-    >>> import torch
+    >>> from graphopt.ir.positions import give_by_position
     >>> graph = torch.fx.Graph()
     >>> x = graph.placeholder("x")
     >>> view = graph.call_function(torch.ops.aten.view.default, (), {"self": x, "size": [4]})

@@ -32,7 +32,7 @@ _PURE = {
         (builtins, _OF_BUILTINS.split()),
         (math, dir(math)),
         (operator, set(operator.__all__) - set(_OF_OPERATOR_WITH_EFFECTS.split())),
-        (torch, [name for name in dir(torch) if name.startswith("sym_")]),
+        (torch, [name for name in dir(torch) if name.startswith(("sym_", "_sym_"))]),
     )
     for name in names
 }
