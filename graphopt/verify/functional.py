@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.ir.operators import rounds_in_place
 from graphopt.tracing import inplace
 
 _OURS = {written: functional for functional, written in inplace.INPLACE.items()}
@@ -30,7 +31,7 @@ def functional_form(target: Any) -> Any | None:
 
 def functional_form_for(target: Any, dtype: torch.dtype) -> Any | None:
     """The same for results of a dtype: for some, the operator of that name rounds otherwise."""
-    if inplace.rounds_otherwise(target, dtype):
+    if rounds_in_place(target, dtype):
         return _OURS.get(target)
     return functional_form(target)
 
