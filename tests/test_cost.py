@@ -30,6 +30,7 @@ from graphopt.cost import (
     roofline_seconds,
 )
 from graphopt.cost.collectives import fitted
+from graphopt.cost.hosts import spans_hosts
 from graphopt.graph_utils import is_collective
 from graphs import inputs_of, training_step
 
@@ -152,6 +153,34 @@ def test_the_default_costs_are_the_same_everywhere() -> None:
     launch = next(n for n in step.graph.nodes if is_collective(n))
     assert collective_of(launch, ranks=4).ranks == 4
     assert first.transfer(launch, 4).seconds > first.transfer(launch, 2).seconds
+
+
+@pytest.mark.parametrize(
+    ("local", "world", "ranks", "network"),
+    [
+        ("2", 2, 2, "loopback"),
+        ("1", 2, 2, "ethernet"),
+        ("8", 12, 12, "ethernet"),
+        ("4", 12, 12, "ethernet"),  # the smaller machine of these: both decide alike
+        ("4", 12, 4, "loopback"),
+        ("8", 12, 4, "loopback"),
+        (None, 2, 2, "loopback"),
+        (None, 16, 16, "ethernet"),
+        ("many", 2, 2, "loopback"),
+    ],
+)
+def test_whether_ranks_share_a_machine_is_asked_of_the_launcher(
+    local: str | None, world: int, ranks: int, network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if local is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    with graphopt.testing.fake_ranks(world):
+        assert spans_hosts(ranks) == (network == "ethernet")
+        if ranks == world:
+            costs = default_cost_model(training_step(ranks=ranks).graph)
+            assert costs.communication == NETWORKS[network]
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ NETWORKS: Mapping[str, Network] = {
     for network in (
         Network("nvlink", 1e-6, 360e9, start=6e-6, overhead=10e-6),
         Network("infiniband", 3e-6, 45e9, start=10e-6, overhead=10e-6),
-        Network("ethernet", 30e-6, 1.1e9, start=100e-6, overhead=1e-3),
+        Network("ethernet", 30e-6, 1.1e9, start=100e-6, overhead=2e-4),
         Network("loopback", 20e-6, 2e9, start=150e-6, overhead=1e-3),
     )
 }

@@ -19,6 +19,7 @@ from graphopt.cost.collectives import (
     collective_of,
 )
 from graphopt.cost.errors import CostTableError
+from graphopt.cost.hosts import spans_hosts
 from graphopt.cost.operators import OperatorTable
 from graphopt.cost.roofline import DEVICES, RooflineCost
 from graphopt.graph_utils import is_collective, tensors_in
@@ -134,8 +135,10 @@ class CostModel:
 
 
 def default_cost_model(graph: fx.Graph) -> CostModel:
-    """Presets by what a graph shows, the same on every machine: GPUs of a data sheet where its
-    tensors are on CUDA, else one core; groups of up to eight ranks share a machine.
+    """Presets by what a graph and its launcher show, the same on every rank and in every run.
+
+    GPUs of a data sheet where its tensors are on CUDA, else one core; and a network by whether the
+    ranks of its largest group share a machine (`graphopt.cost.hosts`).
 
     >>> from graphopt.cost import default_cost_model
     >>> costs = default_cost_model(gm.graph)
@@ -148,11 +151,11 @@ def default_cost_model(graph: fx.Graph) -> CostModel:
         if is_collective(node) or node.op == "placeholder"
         for tensor in tensors_in(node.meta.get("val"))
     }
-    if "cuda" not in devices:
-        return CostModel.preset("cpu", "ethernet")
     launches = [node for node in graph.nodes if is_collective(node)]
     ranks = max((collective_of(node).ranks for node in launches), default=1)
-    return CostModel.preset("h100", "nvlink" if ranks <= 8 else "infiniband")
+    if "cuda" not in devices:
+        return CostModel.preset("cpu", "ethernet" if spans_hosts(ranks) else "loopback")
+    return CostModel.preset("h100", "infiniband" if spans_hosts(ranks) else "nvlink")
 
 
 def _checked(seconds: float, node: fx.Node) -> float:

@@ -147,6 +147,7 @@ def _end_with(launcher: int) -> None:
 def _environment(rank: int, ranks: int, added: Mapping[str, str]) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads_per_rank(ranks)),
+        "LOCAL_WORLD_SIZE": str(ranks),
         **added,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

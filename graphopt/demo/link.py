@@ -40,14 +40,15 @@ class SlowLink:
 
     Attributes:
         prefixes: per rank, the command that runs another command inside the rank's namespace.
-        environment: what gloo needs to use the emulated link.
+        environment: what gloo needs to use the emulated link, and that each rank has a host of its
+            own.
 
     Raises:
         DemoError: on entering, when the machine does not allow it.
     """
 
     def __init__(self, rate: int, ranks: int) -> None:
-        self.environment = {"GLOO_SOCKET_IFNAME": "link0"}
+        self.environment = {"GLOO_SOCKET_IFNAME": "link0", "LOCAL_WORLD_SIZE": "1"}
         self.rate = rate
         self.ranks = ranks
         self.prefixes: list[list[str]] = []

@@ -141,3 +141,19 @@ TWINS = _aten(
     *("scatter_add", "zero"),
 ) | _collective("all_reduce", "broadcast")
 """Operators, besides pointwise and list ones, whose in-place form computes the same bits."""
+
+HALF, COMPLEX = "half precision", "complex"
+
+ROUNDS_IN_PLACE = {
+    "aten::addcdiv_": (COMPLEX,),
+    "aten::addcmul_": (COMPLEX,),
+    "aten::addr_": (COMPLEX,),
+    "aten::div_.Scalar": (COMPLEX,),
+    "aten::div_.Tensor": (COMPLEX,),
+    "aten::mul_.Scalar": (HALF, COMPLEX),
+    "aten::mul_.Tensor": (COMPLEX,),
+    "aten::true_divide_.Scalar": (COMPLEX,),
+    "aten::true_divide_.Tensor": (COMPLEX,),
+}
+"""In-place operators, by name and overload, that round numbers of some kinds otherwise than their
+functional forms: a number by which half precision is multiplied is rounded first."""

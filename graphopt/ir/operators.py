@@ -20,15 +20,18 @@ from torch import fx
 from graphopt import _compat
 from graphopt.ir.families import (
     COLLECTIVE_NAMESPACE,
+    COMPLEX,
     COPIES,
     COPY_WHAT_THEY_SEND,
     DROPOUTS,
     ELEMENT_COLLECTIVES,
     FUSED_OPTIMIZERS,
+    HALF,
     LISTED_FAMILIES,
     MAY_COPY,
     METADATA_ONLY,
     ONE_TENSOR_TWICE,
+    ROUNDS_IN_PLACE,
     SAME_ELEMENTS,
     SPLITS,
     UNDECLARED_ALIASES,
@@ -62,6 +65,8 @@ class Operator:
         metadata_only: of its tensor arguments it reads only what is known without their values.
         one_tensor_twice: several of its results may be one tensor.
         drops: it gives its argument itself where it drops nothing.
+        rounds: of an in-place operator: the kinds of numbers that it rounds otherwise than its
+            functional form does; see `rounds_in_place`.
     """
 
     aliases: tuple[tuple[int, ...], ...] = ()
@@ -81,6 +86,7 @@ class Operator:
     metadata_only: bool = False
     one_tensor_twice: bool = False
     drops: bool = False
+    rounds: tuple[str, ...] = ()
 
     @cached_property
     def may_alias(self) -> bool:
@@ -154,7 +160,13 @@ def _row(target: _compat.OpOverload) -> Operator:
         metadata_only=name in METADATA_ONLY,
         one_tensor_twice=name in ONE_TENSOR_TWICE,
         drops=name in DROPOUTS,
+        rounds=ROUNDS_IN_PLACE.get(_name_with_overload(target), ()),
     )
+
+
+def _name_with_overload(target: _compat.OpOverload) -> str:
+    overload = target._schema.overload_name
+    return f"{target._schema.name}.{overload}" if overload else str(target._schema.name)
 
 
 def _aliases(schema: Any) -> tuple[tuple[int, ...], ...]:
@@ -287,6 +299,21 @@ def is_pointwise(target: object) -> bool:
     (True, False)
     """
     return row(target).pointwise
+
+
+def rounds_in_place(target: object, dtype: torch.dtype) -> bool:
+    """Whether an in-place operator gives other bits than torch's functional form of it.
+
+    >>> from graphopt.ir.operators import rounds_in_place
+    >>> times = torch.ops.aten.mul_.Scalar
+    >>> rounds_in_place(times, torch.bfloat16), rounds_in_place(times, torch.float32)
+    (True, False)
+    """
+    kinds = row(target).rounds
+    return (dtype.is_complex and COMPLEX in kinds) or (dtype in _HALVES and HALF in kinds)
+
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def may_alias(node: fx.Node) -> bool:

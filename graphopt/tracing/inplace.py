@@ -12,11 +12,14 @@ turns them into the in-place operator again, where the old value is no longer ne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from graphopt import _compat
+from graphopt.ir.families import ROUNDS_IN_PLACE
+from graphopt.ir.operators import rounds_in_place
 
 aten = torch.ops.aten
 
@@ -46,23 +49,14 @@ _COMPUTING = (
     aten.polygamma_.default,
 )
 
-_ROUNDING_COMPLEX = (
-    aten.addr_.default,
-    aten.addcdiv_.default,
-    aten.addcmul_.default,
-    aten.div_.Scalar,
-    aten.div_.Tensor,
-    aten.mul_.Scalar,
-    aten.mul_.Tensor,
-    aten.true_divide_.Scalar,
-    aten.true_divide_.Tensor,
+_ROUNDING = tuple(
+    attrgetter(f"{name}.default" if "." not in name else name)(aten)
+    for name in (known.removeprefix("aten::") for known in ROUNDS_IN_PLACE)
 )
-"""Operators that round complex numbers otherwise than their functional forms."""
+"""Operators that round some kinds of numbers otherwise than their functional forms."""
 
-ROUNDING = frozenset(_ROUNDING_COMPLEX) - frozenset(_COMPUTING)
+ROUNDING = frozenset(_ROUNDING) - frozenset(_COMPUTING)
 """Those whose forms here stand for nothing else."""
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 _NAMESPACE = "graphopt_inplace"
 _WITHOUT_FUNCTIONAL = (aten.polygamma_.default,)
@@ -126,7 +120,7 @@ CALLABLE = {_RANDOM_FROM: _define_random_from()}
 _STRIDED = frozenset((*_DRAWING, *_COMPUTING))
 _FUNCTIONAL = {
     CALLABLE.get(inplace, inplace): _define(inplace)
-    for inplace in dict.fromkeys((*_DRAWING, *_COMPUTING, *_ROUNDING_COMPLEX))
+    for inplace in dict.fromkeys((*_DRAWING, *_COMPUTING, *_ROUNDING))
 }
 
 INPLACE = {functional: inplace for inplace, functional in _FUNCTIONAL.items()}
@@ -142,7 +136,7 @@ def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | No
     if target not in _FUNCTIONAL:
         return None
     written: torch.Tensor = args[0]
-    if rounds_otherwise(target, written.dtype):
+    if rounds_in_place(target, written.dtype):
         return _FUNCTIONAL[_by_number(target, args)]
     if target in _WITHOUT_FUNCTIONAL or target.namespace == _NAMESPACE:
         return _FUNCTIONAL[target]
@@ -157,10 +151,3 @@ def _by_number(target: _compat.OpOverload, args: Sequence[Any]) -> _compat.OpOve
         return target
     found: _compat.OpOverload = target.overloadpacket.Scalar
     return found
-
-
-def rounds_otherwise(inplace: Any, dtype: torch.dtype) -> bool:
-    """Whether an in-place operator gives other bits than torch's functional form of it."""
-    if inplace == aten.mul_.Scalar and dtype in _HALVES:
-        return True
-    return dtype.is_complex and inplace in _ROUNDING_COMPLEX

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.ir.operators import rounds_in_place
 from graphopt.tracing import inplace
 
 _OURS = {written: functional for functional, written in inplace.INPLACE.items()}
@@ -45,7 +46,7 @@ def is_standard(target: Any, value: Any) -> bool:
 
 def _gives_the_same(target: Any, written: torch.Tensor) -> bool:
     """Whether torch's functional form of an operator that works in place gives the same bits."""
-    if inplace.rounds_otherwise(target, written.dtype):
+    if rounds_in_place(target, written.dtype):
         return False
     if target in inplace.ROUNDING:
         return True

@@ -1,0 +1,304 @@
+"""Fake tensors: tensors that have a shape, a dtype and a device, and no elements."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import FrameType, MappingProxyType
+from typing import Any
+
+import torch
+
+Correction = Callable[[Any, Any, Any, Any], Any]
+"""From operator, arguments, keyword arguments and what its shape rule says to the true result."""
+
+Sizer = Callable[[Any, Any], Any]
+"""From operator and a result with unknown sizes to one with known ones."""
+
+
+def new_fake_mode(correct: Correction | None = None) -> Any:
+    """A FakeTensorMode with static shapes, and a ShapeEnv for values read by `.item()`.
+
+    Args:
+        correct: applied to what each operator gives.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if correct is None:
+        return FakeTensorMode(shape_env=_new_shape_env(), static_shapes=True)
+    applied: Correction = correct
+
+    class CorrectedMode(FakeTensorMode):
+        correction = staticmethod(applied)
+        sizer: Sizer | None = None
+        met_sizes = False
+
+        def dispatch(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
+        ) -> Any:
+            unknown = gives_unknown_sizes(func, args)
+            self.met_sizes |= unknown
+            if self.sizer is not None and unknown:
+                return self.sized(self.sizer, func, types, args, kwargs)
+            result = super().dispatch(func, types, *_with_plain_numbers(func, args, kwargs))
+            return applied(func, args, kwargs, result)
+
+        def sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            self.sizer = None  # what a shape rule calls itself stays as torch does it
+            try:
+                environment: Any = self.shape_env
+                with environment.ignore_fresh_unbacked_symbols():
+                    result = super().dispatch(func, types, args, kwargs)
+                    return sizer(func, result)
+            finally:
+                self.sizer = sizer
+
+    return CorrectedMode(shape_env=_new_shape_env(), static_shapes=True)
+
+
+def _new_shape_env() -> Any:
+    """A ShapeEnv that does not note where each number comes from. To tell torch's files from others
+    torch's own loads half of Inductor, and then goes through the stack for each number."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc
+
+    nowhere = SLoc(None, None)
+
+    class QuickShapeEnv(ShapeEnv):
+        def _get_stack_summary(
+            self, is_debug: bool = False, framework_loc: str | None = None
+        ) -> tuple[SLoc, str]:
+            if is_debug:  # for the text of an error
+                return super()._get_stack_summary(is_debug, framework_loc)
+            return nowhere, ""
+
+        def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
+            """Nothing is logged."""
+
+        def _get_user_frame(self) -> FrameType | None:
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+                frame = frame.f_back
+            return frame
+
+    return QuickShapeEnv()
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+
+
+def _with_plain_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an operator, with any number in place of each that is not known where the
+    operator goes element by element: its result has the same kind and sizes, which torch then finds
+    in its cache."""
+    numbers = any(isinstance(value, torch.SymFloat) for value in (*args, *kwargs.values()))
+    if not numbers or torch.Tag.pointwise not in func.tags:
+        return args, kwargs
+    return tuple(map(_plain_number, args)), {key: _plain_number(kwargs[key]) for key in kwargs}
+
+
+def _plain_number(value: Any) -> Any:
+    return 0.5 if isinstance(value, torch.SymFloat) else value
+
+
+def gives_unknown_sizes(func: Any, args: Any) -> bool:
+    """Whether the sizes of what an operator gives depend on values, or it gives an integer."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        kind: torch.dtype = args[0].dtype
+        return not (kind is torch.bool or kind.is_floating_point or kind.is_complex)
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+
+
+@contextmanager
+def sizes_given(mode: Any, sizer: Sizer | None) -> Iterator[None]:
+    """While active, `sizer` says what sizes operators give whose results depend on values."""
+    before = getattr(mode, "sizer", None)
+    mode.sizer = sizer
+    try:
+        yield
+    finally:
+        mode.sizer = before
+
+
+def met_sizes(mode: Any) -> bool:
+    """Whether an operator has given what has a size that depends on values."""
+    return getattr(mode, "met_sizes", False)
+
+
+def without_fake_mode() -> AbstractContextManager[Any]:
+    """A fake mode of the caller's does not see what runs inside. What is fake stays fake."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def plain_fake_mode() -> Any:
+    """A FakeTensorMode in which reading a value is an error."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def fake_laid_out(
+    fake: torch.Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A fake tensor in the mode and on the device of another."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return FakeTensor(fake.fake_mode, meta, fake.device)  # type: ignore[attr-defined]
+
+
+def is_fake(value: object) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
+    """The FakeTensorMode that the given tensors already live in, if any."""
+    return next((t.fake_mode for t in tensors if is_fake(t)), None)  # type: ignore[attr-defined]
+
+
+def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in `mode`: same metadata, leaf and requires_grad; `.grad` is not carried over."""
+    if is_fake(tensor) and tensor.fake_mode is mode:  # type: ignore[attr-defined]
+        return tensor
+    gradient, tensor.grad = tensor.grad, None
+    try:
+        fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
+    finally:
+        tensor.grad = gradient
+    return fake
+
+
+@contextmanager
+def foreach_accepts_fakes() -> Iterator[None]:
+    """While active, `foreach=None` chooses for fake CUDA tensors what it chooses for real ones."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    lists = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    distinct = list({id(entry): entry for entry in lists}.values())
+    for entry in distinct:
+        entry.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for entry in distinct:
+            entry.remove(FakeTensor)
+
+
+@contextmanager
+def errors_raised_once() -> Iterator[None]:
+    """While active, torch does not also log the errors of operators on fake tensors."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def is_fake_mode_on() -> bool:
+    """Whether what this thread computes is fake tensors."""
+    key = torch._C._TorchDispatchModeKey.FAKE
+    return torch._C._get_dispatch_mode(key) is not None
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise when Python asks for a value that only real data has."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (GuardOnDataDependentSymNode, DataDependentOutputException)
+
+
+def unsupported_operator_errors() -> tuple[type[Exception], ...]:
+    """What fake tensors raise for an operator whose result they cannot describe."""
+    from torch._subclasses.fake_tensor import (
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+
+    return (
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+
+
+_fused_meta: torch.library.Library | None = None
+
+
+def register_fused_meta_kernels() -> None:
+    """Shape rules for the `tensor_lr` forms of the fused optimizers, which torch lacks."""
+    global _fused_meta
+    if _fused_meta is not None:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+        packet = getattr(torch.ops.aten, name)
+        if "tensor_lr" not in packet.overloads():
+            continue
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}.tensor_lr", "Meta"):
+            continue
+        library.impl(f"{name}.tensor_lr", lambda *args, **kwargs: None, "Meta")
+    _fused_meta = library
+
+
+def has_symbolic_shape(tensor: torch.Tensor) -> bool:
+    """Whether sizes, strides or offset of a tensor are not plain numbers."""
+    if not tensor._has_symbolic_sizes_strides:
+        return False
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return any(isinstance(number, torch.SymInt) for number in numbers)
+
+
+def known_number(value: torch.SymInt | torch.SymFloat) -> int | float | None:
+    """The value of a symbolic number that is a constant, else None."""
+    node: Any = value.node
+    known: int | float | None = (
+        node.maybe_as_int() if isinstance(value, torch.SymInt) else node.maybe_as_float()
+    )
+    return known
+
+
+def new_unknown(mode: Any, integer: bool) -> torch.SymInt | torch.SymFloat:
+    """A symbolic number of which nothing is known, for fake tensors of `mode`."""
+    environment = mode.shape_env
+    with environment.ignore_fresh_unbacked_symbols():
+        if integer:
+            return environment.create_unbacked_symint()  # type: ignore[no-any-return]
+        return environment.create_unbacked_symfloat()  # type: ignore[no-any-return]
+
+
+def fake_like(
+    mode: Any, meta: torch.Tensor, device: torch.device, *, conj: bool = False, neg: bool = False
+) -> torch.Tensor:
+    """A fake tensor on `device` over the storage of a tensor on the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fake: torch.Tensor = FakeTensor(mode, meta, device)
+    if not (conj or neg):
+        return fake
+    with mode:
+        fake = torch.conj(fake) if conj else fake
+        return torch._neg_view(fake) if neg else fake
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """While active, fake tensors do not log what an operator raises, with a trace of their own."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    refuse: Callable[[logging.LogRecord], bool] = lambda record: False  # noqa: E731
+    logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)

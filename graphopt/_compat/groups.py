@@ -1,0 +1,91 @@
+"""Process groups: by name, fake ones, and what ranks they have."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def _forget_default_group() -> None:
+    """Import `torch.distributed.nn`, whose functions take as a default argument the default group
+    that there is at that moment, so that they take None.
+
+    torch.compile's tracer imports them too, and where a script has made its group before, they
+    would keep it when it is destroyed: its threads would still run while Python ends, and every now
+    and then they abort the process then (seen in torch 2.13). None stands for the default group.
+    """
+    import torch.distributed.nn.functional as functions
+
+    for function in vars(functions).values():
+        if defaults := getattr(function, "__defaults__", None):
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in defaults
+            )
+
+
+if dist.is_available():
+    _forget_default_group()
+
+
+def default_store() -> dist.Store:
+    """The store that all ranks of the default process group share."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is not None:
+        return group
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    return _get_default_group()
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """The process group that operators know by a name; None where there is none any more."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type, no-any-return, unused-ignore]
+    except (KeyError, RuntimeError, ValueError):
+        return None
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where small tensors that a group sends are made: on the CPU, if it can send those."""
+    kinds = group._device_types
+    if not kinds or torch.device("cpu") in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0].type, torch.accelerator.current_device_index())
+
+
+def ranks_of_group(name: str) -> list[int] | None:
+    """The ranks of the process group that operators know by a name; None where there is none."""
+    group = group_named(name)
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def start_fake_group(count: int) -> None:
+    """Make the default process group one of `count` ranks, of which only rank 0 exists, and whose
+    communication does nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=0, world_size=count)
+
+
+FAKE_BACKEND = "fake"
+
+
+def fake_world_size() -> int | None:
+    """How many ranks `start_fake_group` has made; None where there is no such group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.get_world_size() if dist.get_backend() == FAKE_BACKEND else None
+
+
+def rank_among_several() -> int | None:
+    """This process's rank in the default process group; None where it is alone."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.get_rank()

@@ -1,0 +1,59 @@
+"""Settings of the process that decide what operators do, and modes that are switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    *(
+        table
+        for name, table in vars(torch.nn.modules.module).items()
+        if name.startswith("_global_") and isinstance(table, dict)
+    ),
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+
+
+def global_settings() -> tuple[Any, ...]:
+    """Settings of torch that decide which operators run: hooks of all modules and optimizers,
+    the default device, libraries that are switched off."""
+    return (
+        [tuple(table) for table in _GLOBAL_HOOKS if table],
+        torch.get_default_device(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records this thread."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """No tracing, fake tensor, counting or functorch mode of the caller's sees what runs inside."""
+    from torch._dispatch.python import no_python_dispatcher
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with (
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        no_python_dispatcher(),
+        torch._C._PreserveDispatchKeyGuard(),
+    ):
+        # Inside an operator on fake tensors, as where their garbage is collected there, those on
+        # all tensors would be of the meta device.
+        torch._C._set_meta_in_tls_dispatch_include(False)
+        yield

@@ -1,0 +1,120 @@
+"""What a tensor is made of: its storage, version, hooks, and subclasses of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from graphopt._compat.fakes import is_fake
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a tensor, in memory of its own on the CPU. A fake one made by
+    `torch.tensor(1.0)` remembers it; None where it does not."""
+    known = tensor.constant if is_fake(tensor) else tensor  # type: ignore[attr-defined]
+    return None if known is None else known.detach().cpu().clone()
+
+
+def deepcopied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """`copy.deepcopy` of a fake tensor as of a real one. Torch's own copies the mode with it, whose
+    tensors mix with no other, and the gradient of a parameter, which a real one leaves behind.
+
+    Args:
+        tensor: a leaf, all of its storage.
+        memo: what has been copied, by identity.
+    """
+    if id(tensor) in memo:
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+    with torch.no_grad():
+        copied = tensor.detach().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    else:
+        copied.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copied.grad = deepcopied(tensor.grad, memo)
+    memo[id(tensor)] = copied
+    return copied
+
+
+def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """While active, writing to a tensor does not count as an update of it."""
+    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    return kept
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """An integer equal for tensors over one storage, as long as that storage lives."""
+    if tensor.layout is not torch.strided:  # indices and values in storage of their own
+        return id(tensor)
+    return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
+
+
+def storage_key_of_value(value: torch.Tensor) -> int:
+    """As `storage_key`, of the value of a node. It asks for the class of the tensor, which one with
+    late updates answers by finishing them, and takes half of the time."""
+    if value.layout is not torch.strided:
+        return id(value)
+    return torch._C._storage_id(value)  # type: ignore[no-any-return, attr-defined]
+
+
+def may_be_written(tensor: torch.Tensor) -> bool:
+    """Whether somebody may have written to a tensor since it was made."""
+    return tensor.is_inference() or tensor._version > 0
+
+
+hook_tables: Callable[[torch.Tensor], tuple[dict[int, Any] | None, ...]] = attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+"""The gradient hooks of a tensor by key, None where there have not been any."""
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Keys of the gradient hooks of a tensor, which change when hooks are added or removed."""
+    return tuple(key for table in hook_tables(tensor) for key in table or ())
+
+
+def has_hooks_on_sum(tensor: torch.Tensor) -> bool:
+    """Whether autograd calls a hook when it has added to the gradient of a tensor."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each second tensor the gradient hooks of the first."""
+    for source, target in pairs:
+        for hook in (source._backward_hooks or {}).values():
+            target.register_hook(hook)
+        for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+            target.register_post_accumulate_grad_hook(hook)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of `torch.func`'s, around another one, while its transforms run."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+class DescribedTensor(torch.Tensor):
+    """A tensor on the meta device that says it is on another one: to be looked at, not computed
+    with. Unlike a fake tensor it needs none of torch's tracers, which take seconds to import.
+
+    Attributes:
+        described_device: where it says that it is.
+    """
+
+    described_device: torch.device
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.described_device
+
+
+def described_tensor(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A described tensor over the storage of one on the meta device."""
+    described = meta.as_subclass(DescribedTensor)
+    described.described_device = device
+    return described

@@ -1,0 +1,135 @@
+"""Traces by make_fx while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt._compat.fakes import is_fake
+from graphopt._compat.functionalization import from_functional
+
+_WITHOUT_METADATA: Any = {"_disable_torch_fn_metadata_mode": True}
+
+
+def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
+    """`make_fx` on fake tensors, without decompositions. The code of the graph is made when it is
+    asked for."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+    from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
+
+    # Which torch function a node comes from is of no interest here, and noting it takes a fifth.
+    traced = torch_make_fx(fn, tracing_mode="fake", **_WITHOUT_METADATA)
+
+    def make(*args: Any) -> fx.GraphModule:
+        with _use_lazy_graph_module(True):
+            return traced(*args)
+
+    return make
+
+
+def current_tracer() -> Any:
+    """The tracer of the `make_fx` that is running."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer
+
+
+def node_of(tracer: Any, value: Any) -> fx.Node | None:
+    """The node that computes a traced tensor or symbolic number."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    slot = get_proxy_slot(value, tracer, None)
+    if slot is None:
+        return None
+    return slot.proxy.node if isinstance(value, torch.Tensor) else slot.force().node  # type: ignore[no-any-return]
+
+
+def is_constant(tracer: Any, tensor: torch.Tensor) -> bool:
+    """Whether the value of a traced tensor is known, as after `torch.tensor(1.0)`."""
+    if not is_fake(tensor):
+        return False
+    slot = _slot(tracer, tensor)
+    recorded = slot is not None and slot.constant is not None
+    return recorded or tensor.constant is not None  # type: ignore[attr-defined]
+
+
+def forget_constant(tracer: Any, tensor: torch.Tensor) -> None:
+    """Let the value of a traced tensor be unknown from now on."""
+    slot = _slot(tracer, tensor)
+    if slot is not None:
+        slot.constant = None
+    if tensor.constant is not None:  # type: ignore[attr-defined]
+        converter = tensor.fake_mode.fake_tensor_converter  # type: ignore[attr-defined]
+        converter.invalidate_constant_aliases(tensor.constant)  # type: ignore[attr-defined]
+        tensor.constant = None  # type: ignore[attr-defined]
+
+
+def _slot(tracer: Any, tensor: torch.Tensor) -> Any:
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    return get_proxy_slot(tensor, tracer, None)
+
+
+def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
+    """Record a call of a Python operator on symbolic floats; its result is a new unknown.
+
+    Torch would build a symbolic expression, which takes milliseconds for each operator.
+    """
+    from torch.fx.experimental.proxy_tensor import (
+        get_proxy_mode,
+        get_proxy_slot,
+        track_tensor_tree,
+    )
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    environment: Any = next(a for a in args if isinstance(a, torch.SymFloat)).node.shape_env
+    with environment.ignore_fresh_unbacked_symbols():
+        result: torch.SymFloat = environment.create_unbacked_symfloat()
+    slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, torch.SymFloat) else a for a in args]
+    proxies = tuple(a if isinstance(a, (int, float)) else a.force() for a in slots)
+    proxy = mode.tracer.create_proxy("call_function", function, proxies, {})
+    track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+    return result
+
+
+def is_recording() -> bool:
+    """Whether a tracer of this thread records what is called, `torch.export` included."""
+    from torch._ops import _get_dispatch_mode_pre_dispatch
+
+    key = torch._C._TorchDispatchModeKey.PROXY
+    before_autograd = _get_dispatch_mode_pre_dispatch(key)
+    return before_autograd is not None or torch._C._get_dispatch_mode(key) is not None
+
+
+def record_call(function: Callable[..., Any], values: Sequence[Any]) -> None:
+    """Record a call of `function` with traced tensors and numbers, which returns nothing."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    proxies = []
+    for value in map(from_functional, values):
+        if isinstance(value, torch.Tensor):
+            proxies.append(get_proxy_slot(value, mode.tracer).proxy)
+        elif isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+            proxies.append(get_proxy_slot(value, mode.tracer).force())
+        else:
+            proxies.append(value)
+    mode.tracer.create_proxy("call_function", function, tuple(proxies), {})
+
+
+def forward_sequence_number() -> int:
+    """Number of the autograd node whose forward op is being dispatched."""
+    return int(torch.autograd._get_sequence_nr()) - 1
+
+
+def backward_sequence_number() -> int | None:
+    """Number of the autograd node whose backward is running, None outside a backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())

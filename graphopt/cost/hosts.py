@@ -1,0 +1,33 @@
+"""Whether a group of ranks shares one machine."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+RANKS_OF_A_HOST = 8
+"""As many ranks as commonly share a machine, where no launcher says how many do."""
+
+
+def spans_hosts(ranks: int) -> bool:
+    """Whether collectives of a group of so many ranks go from machine to machine.
+
+    A launcher says in `LOCAL_WORLD_SIZE`, as torchrun does, how many ranks it has started on this
+    machine. Fewer than all: then groups of all ranks span machines. It is the same on all ranks, be
+    the machines of different sizes. Of other groups, and where nothing is said, those of up to
+    eight ranks are taken to share a machine.
+
+    >>> from graphopt.cost.hosts import spans_hosts
+    >>> spans_hosts(2), spans_hosts(16)
+    (False, True)
+    """
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    world = _world_size()
+    if said.isdecimal() and world and ranks >= world:
+        return int(said) < world
+    return ranks > RANKS_OF_A_HOST
+
+
+def _world_size() -> int | None:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
