@@ -194,6 +194,24 @@ def test_one_way_for_another(name: str) -> None:
     assert report.ok, str(report)
 
 
+def shifted_often(x: Tensor, _: Tensor) -> Tensor:
+    """Rows and columns are shifted in turn, so that each arrangement is one of the one before."""
+    for _ in range(20):
+        x = torch.cat([x[:, 1:], x[:, :1]], 1)
+        x = torch.cat([x[..., 1:], x[..., :1]], -1) * 2
+        x = x.to(torch.float64 if x.dtype == torch.float32 else torch.float32)
+    return x
+
+
+def test_arrangements_of_arrangements_are_gone_through_once() -> None:
+    tensors = torch.randn(2, 4, 12), torch.randn(2, 4, 12)
+    gm = graph_of(shifted_often, tensors)
+    terms = Terms()
+    evaluate_graph(gm, terms)
+    assert 0 < len(terms.rearranged) < len(gm.graph.nodes) ** 2
+    assert graphopt.verify.check_equivalence(gm, gm).ok
+
+
 OTHERS: list[Callable[..., Any]] = [
     lambda x, y: x[..., 4:8] * 2,
     lambda x, y: x[..., 3:7] * 2,

@@ -107,22 +107,30 @@ def cast_segments(
 
 
 def _cast(terms: Terms, run: Segment, before: torch.dtype, after: torch.dtype) -> Iterable[Segment]:
+    key = ("cast", str(before), str(after), elements_of(run.term))
     arranged = arranged_alike(terms, [run])
     if arranged is not None:
-        groups, rebuild = arranged
-        parts = [cast_segments(terms, row, before, after) for (row,) in groups]
-        return terms.part(rebuild(parts), run.start, run.length)
+        row = terms.rearranged.get(key)
+        if row is None:
+            groups, rebuild = arranged
+            parts = [cast_segments(terms, part, before, after) for (part,) in groups]
+            row = terms.rearranged[key] = rebuild(parts)
+        return terms.part(row, run.start, run.length)
     held = terms[run.term]
     number = _EXACT.get(held.key[1]) if held.key[0] == "fill" else None
-    if number is not None and not after.is_complex:
+    if number is not None and {before, after} <= _ORDINARY:
         return [Segment(_fill(terms, number, after), 0, run.length)]
-    key = ("cast", str(before), str(after), elements_of(run.term))
     term = terms.make(key, uniform=held.uniform, constant=held.constant)
     return [Segment(term, run.start, run.length)]
 
 
 _EXACT = {canonical(value): int(value) for value in (0, 1, 0.0, 1.0, False, True)}
-"""Numbers, as they stand in keys, that all dtypes have."""
+"""Numbers, as they stand in keys, that ordinary dtypes have."""
+
+_ORDINARY = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
 
 
 def _fill(terms: Terms, value: Any, dtype: torch.dtype) -> int:

@@ -97,10 +97,13 @@ class Terms:
 
     Attributes:
         recall: what calls gave in these terms.
+        rearranged: what operators on each element gave of terms that arrange others, by the keys
+            of calls: what is arranged of arranged terms is gone through once.
     """
 
     def __init__(self) -> None:
         self.recall = Recall()
+        self.rearranged: dict[Key, tuple[Segment, ...]] = {}
         self._numbers: dict[Key, int] = {}
         self._terms: list[Term] = []
 
