@@ -135,13 +135,43 @@ def test_a_view_with_its_arguments_by_name_is_accepted() -> None:
     assert len(first(gm, "view").args) == 2
 
 
-def test_what_may_be_a_view_of_one_of_several_is_not_decided() -> None:
+def reading_one_of_several(late: bool) -> fx.GraphModule:
+    """The product reads what may be a view of the table, before or behind the table's update."""
     gm = captured(read_then_added, torch.ones(4, 4))
-    product = first(gm, "mul")
+    product, update = first(gm, "mul"), first(gm, "copy_")
     several = put_before(product, aten.broadcast_tensors.default, list(product.args))
     with_arg(product, 0, put_before(product, operator.getitem, several, 0))
-    report = graphopt.verify.check_equivalence(captured(read_then_added, torch.ones(4, 4)), gm)
-    assert not report.ok and "may share the storage" in str(report)
+    if late:
+        update.append(product)
+    return gm
+
+
+def test_what_may_be_a_view_of_one_of_several_is_not_read_behind_an_update() -> None:
+    before, same, late = map(reading_one_of_several, (False, False, True))
+    assert graphopt.verify.check_equivalence(before, same).ok
+    report = graphopt.verify.check_equivalence(before, late)
+    assert not report.ok and "may share the storage of what was updated" in str(report)
+
+
+def turned(_: Any, x: Tensor) -> Tensor:
+    return x.t().clone()
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_what_may_be_a_view_of_one_of_several_is_no_result(copied: bool) -> None:
+    def with_einsum(copied: bool) -> fx.GraphModule:
+        gm = captured(turned, torch.ones(4, 4))
+        copy = first(gm, "clone")
+        source = given(gm, "given_0")
+        view = put_before(copy, aten.einsum.default, "ij->ji", [source])
+        with_arg(copy, 0, view)
+        if not copied:
+            copy.replace_all_uses_with(view)
+        return gm
+
+    report = graphopt.verify.check_equivalence(with_einsum(True), with_einsum(copied))
+    assert report.ok == copied
+    assert copied or "shares its storage with %given_0" in str(report)
 
 
 # Metadata
@@ -279,6 +309,35 @@ def test_constants_of_a_part_are_its_own(same: bool) -> None:
             applied(gm, edit)
 
 
+def with_two_parts() -> fx.GraphModule:
+    """Two submodules that give a constant of their own, of one name."""
+    gm = captured(products, torch.ones(4, 4), torch.ones(4, 4))
+    for number, node in enumerate((first(gm, "mul"), first(gm, "add"))):
+        body, root = fx.Graph(), nn.Module()
+        root.register_buffer("held", torch.full((4, 4), number + 2.0))
+        constant = body.get_attr("held")
+        constant.meta["val"] = node.args[0].meta["val"]
+        body.output(constant)
+        gm.add_submodule(f"part_{number}", fx.GraphModule(root, body))
+        with gm.graph.inserting_before(node):
+            call = gm.graph.call_module(f"part_{number}")
+        call.meta = dict(node.args[0].meta)
+        with_arg(node, 0, call)
+    gm.recompile()
+    return gm
+
+
+def test_constants_of_two_parts_are_two() -> None:
+    def exchange(gm: fx.GraphModule) -> None:
+        first_, second = find_nodes(gm.graph, lambda n: n.op == "call_module")
+        first_.target, second.target = second.target, first_.target
+
+    gm = with_two_parts()
+    assert graphopt.verify.check_equivalence(gm, gm).ok
+    with pytest.raises(VerificationError, match="is not what it was"):
+        applied(gm, exchange)
+
+
 # What no node shows
 
 
@@ -321,6 +380,36 @@ def test_a_callback_calls_what_it_called(name: str, value: Any, level: str) -> N
     with pytest.raises(VerificationError, match="what a callback calls, or when"):
         applied(gm, edit, level)
     assert getattr(call, name) is held
+
+
+def test_a_callback_that_another_node_calls() -> None:
+    def step(_: Any, x: Tensor) -> Tensor:
+        graphopt.callback(print, x.sum())
+        return x * 2
+
+    gm = captured(step, torch.ones(4, 4))
+    (node,) = find_nodes(gm.graph, is_host_call)
+    call = host_call_of(node)
+    assert call is not None
+
+    def edit(gm: fx.GraphModule) -> None:
+        assert call is not None
+        call.every = 3
+        with gm.graph.inserting_before(node):
+            gm.graph.node_copy(node, lambda source: source)
+        gm.graph.erase_node(node)
+
+    with pytest.raises(VerificationError, match="what a callback calls, or when"):
+        applied(gm, edit)
+    assert call.every == 1
+
+
+def test_hooks_of_a_part() -> None:
+    gm = captured(products, torch.ones(4, 4), torch.ones(4, 4))
+    doubled_in_a_part(lambda gm, _: gm.graph.call_module("part", (given(gm, "given_0"),)))(gm)
+    with pytest.raises(VerificationError, match="a hook of the module"):
+        applied(gm, lambda gm: gm.part.register_forward_hook(lambda *_: None))
+    assert not gm.part._forward_hooks
 
 
 def test_hooks_of_the_module() -> None:

@@ -178,6 +178,8 @@ class Verification(PassCallback):
         try:
             self._proof.learn(context.before.graph)  # with its nodes as they were
         except NotDecidedError as error:
+            if report is not None:  # the copy has no module, in which parts are looked up
+                return report
             return EquivalenceReport([error.problem], decidable=False)
         return self._proof.follow(context.gm)
 

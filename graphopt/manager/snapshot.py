@@ -66,7 +66,7 @@ class Snapshot:
             self.nodes = {node: noted(node) for node in gm.graph.nodes}
         self.late = late_nodes(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
-        self._host_calls = {n: (n.target, dict(vars(n.target))) for n in _host_calls(gm.graph)}
+        self._host_calls = [(n, n.target, dict(vars(n.target))) for n in _host_calls(gm.graph)]
         self._hooks = _hooks(gm)
         self.note_attributes()
         self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
@@ -153,19 +153,19 @@ class Snapshot:
     def changed_besides(self) -> list[Problem]:
         """What a pass has changed that is no part of the graph, but decides what it does: constants
         of the module, calls of the program's functions, hooks."""
-        problems = self._changed_constants()
-        for node in _host_calls(self._gm.graph):
-            _, was = self._host_calls.get(node, (None, {}))
-            now = vars(node.target)
+        problems = self.changed_constants()
+        for node, call, was in self._host_calls:
+            now = vars(call)
             if any(now.get(name) is not held for name, held in was.items()):
                 hint = "graphopt.host.insert_callback puts in a call of another function"
                 problems.append(Problem("it changed what a callback calls, or when", (node,), hint))
-        if _hooks(self._gm) != self._hooks:
+        hooks = _hooks(self._gm)
+        if any(held != self._hooks.get(module, _NO_HOOKS) for module, held in hooks.items()):
             hint = "what a pass changes is the graph"
             problems.append(Problem("it added or removed a hook of the module", hint=hint))
         return problems
 
-    def _changed_constants(self) -> list[Problem]:
+    def changed_constants(self) -> list[Problem]:
         """Constants of the module that stand behind their names no longer."""
         return [
             Problem(
@@ -182,7 +182,7 @@ class Snapshot:
         """Make the graph module what it was. Its nodes are then the copies."""
         for module, attributes in self._modules.items():
             _restore_attributes(module, attributes)
-        for call, held in self._host_calls.values():
+        for _, call, held in self._host_calls:
             vars(call).update(held)
         self._gm.graph = self.graph
 
@@ -203,10 +203,16 @@ def _host_calls(graph: fx.Graph) -> list[fx.Node]:
     return [node for target, nodes in calls if isinstance(target, HostCall) for node in nodes]
 
 
-def _hooks(module: nn.Module) -> list[Any]:
-    """What runs when a module is called, besides its graph."""
-    held = vars(module)
+def _hooks(gm: nn.Module) -> dict[nn.Module, list[Any]]:
+    """What runs when a module or one of its submodules is called, besides its graph."""
+    return {module: _hooks_of(vars(module)) for module in gm.modules()}
+
+
+def _hooks_of(held: dict[str, Any]) -> list[Any]:
     return [held.get("forward"), *(list(held[table].items()) for table in _HOOKS)]
+
+
+_NO_HOOKS: list[Any] = [None, *([] for _ in _HOOKS)]
 
 
 def _content_of(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ class Communication:
     ) -> None:
         self._terms, self._reading, self._found = terms, reading, found
         self._by_launch = by_launch
-        self.sending = Sending(reading.contents.owner)
+        self.sending = Sending(reading.contents.owners)
 
     def launched(self, node: fx.Node) -> Pending:
         """What a collective will give."""

@@ -130,7 +130,21 @@ class _Evaluator:
             value, base = self._value(node), self._base(node)
             same = base is not None and is_itself(node)
         self._contents.add(node, value, base, same=same)
+        if base is None and node.op == "call_function":
+            self._note_possible_view(node)
         return value
+
+    def _note_possible_view(self, node: fx.Node) -> None:
+        """Of a node that has no base: whether it may be a view nevertheless, of one of several
+        arguments or an item of such a one."""
+        traits, possible = traits_of(node), self._contents.possible
+        sources: list[fx.Node] = []
+        if traits.item:
+            sources = [n for n in node.all_input_nodes[:1] if n in possible] if possible else []
+        elif traits.may_alias and not (traits.writes or traits.wait):
+            sources = aliased(node)
+        if sources:
+            self._contents.may_share(node, sources)
 
     def _input(self, node: fx.Node) -> Any:
         held = node.meta.get("val")
@@ -177,11 +191,9 @@ class _Evaluator:
         if not (traits.wait or traits.may_alias or traits.writes):
             return None
         source = first_argument(node)
-        if isinstance(source, fx.Node):
-            return source if traits.wait or traits.may_alias or is_itself(node) else None
-        if not traits.writes and aliased(node):
-            raise NotDecidedError("it may share the storage of one of several arguments", node)
-        return None
+        if not isinstance(source, fx.Node):
+            return None
+        return source if traits.wait or traits.may_alias or is_itself(node) else None
 
     def _base_of_item(self, node: fx.Node) -> fx.Node | None:
         """As `_base`, of one of several results: they are separate, but for those of views."""

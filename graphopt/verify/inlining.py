@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from graphopt.verify.module_constants import attribute, same_object
 
@@ -42,11 +43,17 @@ def _takes(graph: fx.Graph, call: fx.Node) -> bool:
 
 def constant_name(node: fx.Node, outer: Any) -> str:
     """By which a constant is known that the graph of a submodule reads: its name, unless something
-    else stands behind that in the module `outer` that is called."""
+    else stands behind that in the module `outer` that is called, or in another part of it."""
     there, found = attribute(outer, node), attribute(node.graph.owning_module, node)
-    if there is None or same_object(there, found):
+    others = [there] if there is not None else [attribute(part, node) for part in _parts(outer)]
+    if all(other is None or same_object(other, found) for other in others):
         return str(node.target)
     return f"{node.target} of {id(found)}"
+
+
+def _parts(outer: Any) -> Iterator[Any]:
+    for module in outer.modules() if isinstance(outer, nn.Module) else ():
+        yield getattr(module, "graph_module", module)
 
 
 def in_one(graph: fx.Graph) -> fx.Graph:

@@ -153,7 +153,8 @@ def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
         yield Problem(
             "it put in a call of a Python function, of which nothing is known",
             (node,),
-            hint="register it with torch.library.custom_op, or write it with ATen operators",
+            hint="register it with torch.library.custom_op, or write it with overloads of ATen"
+            " operators, such as torch.ops.aten.relu.default",
         )
 
 
