@@ -73,7 +73,7 @@ class Contents:
             self._same.add(node)
 
     def may_share(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
-        """Take note that a node, the owner of its storage so far, may share that of one of others."""
+        """Take note that a node, the owner of its storage so far, may share that of others."""
         self.possible.add(node, map(self.owner, sources))
 
     def owners(self, node: fx.Node) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""Storages that may be those of other nodes: of one of several arguments, and nobody knows which."""
+"""Storages that may be those of other nodes: of one of several arguments, who knows which."""
 
 from __future__ import annotations
 
