@@ -16,7 +16,7 @@ from graphopt.errors import (
     PipelineSyntaxError,
     SpmdMismatchError,
 )
-from graphopt.parallel import DataParallel, Parallel
+from graphopt.parallel import DataParallel, OverRanks, Parallel
 
 if TYPE_CHECKING:
     from graphopt.tracing.call import Call
@@ -120,7 +120,10 @@ def _averaging(call: Call, parallel: DataParallel, sync: bool, step: int) -> Any
 
 
 def _can_average(call: Call, parallel: Parallel) -> bool:
-    return not isinstance(parallel, DataParallel) or bool(call.modules or call.optimizers)
+    """Whether a step may run eagerly: alone, or with averages of what is trained."""
+    if not isinstance(parallel, OverRanks):
+        return True
+    return isinstance(parallel, DataParallel) and bool(call.modules or call.optimizers)
 
 
 def _without_history(value: Any) -> Any:
