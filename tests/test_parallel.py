@@ -143,6 +143,20 @@ def test_a_marker_says_what_the_average_has(layout: str) -> None:
         assert given.stride() == mean.stride() and given.layout == mean.layout
 
 
+def test_a_sparse_gradient_is_refused() -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    with fake_ranks(2), pytest.raises(graphopt.CaptureError) as caught:
+        graphopt.capture(step, model, optimizer, torch.tensor([1, 2]))
+    assert "the gradient of weight is sparse" in str(caught.value)
+    assert "def step" in str(caught.value)
+
+
 def test_markers_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph with markers can be kept, and taken through the list by the command line."""
     monkeypatch.chdir(tmp_path)

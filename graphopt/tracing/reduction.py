@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from graphopt.errors import GraphOptError
+from graphopt.errors import CaptureError, GraphOptError
 from graphopt.parallel.markers import Group, reduce_gradient, sync_buffers
 from graphopt.tracing.tagging import Tagger
 
@@ -87,11 +87,21 @@ class GradientMarker:
         if gradient is None:
             parameter.grad = reduce_gradient(torch.zeros_like(parameter), name, self.group)
             return
+        if gradient.layout is not torch.strided:
+            raise _is_sparse(name)
         shared = reduce_gradient(gradient, name, self.group)
         if id(gradient) in self.persistent:
             gradient.copy_(shared)
         else:
             parameter.grad = shared
+
+
+def _is_sparse(name: str) -> CaptureError:
+    return CaptureError(
+        f"the gradient of {name} is sparse, and a graph shares dense ones between ranks",
+        hint="make it dense: Embedding(sparse=False); or let the step run eagerly:"
+        " graphopt.compile(fallback='eager')",
+    )
 
 
 def mark_buffers(module: nn.Module, group: Group) -> None:
