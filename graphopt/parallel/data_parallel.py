@@ -134,7 +134,8 @@ def _flat(buffer: Value, call: Call) -> Value:
 
 
 def _tensor(value: Value) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else value.meta["val"]
+    tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value.meta["val"]
+    return tensor
 
 
 def broadcast_buffers(module: nn.Module, group: Group) -> None:
