@@ -237,6 +237,14 @@ def test_what_is_no_kind_is_refused() -> None:
         graphopt.compile(train_step, parallel=Apart())(*made("mlp"), *MODELS["mlp"].batch(0))
 
 
+def test_only_data_parallelism_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHOPT_OFF", "1")
+    with one_rank():
+        compiled(DataParallel(), "mlp")
+        with pytest.raises(graphopt.CaptureError, match="what Apart does to a graph is not done"):
+            compiled(Apart(), "mlp")
+
+
 # A further kind, on real ranks
 
 

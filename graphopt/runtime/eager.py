@@ -95,7 +95,13 @@ class Fallback:
 
         args, kwargs = call.rebuild(call.leaves)
         averaging: Any = nullcontext()
-        if isinstance(parallel, DataParallel):
+        if isinstance(parallel, OverRanks):
+            if not isinstance(parallel, DataParallel):
+                raise CaptureError(
+                    f"it runs eagerly, and what {type(parallel).__name__} does to a graph is not"
+                    " done then",
+                    hint="let it be captured: GRAPHOPT_OFF=0, and no fallback",
+                )
             if not _can_average(call, parallel):
                 raise CaptureError(
                     "it runs eagerly, and has no module or optimizer among its arguments whose"
