@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from graphopt.budget import MODE, Cause, dropped
 from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
-from graphopt.parallel import DataParallel, Manual, Parallel, resolve
+from graphopt.parallel import OverRanks, Parallel, resolve
 from graphopt.ranks.processes import announce
 from graphopt.runtime.eager import Fallback
 from graphopt.stages import stages_for
@@ -81,8 +81,8 @@ class TrainStep:
         self._entries: list[BoundStep] = []
         self._stages = stages_for(pipeline, lower, verify)
         self._fallback = Fallback(getattr(fn, "__qualname__", repr(fn)), fallback)
-        if not isinstance(parallel, Manual):
-            announce(parallel.group if isinstance(parallel, DataParallel) else None)
+        if parallel is None or isinstance(parallel, OverRanks):
+            announce(None if parallel is None else parallel.group)
         self._counts: Counts | None = None
         self.reset()
 
@@ -188,7 +188,7 @@ class TrainStep:
             _tell(parallel, self._calls, error)
             raise
 
-    def _join(self, call: Call, parallel: DataParallel) -> None:
+    def _join(self, call: Call, parallel: OverRanks) -> None:
         self._joint().join(call, parallel)
 
     def _land(self) -> None:
@@ -289,7 +289,7 @@ class TrainStep:
     def _mode(self) -> tuple[Any, ...]:
         """How this call communicates: part of what a graph is specialized on."""
         parallel = resolve(self._parallel)
-        if isinstance(parallel, Manual):
+        if not isinstance(parallel, OverRanks):
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             return ("own communication", ranks)
         from graphopt import _compat
@@ -310,7 +310,7 @@ class TrainStep:
         self._entries = [entry for entry in self._entries if entry.captured.lasting]
         settled = {entry.captured.fingerprint for entry in self._entries}
         ways: Iterable[Ranks] = [Ranks(settled)]
-        if isinstance(parallel, DataParallel):
+        if isinstance(parallel, OverRanks):
             ways = self._joint().ways(call, parallel, self._sync, mode, settled)
         try:
             self._make_room(cause)
@@ -419,7 +419,7 @@ def _tell(parallel: Parallel, step: int, error: BaseException) -> None:
     from graphopt import _compat
     from graphopt.ranks.failures import tell
 
-    if isinstance(parallel, DataParallel):
+    if isinstance(parallel, OverRanks):
         tell(_compat.group_or_default(parallel.group), step, error)
 
 
