@@ -104,6 +104,7 @@ class TrainStep:
         self._held: frozenset[str] = frozenset()
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
+        self._retried: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from graphopt.tracing.call import Call
@@ -115,7 +116,7 @@ class TrainStep:
             return self._run_eagerly(call)
         check_casts(call)
         mode = self._mode()
-        for position, entry in enumerate(self._entries):
+        for position, entry in self._in_order():
             bound = call.using(entry.captured.besides)
             if bound is not None and _fits(entry, bound, mode):
                 if position:
@@ -128,14 +129,25 @@ class TrainStep:
             return self._run_eagerly(call)
         return self._run(captured, call.using(captured.captured.besides) or call)
 
+    def _in_order(self) -> list[tuple[int, BoundStep]]:
+        """The graphs that this call may use, and their places among all: first the one whose branch
+        the last call did not take for the first time, then those used last."""
+        retried, self._retried = self._retried, None
+        found = list(enumerate(self._entries))
+        return found if retried is None else sorted(found, key=lambda e: e[1].number != retried)
+
     def _run(self, entry: BoundStep, call: Call) -> Any:
         from graphopt.tracing.casts import note_casts
 
         try:
             result = entry(call, self._calls)
-        except AssumptionFailedError as failed:
-            return self._run_other_branch(entry, call, failed)
-        note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
+        except AssumptionFailedError as error:
+            failed = error.with_traceback(None)  # whose frames hold all that was computed
+        else:
+            note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
+            return result
+        result = self._run_other_branch(entry, call, failed)
+        self._retried = entry.number if entry.failures == 1 else None
         return result
 
     def _run_other_branch(self, entry: BoundStep, call: Call, failed: AssumptionFailedError) -> Any:
