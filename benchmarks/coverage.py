@@ -5,6 +5,7 @@
     python benchmarks/coverage.py --write               into docs/coverage.md as well
     python benchmarks/coverage.py --device cuda --jobs 8   on a GPU, several cases at once
     python benchmarks/coverage.py --against aot_eager   CPU seconds of torch.compile beside them
+    python benchmarks/coverage.py --steps 20            what a step takes beside eager's as well
 
 Every case is a loop as people publish it, in a small size (`benchmarks/cases`). It is run eagerly
 and through `graphopt.compile`, from the same seed, and everything that it leaves is compared bit
@@ -22,18 +23,19 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from cases import Build, Case, cases, tensors_of
+from coverage_outcomes import Outcome, compared, show, steps_compared, summary, table
+from coverage_steps import step_times
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import graphopt
@@ -41,30 +43,6 @@ from graphopt.errors import GraphOptError
 
 TIMEOUT = 120.0
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
-
-
-@dataclass
-class Outcome:
-    """What became of one case.
-
-    Attributes:
-        verdict: "bitwise", "differs", "refused", "failed" (another error) or "too long"; of eager
-            itself "not for it" (the device) or "not repeatable".
-        reason: of a refusal or a failure.
-        captures: how many graphs the calls needed.
-        nodes: of the last graph.
-        seconds: CPU seconds of the first call.
-        against: those of the first call of the same loop with its models compiled by torch, forward
-            and backward (the optimizer runs eagerly); None where that fails, or was not asked for.
-    """
-
-    name: str
-    verdict: str
-    reason: str = ""
-    captures: int = 0
-    nodes: int = 0
-    seconds: float = 0.0
-    against: float | None = None
 
 
 def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainStep | None, float]:
@@ -87,6 +65,11 @@ def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainS
         generators.append(torch.cuda.get_rng_state())
     left = [*results, list(case.state), generators]
     return [tensor.detach() for tensor in tensors_of(left)], step, first
+
+
+def first_of_torch(name: str, build: Build, backend: str) -> Outcome:
+    """What the first call takes with `torch.compile`."""
+    return Outcome(name, "torch", against=seconds_of_torch(build, backend))
 
 
 def seconds_of_torch(build: Build, backend: str) -> float | None:
@@ -132,6 +115,18 @@ def first_difference(left: Sequence[torch.Tensor], expected: Sequence[torch.Tens
     return None
 
 
+def timed(name: str, build: Build, steps: int, backend: str | None) -> Outcome:
+    """What later steps of a case take, beside eager's and those of `torch.compile`."""
+    times = step_times(partial(built, build), steps, backend)
+    return Outcome(
+        name,
+        "timed",
+        eager_step=times.eager,
+        step_ratio=times.ratio,
+        torch_ratio=times.torch,
+    )
+
+
 def judged(name: str, build: Build, device: str = "cpu") -> Outcome:
     """Run a case both ways and compare."""
     try:
@@ -157,16 +152,13 @@ def judged(name: str, build: Build, device: str = "cpu") -> Outcome:
     return outcome
 
 
-def _child(name: str, build: Build, device: str, backend: str | None, end: Connection) -> None:
+def _child(name: str, device: str, job: Callable[[], Outcome], end: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     if device != "cpu":
         torch.set_default_device(device)
     try:
-        if backend is not None:
-            outcome = Outcome(name, "torch", against=seconds_of_torch(build, backend))
-        else:
-            outcome = judged(name, build, device)
+        outcome = job()
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
@@ -176,12 +168,11 @@ def _child(name: str, build: Build, device: str, backend: str | None, end: Conne
     end.send(asdict(outcome))
 
 
-def in_process(name: str, build: Build, device: str = "cpu", backend: str | None = None) -> Outcome:
-    """`judged` in a forked process that ends after `TIMEOUT` seconds; with a backend of
-    `torch.compile` the seconds of that alone."""
+def in_process(name: str, job: Callable[[], Outcome], device: str = "cpu") -> Outcome:
+    """What `job` finds of a case, in a forked process that ends after `TIMEOUT` seconds."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, build, device, backend, there))
+    process = context.Process(target=_child, args=(name, device, job, there))
     process.start()
     there.close()
     try:
@@ -195,54 +186,26 @@ def in_process(name: str, build: Build, device: str = "cpu", backend: str | None
         process.join()
 
 
+def found(name: str, build: Build, options: argparse.Namespace) -> Outcome:
+    """All that is asked for of one case, each in a process of its own."""
+    outcome = in_process(name, partial(judged, name, build, options.device), options.device)
+    if options.against:
+        job = partial(first_of_torch, name, build, options.against)
+        outcome.against = in_process(name, job, options.device).against
+    if options.steps and outcome.verdict == "bitwise":
+        job = partial(timed, name, build, options.steps, options.against)
+        times = in_process(name, job, options.device)
+        outcome.eager_step, outcome.step_ratio = times.eager_step, times.step_ratio
+        outcome.torch_ratio = times.torch_ratio
+    return outcome
+
+
 def chosen(names: Sequence[str]) -> dict[str, Build]:
     """The cases of these families, or with these names; all where there are none."""
     found = cases()
     if not names:
         return found
     return {n: b for n, b in found.items() if n in names or n.partition(".")[0] in names}
-
-
-def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """The outcomes as a table in Markdown."""
-    rows = ["| case | outcome | captures | nodes | CPU s |", "|---|---|---:|---:|---:|"]
-    for each in outcomes:
-        if each.verdict == "bitwise":
-            figures = f"{each.captures} | {each.nodes} | {each.seconds:.1f}"
-            rows.append(f"| {each.name} | bitwise | {figures} |")
-        else:
-            rows.append(f"| {each.name} | {each.verdict}: {_short(each.reason)} | | | |")
-    return rows
-
-
-def _short(reason: str) -> str:
-    first = reason.strip().split("\n", 1)[0]
-    return first.partition(": ")[2] or first
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """The figures of all cases in one sentence."""
-    bitwise = [each for each in outcomes if each.verdict == "bitwise"]
-    wrong = sum(each.verdict == "differs" for each in outcomes)
-    per_node = [1000 * each.seconds / each.nodes for each in bitwise if each.nodes]
-    text = f"{len(bitwise)} of {len(outcomes)} captured and bitwise, {wrong} captured and not"
-    if not per_node:
-        return text
-    return f"{text}; CPU seconds per 1,000 nodes: median {median(per_node):.1f}"
-
-
-def compared(outcomes: Sequence[Outcome], backend: str) -> str:
-    """The seconds of the first call beside those of `torch.compile`, where both have captured."""
-    pairs = [(each.seconds, each.against) for each in outcomes if each.nodes and each.against]
-    if not pairs:
-        return f"no case to compare with {backend}"
-    ours, theirs = (sum(column) for column in zip(*pairs, strict=True))
-    ratio = median(a / b for a, b in pairs)
-    less = sum(a <= b for a, b in pairs)
-    return (
-        f"{len(pairs)} cases beside torch.compile(backend={backend!r}): {ours:.0f} and"
-        f" {theirs:.0f} CPU seconds in all, less in {less}, median ratio {ratio:.2f}"
-    )
 
 
 def main() -> None:
@@ -253,40 +216,30 @@ def main() -> None:
     parser.add_argument("--reasons", action="store_true", help="show refusals in full")
     parser.add_argument("--device", default="cpu", help="where models and data are; cpu")
     parser.add_argument("--against", metavar="BACKEND", help="time torch.compile with it as well")
+    parser.add_argument("--steps", type=int, default=0, help="time as many later steps; 0")
     parser.add_argument("--jobs", type=int, default=1, help="cases at once; 1")
     options = parser.parse_args()
     outcomes = []
     builds = chosen(options.names)
     with ThreadPoolExecutor(options.jobs) as pool:
-        running = pool.map(lambda name: in_process(name, builds[name], options.device), builds)
-        for outcome in running:
-            if options.against:
-                build = builds[outcome.name]
-                by_torch = in_process(outcome.name, build, options.device, options.against)
-                outcome.against = by_torch.against
+        for outcome in pool.map(lambda name: found(name, builds[name], options), builds):
             outcomes.append(outcome)
             show(outcome, options.reasons)
     print(summary(outcomes))
     if options.against:
         print(compared(outcomes, options.against))
+    if options.steps:
+        print(steps_compared(outcomes))
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
     if options.write:
-        _write(outcomes)
+        said = [summary(outcomes)] + [steps_compared(outcomes)] * bool(options.steps)
+        _write(outcomes, said)
 
 
-def show(outcome: Outcome, reasons: bool) -> None:
-    """One line, and the reason where it is asked for or unexpected."""
-    line = f"{outcome.name:44} {outcome.verdict:14} {outcome.captures:2} {outcome.nodes:5}"
-    against = "" if outcome.against is None else f" {outcome.against:5.1f}"
-    print(f"{line} {outcome.seconds:5.1f}{against}", flush=True)
-    if outcome.reason and (reasons or outcome.verdict in ("failed", "differs")):
-        print("    " + outcome.reason.strip().replace("\n", "\n    "), flush=True)
-
-
-def _write(outcomes: Sequence[Outcome]) -> None:
+def _write(outcomes: Sequence[Outcome], said: Sequence[str]) -> None:
     before = PAGE.read_text().partition("<!-- cases -->")[0] if PAGE.exists() else "# Coverage\n\n"
-    text = [before.rstrip("\n"), "", "<!-- cases -->", "", summary(outcomes) + ".", ""]
+    text = [before.rstrip("\n"), "", "<!-- cases -->", "", *(f"{each}." for each in said), ""]
     PAGE.write_text("\n".join([*text, *table(outcomes), ""]))
 
 

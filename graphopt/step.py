@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from graphopt.budget import MODE, Cause, dropped
 from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
-from graphopt.parallel import DataParallel, Manual, Parallel, resolve
+from graphopt.parallel import OverRanks, Parallel, resolve
 from graphopt.ranks.processes import announce
 from graphopt.runtime.eager import Fallback
 from graphopt.stages import stages_for
@@ -81,8 +81,8 @@ class TrainStep:
         self._entries: list[BoundStep] = []
         self._stages = stages_for(pipeline, lower, verify)
         self._fallback = Fallback(getattr(fn, "__qualname__", repr(fn)), fallback)
-        if not isinstance(parallel, Manual):
-            announce(parallel.group if isinstance(parallel, DataParallel) else None)
+        if parallel is None or isinstance(parallel, OverRanks):
+            announce(None if parallel is None else parallel.group)
         self._counts: Counts | None = None
         self.reset()
 
@@ -104,6 +104,7 @@ class TrainStep:
         self._held: frozenset[str] = frozenset()
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
+        self._retried: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from graphopt.tracing.call import Call
@@ -115,7 +116,7 @@ class TrainStep:
             return self._run_eagerly(call)
         check_casts(call)
         mode = self._mode()
-        for position, entry in enumerate(self._entries):
+        for position, entry in self._in_order():
             bound = call.using(entry.captured.besides)
             if bound is not None and _fits(entry, bound, mode):
                 if position:
@@ -128,14 +129,25 @@ class TrainStep:
             return self._run_eagerly(call)
         return self._run(captured, call.using(captured.captured.besides) or call)
 
+    def _in_order(self) -> list[tuple[int, BoundStep]]:
+        """The graphs that this call may use, and their places among all: first the one whose branch
+        the last call did not take for the first time, then those used last."""
+        retried, self._retried = self._retried, None
+        found = list(enumerate(self._entries))
+        return found if retried is None else sorted(found, key=lambda e: e[1].number != retried)
+
     def _run(self, entry: BoundStep, call: Call) -> Any:
         from graphopt.tracing.casts import note_casts
 
         try:
             result = entry(call, self._calls)
-        except AssumptionFailedError as failed:
-            return self._run_other_branch(entry, call, failed)
-        note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
+        except AssumptionFailedError as error:
+            failed = error.with_traceback(None)  # whose frames hold all that was computed
+        else:
+            note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
+            return result
+        result = self._run_other_branch(entry, call, failed)
+        self._retried = entry.number if entry.failures == 1 else None
         return result
 
     def _run_other_branch(self, entry: BoundStep, call: Call, failed: AssumptionFailedError) -> Any:
@@ -188,7 +200,7 @@ class TrainStep:
             _tell(parallel, self._calls, error)
             raise
 
-    def _join(self, call: Call, parallel: DataParallel) -> None:
+    def _join(self, call: Call, parallel: OverRanks) -> None:
         self._joint().join(call, parallel)
 
     def _land(self) -> None:
@@ -289,7 +301,7 @@ class TrainStep:
     def _mode(self) -> tuple[Any, ...]:
         """How this call communicates: part of what a graph is specialized on."""
         parallel = resolve(self._parallel)
-        if isinstance(parallel, Manual):
+        if not isinstance(parallel, OverRanks):
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             return ("own communication", ranks)
         from graphopt import _compat
@@ -310,7 +322,7 @@ class TrainStep:
         self._entries = [entry for entry in self._entries if entry.captured.lasting]
         settled = {entry.captured.fingerprint for entry in self._entries}
         ways: Iterable[Ranks] = [Ranks(settled)]
-        if isinstance(parallel, DataParallel):
+        if isinstance(parallel, OverRanks):
             ways = self._joint().ways(call, parallel, self._sync, mode, settled)
         try:
             self._make_room(cause)
@@ -419,7 +431,7 @@ def _tell(parallel: Parallel, step: int, error: BaseException) -> None:
     from graphopt import _compat
     from graphopt.ranks.failures import tell
 
-    if isinstance(parallel, DataParallel):
+    if isinstance(parallel, OverRanks):
         tell(_compat.group_or_default(parallel.group), step, error)
 
 

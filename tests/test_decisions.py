@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +224,52 @@ def test_a_failed_assumption_has_changed_nothing() -> None:
     assert all(map(same, left_by(model, optimizer), before))
 
 
+def test_one_call_of_another_branch_does_not_make_the_next_one_fail() -> None:
+    """Whatever comes: the branch that is taken most is tried first, and goes as captured."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    step = graphopt.compile(skips)
+    good, bad = torch.ones(8, 4) * torch.arange(8)[:, None], torch.full((8, 4), float("nan"))
+
+    def failed(*calls: Tensor) -> list[bool]:
+        found = []
+        for x in calls:
+            before = {entry: entry.failures for entry in step._entries}
+            step(model, optimizer, x)
+            found.append(any(entry.failures > was for entry, was in before.items()))
+        return found
+
+    assert failed(good, bad, good, good) == [False, True, False, False]
+    assert failed(bad, good, bad, good) == [True, False, True, False]
+    assert failed(bad, bad, bad, bad) == [True, True, False, False]
+    assert failed(good, bad, good, good, good) == [True, False, True, True, False]
+    assert len(step.captures) == 2
+
+
+def test_what_a_failed_graph_has_computed_is_gone_when_the_other_one_runs() -> None:
+    alive: list[int] = []
+
+    def count(_: Tensor) -> None:
+        tensors = (each for each in gc.get_objects() if type(each) is Tensor)
+        alive.append(sum(t.shape == (3, 977) for t in tensors))
+
+    @graphopt.compile
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if torch.isfinite(loss):
+            return finish(optimizer, loss)
+        graphopt.callback(count, loss)
+        return loss
+
+    model = nn.Sequential(nn.Linear(4, 977), nn.Tanh(), nn.Linear(977, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    good, bad = torch.ones(3, 4), torch.full((3, 4), float("nan"))
+    for x in (good, bad, good, good, bad):
+        step(model, optimizer, x)
+    assert len(alive) == 2
+    assert alive[1] == 0  # a capture leaves garbage
+
+
 def test_callbacks_are_called_once_in_a_step() -> None:
     seen: list[float] = []
 
@@ -370,3 +417,26 @@ def test_ranks_follow_what_all_of_them_have_alike() -> None:
         assert made == 2
         assert len(found) == len(eager)
         assert all(map(same, found, eager))
+
+
+def _failed_on_rank(rank: int) -> tuple[bool, bool, int]:
+    """Whether a call that rank 1 makes all of them fail has changed nothing here, whether the next
+    one goes on, and how many graphs there are."""
+    torch.manual_seed(rank)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = graphopt.compile(by_average_norm)
+    x = torch.randn(8, 4)
+    step(model, optimizer, x)
+    step.flush()
+    before = left_by(model, optimizer)
+    given = x * float("nan") if rank == 1 else x
+    with pytest.raises(AssumptionFailedError):
+        step._entries[0](Call(by_average_norm, (model, optimizer, given), {}), 2)
+    unchanged = all(map(same, left_by(model, optimizer), before))
+    return unchanged, bool(step(model, optimizer, x).isfinite()), len(step.captures)
+
+
+def test_a_call_that_one_of_three_ranks_makes_fail_has_changed_nothing_on_any() -> None:
+    with pool(3) as ranks:
+        assert ranks.run(_failed_on_rank) == [(True, True, 1)] * 3

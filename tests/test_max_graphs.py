@@ -45,6 +45,20 @@ def test_shapes_that_need_too_many_graphs_are_named() -> None:
         run(model, optimizer, torch.ones(5, 3))
 
 
+def test_lengths_that_vary_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    run, (model, optimizer) = graphopt.compile(step, pipeline="none", verify="off"), trained()
+    with caplog.at_level("WARNING", "graphopt"):
+        for length in range(2, 10):
+            run(model, optimizer, torch.ones(length, 3))
+        assert not caplog.messages
+        for length in range(10, 13):
+            run(model, optimizer, torch.ones(length, 3))
+    (said,) = caplog.messages
+    assert "8 times" in said
+    assert "argument x: [9, 3] became [10, 3]" in said
+    assert "pad the batch" in said
+
+
 def test_graphs_of_other_modes_are_dropped() -> None:
     run, (model, optimizer) = graphopt.compile(step, max_graphs=2), trained()
     for momentum in range(5):

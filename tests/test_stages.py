@@ -92,14 +92,15 @@ def test_every_stage_is_recorded_and_written(folder: Path, monkeypatch: Any) -> 
         assert torch.equal(step(model, optimizer, *batch), train_step(expected, twin, *batch))
     names = [record.name for record in step.report]
     passes = graphopt.applied_passes(step.graph_module)
-    assert names[: len(passes) + 2] == ["capture", *passes, "derive"]
-    behind = [(r.name, r.arguments["graph"]) for r in step.report[len(passes) + 2 :]]
+    assert names[: len(passes) + 3] == ["capture", "parallelize", *passes, "derive"]
+    behind = [(r.name, r.arguments["graph"]) for r in step.report[len(passes) + 3 :]]
     assert sorted(behind) == [("finalize", name) for name in ("drain", "main", "setup")]
     finalized = next(r for r in step.report if r.arguments == {"graph": "main"})
     assert finalized.changed and finalized.nodes_after < finalized.nodes_before
     assert finalized.collectives_after == finalized.collectives_before >= 1
     written = {path.name for path in (folder / "dump").iterdir()}
     assert {"after_capture.txt", "after_derive.txt", "after_derive_main.txt"} <= written
+    assert {"after_parallelize.txt", "after_parallelize.diff"} <= written
     assert {f"after_finalize_{name}.diff" for name in ("setup", "main", "drain")} <= written
     assert "_fused_adamw_" in (folder / "dump" / "after_finalize_main.txt").read_text()
 
@@ -108,7 +109,8 @@ def test_compiled_regions_are_stages_of_the_same_list() -> None:
     stages, step = in_making("mlp", lower="inductor")
     stages.make_executable(step)
     assert stages.names == [
-        *("capture", "passes", "derive", "lower", "finalize", "vote", "record", "box")
+        *("capture", "parallelize", "passes", "derive"),
+        *("lower", "finalize", "vote", "record", "box"),
     ]
     records = graphopt.manager.records_of(step.module)
     main = [record for record in records if record.arguments == {"graph": "main"}]

@@ -24,6 +24,7 @@ from graphopt.ir.operators import (
     is_random,
     is_wait,
     may_alias,
+    operator_of,
     written,
 )
 from graphopt.ir.outputs import (
@@ -40,6 +41,7 @@ __all__ = [
     "WAITS",
     "WAIT_FOR_SEVERAL",
     "Outputs",
+    "after_placeholders",
     "call_function_with_meta",
     "eliminate_dead_code",
     "environment",
@@ -84,7 +86,8 @@ def is_needed(node: fx.Node) -> bool:
     >>> [node.name for node in find_nodes(gm.graph, is_needed)][-1]
     'output'
     """
-    if node.is_impure() or is_collective(node) or is_wait(node) or is_random(node):
+    known = operator_of(node)
+    if node.is_impure() or known.collective or known.marker or known.wait or known.random:
         return True
     return any(state.op in ("placeholder", "get_attr") for state in written(node))
 
@@ -225,6 +228,19 @@ def move_after(nodes: Sequence[fx.Node], target: fx.Node) -> None:
     for node in nodes:
         target.append(node)
         target = node
+
+
+def after_placeholders(node: fx.Node) -> fx.Node:
+    """`node`, or the last placeholder where it is one of them: the place after which to insert.
+
+    >>> from graphopt.graph_utils import after_placeholders
+    >>> first = next(iter(gm.graph.nodes))
+    >>> after_placeholders(first).op, after_placeholders(first).next.op
+    ('placeholder', 'call_function')
+    """
+    while node.next.op == "placeholder":
+        node = node.next
+    return node
 
 
 def call_function_with_meta(

@@ -14,6 +14,10 @@ WAITS = (f"{COLLECTIVE_NAMESPACE}::wait_tensor", WAIT_FOR_SEVERAL)
 """The operators that wait for functional collectives; all others of their namespace launch."""
 
 
+MARKERS = ("graphopt::reduce_gradient", "graphopt::sync_buffers")
+"""What a capture writes where communication belongs; see `graphopt.parallel.markers`."""
+
+
 def _aten(*names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names)
 

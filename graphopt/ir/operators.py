@@ -28,6 +28,7 @@ from graphopt.ir.families import (
     FUSED_OPTIMIZERS,
     HALF,
     LISTED_FAMILIES,
+    MARKERS,
     MAY_COPY,
     METADATA_ONLY,
     ONE_TENSOR_TWICE,
@@ -56,6 +57,7 @@ class Operator:
         copies: it does not read what it writes, all of which it replaces.
         random: it draws random numbers, or reads or writes the state of a generator.
         wait, collective: it ends or launches a collective.
+        marker: it stands for communication that is still to be inserted.
         reads_until_wait: of a collective: it reads what it sends until its wait.
         reduction: of a collective: its name without the marks of variants, such as "all_reduce".
         listed: a list of independent operations, one for each entry of its list arguments.
@@ -78,6 +80,7 @@ class Operator:
     random: bool = False
     wait: bool = False
     collective: bool = False
+    marker: bool = False
     reads_until_wait: bool = False
     reduction: str = ""
     listed: bool = False
@@ -138,7 +141,7 @@ def _row(target: _compat.OpOverload) -> Operator:
     name = schema.name
     wait = name in WAITS
     collective = target.namespace == COLLECTIVE_NAMESPACE and not wait
-    reduction = ""
+    marker, reduction = name in MARKERS, ""
     if collective:
         reduction = name.split("::")[1].removesuffix("_").removesuffix("_coalesced")
     aliases, writes = _aliases(schema), _writes(schema)
@@ -149,9 +152,11 @@ def _row(target: _compat.OpOverload) -> Operator:
         writes=writes,
         workspaces=WORKSPACES.get(name, ()),
         copies=name in COPIES,
-        random=torch.Tag.nondeterministic_seeded in target.tags or target.namespace == "graphopt",
+        random=torch.Tag.nondeterministic_seeded in target.tags
+        or (target.namespace == "graphopt" and not marker),
         wait=wait,
         collective=collective,
+        marker=marker,
         reads_until_wait=collective and not writes and name not in COPY_WHAT_THEY_SEND,
         reduction=reduction,
         listed=_is_listed(schema, collective or wait),
@@ -279,6 +284,11 @@ def is_collective(node: fx.Node) -> bool:
     [all_reduce, all_reduce_1]
     """
     return operator_of(node).collective
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether a node stands for communication that a kind of parallelism is to insert."""
+    return operator_of(node).marker
 
 
 def is_item(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,8 +195,15 @@ def _kept(stage: GraphStage, gm: fx.GraphModule) -> fx.Graph:
 def _applied(
     stage: GraphStage, gm: fx.GraphModule, which: DerivedGraph, attempt: StageAttempt
 ) -> fx.GraphModule:
-    try:
+    with crashes_explained(attempt):
         return stage.apply(gm, which)
+
+
+@contextmanager
+def crashes_explained(attempt: StageAttempt) -> Iterator[None]:
+    """While active, an error says which stage has raised it, and what runs the stage once more."""
+    try:
+        yield
     except Exception as error:
         raised = crash_of_stage(error, attempt)
         raise raised from raised.__cause__

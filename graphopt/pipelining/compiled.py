@@ -11,6 +11,8 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.graph_utils import without_autocast
+from graphopt.parallel.data_parallel import broadcast_buffers
+from graphopt.parallel.markers import Group
 from graphopt.pipelining.accumulating import Gradients
 from graphopt.pipelining.boundary import apart, no_view
 from graphopt.pipelining.division import Division
@@ -28,7 +30,6 @@ from graphopt.pipelining.stage_graph import StageGraph
 from graphopt.pipelining.state_guard import StateGuard
 from graphopt.ranks.meeting import Channel
 from graphopt.stages import Stages, stages_for
-from graphopt.tracing import reduction
 from graphopt.tracing.inputs import Storage
 
 if TYPE_CHECKING:
@@ -205,8 +206,7 @@ class CompiledStage:
         assert self._parallel is not None
         group = _compat.group_or_default(self._parallel.group)
         with torch.no_grad():
-            named = reduction.Group(group.group_name, group.size())
-            reduction.broadcast_buffers(self._module, named)
+            broadcast_buffers(self._module, Group(group.group_name, group.size()))
 
     def run_forward(
         self, inputs: Sequence[torch.Tensor]

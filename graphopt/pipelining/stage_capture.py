@@ -98,6 +98,7 @@ class StageCapture:
         for ranks in self._ways(call):
             with suppress(NotAsAgreedError), ranks:
                 captured = self._stages.capture(call, ranks)
+                self._stages.parallelize(captured)
                 step = self._stages.apply_passes(captured)
                 self._refuse_late(step)
                 self._refuse_callbacks(step)

@@ -21,9 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from graphopt import _compat
 from graphopt._compat.backward import after_backward, is_in_backward
 from graphopt.errors import GraphOptError
+from graphopt.parallel.data_parallel import average, broadcast_buffers
+from graphopt.parallel.markers import Group
 from graphopt.ranks.failed_runs import sending_explained
 from graphopt.tracing.call import Call
-from graphopt.tracing.reduction import Group, average, broadcast_buffers
 
 
 class Averages:

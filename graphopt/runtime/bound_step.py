@@ -51,6 +51,7 @@ class BoundStep:
     Attributes:
         cause: why it was captured besides others; None for the first.
         answers: to the decisions by value, in the order of the step, that it holds for.
+        failures: how many calls one after another have taken another branch.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class BoundStep:
         self.number = number
         self.cause: Cause | None = None
         self.answers = tuple(captured.live.answers)
+        self.failures = 0
         self._generators = DrawnGenerators(module.graph if self.answers else None)
         inputs = captured.live
         self._holders = inputs.placeholders
@@ -118,6 +120,7 @@ class BoundStep:
             except AssumptionFailedError:
                 self._generators.restore(drawn)
                 self.captured.state = state
+                self.failures += 1
                 raise
             except BaseException as error:
                 self._raise_explained(error, step, host)
@@ -125,7 +128,7 @@ class BoundStep:
             finally:
                 self._running = False
                 self._watch_flight()
-            self._step = step
+            self._step, self.failures = step, 0
             with without_torch_function():
                 if state is not None:
                     state.put()

@@ -16,7 +16,7 @@ from graphopt.errors import (
     PipelineSyntaxError,
     SpmdMismatchError,
 )
-from graphopt.parallel import DataParallel, Parallel
+from graphopt.parallel import DataParallel, OverRanks, Parallel
 
 if TYPE_CHECKING:
     from graphopt.tracing.call import Call
@@ -95,7 +95,13 @@ class Fallback:
 
         args, kwargs = call.rebuild(call.leaves)
         averaging: Any = nullcontext()
-        if isinstance(parallel, DataParallel):
+        if isinstance(parallel, OverRanks):
+            if not isinstance(parallel, DataParallel):
+                raise CaptureError(
+                    f"it runs eagerly, and what {type(parallel).__name__} does to a graph is not"
+                    " done then",
+                    hint="let it be captured: GRAPHOPT_OFF=0, and no fallback",
+                )
             if not _can_average(call, parallel):
                 raise CaptureError(
                     "it runs eagerly, and has no module or optimizer among its arguments whose"
@@ -120,7 +126,10 @@ def _averaging(call: Call, parallel: DataParallel, sync: bool, step: int) -> Any
 
 
 def _can_average(call: Call, parallel: Parallel) -> bool:
-    return not isinstance(parallel, DataParallel) or bool(call.modules or call.optimizers)
+    """Whether a step may run eagerly: alone, or with averages of what is trained."""
+    if not isinstance(parallel, OverRanks):
+        return True
+    return isinstance(parallel, DataParallel) and bool(call.modules or call.optimizers)
 
 
 def _without_history(value: Any) -> Any:

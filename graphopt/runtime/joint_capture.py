@@ -16,7 +16,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError, CollectiveError
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
-from graphopt.parallel import DataParallel
+from graphopt.parallel import OverRanks
 from graphopt.ranks.failed_runs import sending_explained
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import (
@@ -50,7 +50,7 @@ class _AsAgreed(Ranks):
         self,
         joint: JointCapture,
         agreed: Agreed,
-        parallel: DataParallel,
+        parallel: OverRanks,
         settled: Collection[str],
     ) -> None:
         super().__init__(settled)
@@ -102,7 +102,7 @@ class _Together(Ranks):
         self,
         joint: JointCapture,
         call: Call,
-        parallel: DataParallel,
+        parallel: OverRanks,
         sync: bool,
         mode: tuple[Any, ...],
         earlier: Agreed | None,
@@ -211,7 +211,7 @@ class JointCapture:
     def ways(
         self,
         call: Call,
-        parallel: DataParallel,
+        parallel: OverRanks,
         sync: bool,
         mode: tuple[Any, ...],
         settled: Collection[str],
@@ -267,7 +267,7 @@ class JointCapture:
                 return agreed
         return None
 
-    def join(self, call: Call, parallel: DataParallel) -> None:
+    def join(self, call: Call, parallel: OverRanks) -> None:
         """What DDP does when it is constructed: everybody starts from rank 0's values. Nothing
         where all modules have."""
         if self._has_joined(call):

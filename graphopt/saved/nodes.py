@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.placement import placement_of
 from graphopt.ir.source import SourceLine
 from graphopt.iter_graph import IterGraph
 from graphopt.saved.arguments import decode, decode_target, encode, encode_target, not_saved
@@ -110,6 +111,7 @@ def _decode_node(
         raise ValueError(f"an argument of {name} has no proper name")
     node: fx.Node = graph.create_node(op, target, args, kwargs, name=name)
     node.meta = _decode_meta(described["meta"], values)
+    _check_placement(node)
     return node
 
 
@@ -147,6 +149,12 @@ def _decode_meta(data: dict[str, Any], values: ValueDecoder) -> dict[str, Any]:
     if "val" in data:
         meta["val"] = values.decode(data["val"])
     return meta
+
+
+def _check_placement(node: fx.Node) -> None:
+    """Raise ValueError where a file says of a placeholder what this version does not know."""
+    if node.op == "placeholder":
+        placement_of(node)
 
 
 def _is_texts(value: Any) -> bool:

@@ -11,11 +11,14 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import PipelineSyntaxError
-from graphopt.iter_graph import IterGraphModule
+from graphopt.ir.placement import placement_of
+from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.iter_graph.module import DERIVED
 from graphopt.manager.names import suggestion
 from graphopt.manager.records import PassRecord, count
-from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner
+from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner, crashes_explained
+from graphopt.parallel import DataParallel, Parallel
+from graphopt.parallel.parallelize import communicates, parallelize
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
 from graphopt.runtime.collector import collector_paused
 from graphopt.stages.auto import AutoPipeline
@@ -26,7 +29,7 @@ from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.inputs import InputSpec
 from graphopt.tracing.optimizer_state import has
 from graphopt.tracing.outside.existing import existing_kept
-from graphopt.verify import Problem, SpecReport, check_captured, check_graph
+from graphopt.verify import Problem, SpecReport, check_graph
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.stages import StageProof
 
@@ -102,7 +105,13 @@ class Stages:
     @property
     def names(self) -> list[str]:
         """All stages, in order."""
-        return ["capture", "passes", "derive", *(stage.name for stage in self.behind)]
+        return [
+            "capture",
+            "parallelize",
+            "passes",
+            "derive",
+            *(stage.name for stage in self.behind),
+        ]
 
     @property
     def regions(self) -> list[LoweredSubgraph]:
@@ -122,7 +131,8 @@ class Stages:
         """
         for ranks in ways:
             with suppress(NotAsAgreedError), _compat.without_fake_mode(), collector_paused(), ranks:
-                captured = self.capture(call, ranks)  # with the averages of parallelize
+                captured = self.capture(call, ranks)
+                self.parallelize(captured)
                 call = call.using(captured.besides) or call
                 self._choose(captured, call)
                 step = self.apply_passes(captured)
@@ -136,7 +146,7 @@ class Stages:
         raise AssertionError("ranks can always agree anew")
 
     def capture(self, call: Call, ranks: Ranks) -> CapturedStep:
-        """Capture a call, communication included.
+        """Capture a call, with markers where communication belongs.
 
         Raises:
             CaptureError: it cannot be captured.
@@ -146,12 +156,37 @@ class Stages:
         with existing_kept():
             captured = ranks.capture(call)
         record = PassRecord("capture", stage=True, seconds=time.perf_counter() - start)
-        self._check_capture(captured.graph_module, check_captured(captured), record)
+        report = check_graph(captured.graph_module.graph, captured.inputs, marked=True)
+        self._check_capture(captured.graph_module, report, record)
         return captured
 
     def _check_capture(self, gm: fx.GraphModule, report: SpecReport, record: PassRecord) -> None:
         attempt = self._runner.attempt(gm, gm.graph, [record.name])
         self._runner.settle(gm, record, attempt, None, gm, map(Problem, report.problems))
+
+    def parallelize(self, captured: CapturedStep) -> None:
+        """Let the kind of parallelism expand the markers; nothing where no rank is spoken to.
+
+        Raises:
+            VerificationError: what it leaves is not in the captured dialect.
+            PassError: it raised something else than an error of graphopt.
+        """
+        self._parallelize(captured.graph_module, captured.parallel, captured.inputs)
+
+    def _parallelize(
+        self, gm: fx.GraphModule, parallel: Parallel, inputs: Sequence[InputSpec]
+    ) -> None:
+        if not communicates(gm.graph):
+            return
+        given, _ = copy_graph(gm.graph)
+        attempt = self._runner.attempt(gm, given, ["parallelize"])
+        record = PassRecord("parallelize", {"kind": type(parallel).__name__}, stage=True)
+        record.before, start = count(given), time.perf_counter()
+        with crashes_explained(attempt):
+            record.changes = parallelize(gm, parallel)
+        record.seconds = time.perf_counter() - start
+        problems = (Problem(each) for each in check_graph(gm.graph, inputs).problems)
+        self._runner.settle(gm, record, attempt, given, gm, problems)
 
     def apply_passes(self, captured: CapturedStep) -> StepInMaking:
         """Make an `IterGraphModule` of a captured graph, and apply the passes."""
@@ -191,15 +226,13 @@ class Stages:
 
     def run_named(self, gm: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
         """Take a graph through some of the stages: a captured graph through "capture", which is
-        checked, an `IterGraphModule` through "derive", a derived graph through those behind."""
+        checked, and "parallelize", as data parallelism, an `IterGraphModule` through "derive", a
+        derived graph through those behind."""
         if "capture" in names:
-            inputs = [
-                InputSpec(n.meta["kind"], n.meta["fqn"], str(n.target))
-                for n in gm.graph.find_nodes(op="placeholder")
-            ]
-            self._check_capture(
-                gm, check_graph(gm.graph, inputs), PassRecord("capture", stage=True)
-            )
+            report = check_graph(gm.graph, _inputs_of(gm.graph), marked=True)
+            self._check_capture(gm, report, PassRecord("capture", stage=True))
+        if "parallelize" in names:
+            self._parallelize(gm, DataParallel(), _inputs_of(gm.graph))
         if "derive" in names:
             self.derive(
                 StepInMaking(gm if isinstance(gm, IterGraphModule) else IterGraphModule(gm))
@@ -253,6 +286,14 @@ class StepInMaking:
         self.passes = Proof()
         self.proof = StageProof(self.passes)
         self.graphs: dict[str, fx.GraphModule] = {}
+
+
+def _inputs_of(graph: fx.Graph) -> list[InputSpec]:
+    """What the placeholders of a graph from a file are."""
+    return [
+        InputSpec(node.meta["kind"], node.meta["fqn"], str(node.target), placement_of(node))
+        for node in graph.find_nodes(op="placeholder")
+    ]
 
 
 class Executables:

@@ -23,6 +23,7 @@ from graphopt.manager import (
     discovery,
 )
 from graphopt.parallel import resolve
+from graphopt.parallel.parallelize import parallelize
 from graphopt.readable import compact_text, text_diff
 from graphopt.testing.comparing import TOLERANCE as TOLERANCE
 from graphopt.testing.comparing import Values, constant_factor, difference, rough_difference
@@ -281,6 +282,7 @@ def _graph_and_inputs(
         step(*args, **kwargs)
     call = Call(step, tuple(args), dict(kwargs))
     captured = capture_call(call, communication_for(resolve(None)))
+    parallelize(captured.graph_module, captured.parallel)
     values = captured.live.live_values(call)
     return IterGraphModule(captured.graph_module), copy.deepcopy(
         [value.detach() for value in values]

@@ -18,7 +18,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_operator
-from graphopt.ir.operators import draws
+from graphopt.ir.operators import draws, is_marker
 
 ALIKE = frozenset({"parameter", "optimizer_state"})
 """Kinds of inputs that all ranks have alike."""
@@ -45,7 +45,7 @@ def is_alike(graph: fx.Graph, wanted: fx.Node, kinds: Sequence[str]) -> bool:
 
 def _note(node: fx.Node, own: set[Any]) -> None:
     """Add a node, and what it writes to, to what is a rank's own; or take them out of it."""
-    if is_collective(node):
+    if is_collective(node) or is_marker(node):
         if not _of_all(node):
             own |= _marks(node)
         return
@@ -71,9 +71,10 @@ def _note_check(node: fx.Node, own: set[Any]) -> None:
 
 
 def _of_all(node: fx.Node) -> bool:
-    """Whether a collective gives all ranks the same."""
+    """Whether a collective, or what a marker stands for, gives all ranks the same."""
     name = str(node.target)
-    if not any(kind in name for kind in ("all_reduce", "all_gather", "broadcast")):
+    shared = any(kind in name for kind in ("all_reduce", "all_gather", "broadcast"))
+    if not shared and not is_marker(node):
         return False
     group = _compat.group_named(str(node.args[-1]))
     return group is not None and group.size() == dist.get_world_size()

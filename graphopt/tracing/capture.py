@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,10 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.parallel import Manual, Parallel, resolve
+from graphopt.ir.placement import set_placement
+from graphopt.parallel import Manual, OverRanks, Parallel, resolve
+from graphopt.parallel.markers import Group
+from graphopt.parallel.parallelize import parallelize
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported
@@ -29,7 +32,7 @@ from graphopt.tracing.outside.existing import (
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
-from graphopt.tracing.reduction import Group, UnagreedParameterError
+from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.signature import Live, Signature, View
 from graphopt.tracing.steady import NewState, steady_step
 from graphopt.tracing.trace import Communication, RawTrace, trace
@@ -53,6 +56,7 @@ class CapturedStep:
         besides: modules, optimizers and tensors that it works on besides its arguments.
         state: optimizer state among the inputs, to be put into the optimizers when the graph has
             run for the first time; None where there is none.
+        parallel: the kind of parallelism that expands the markers of the graph.
 
     >>> import graphopt, torch
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -71,6 +75,7 @@ class CapturedStep:
     casts: bool
     besides: Besides
     state: NewState | None = None
+    parallel: Parallel = field(default_factory=Manual)
 
     def state_present(self) -> AbstractContextManager[None]:
         """While active, the optimizers have all state that is among the inputs."""
@@ -111,12 +116,12 @@ def finish(
         record, effects = unchanged(steady.raw.outside), raw.effects
         found = _Repeated(steady.raw, record, _complete(raw), effects, steady.state)
         with steady.state.present():
-            return _rewritten(call, steady.inputs, found, mark)
+            return _rewritten(call, steady.inputs, found, mark, communication)
     found = _Repeated(raw, raw.outside, True, raw.effects)
     if mark not in settled or raw.outside.changed is not None:
         raw, record, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
         found = _Repeated(raw, record, lasting, raw.effects)
-    return _rewritten(call, inputs, found, mark)
+    return _rewritten(call, inputs, found, mark, communication)
 
 
 class _Repeated(NamedTuple):
@@ -129,7 +134,9 @@ class _Repeated(NamedTuple):
     state: NewState | None = None
 
 
-def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> CapturedStep:
+def _rewritten(
+    call: Call, inputs: Inputs, found: _Repeated, mark: str, communication: Communication | None
+) -> CapturedStep:
     raw, kinds = found.raw, list(inputs.kinds_and_names(call))
     with explained(call):
         functional = functionalize(raw)
@@ -139,6 +146,8 @@ def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> Captu
     specs = tuple(
         InputSpec(kind, fqn, name) for (kind, fqn), name in zip(kinds, names, strict=True)
     )
+    for node, spec in zip(functional.graph_module.graph.nodes, specs, strict=False):
+        set_placement(node, spec.placement)
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
     inputs.rebound = raw.signature.rebound
@@ -157,6 +166,7 @@ def _rewritten(call: Call, inputs: Inputs, found: _Repeated, mark: str) -> Captu
         _casts(functional.graph_module.graph),
         call.besides,
         _made_beforehand(call, found.state),
+        Manual() if communication is None else communication.parallel,
     )
 
 
@@ -357,7 +367,9 @@ def capture(
     >>> [node.name for node in gm.graph.nodes]
     ['x', 'relu', 'output']
     """
-    return capture_call(Call(fn, args, kwargs), communication_for(resolve(parallel)))
+    captured = capture_call(Call(fn, args, kwargs), communication_for(resolve(parallel)))
+    parallelize(captured.graph_module, captured.parallel)
+    return captured
 
 
 def capture_call(
@@ -367,7 +379,8 @@ def capture_call(
     *,
     lasts: bool = False,
 ) -> CapturedStep:
-    """`capture`, of arguments already taken apart; `settled` and `lasts`: see `finish`."""
+    """`capture`, of arguments already taken apart, with the markers that `parallelize` expands;
+    `settled` and `lasts`: see `finish`."""
     with _compat.without_fake_mode(), collector_paused(), existing_kept():
         while True:
             call, inputs, raw = first_trace(call, communication)
@@ -439,8 +452,8 @@ def communication_for(
     parallel: Parallel, agreed: tuple[str, ...] | None = None
 ) -> Communication | None:
     """What a trace needs to know of the process group."""
-    if isinstance(parallel, Manual):
+    if not isinstance(parallel, OverRanks):
         return None
     group = _compat.group_or_default(parallel.group)
     named = Group(group.group_name, group.size())
-    return Communication(named, parallel.broadcast_buffers, agreed)
+    return Communication(parallel, named, parallel.broadcast_buffers, agreed)

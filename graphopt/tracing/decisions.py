@@ -25,6 +25,7 @@ from graphopt.graph_utils import is_collective, without_autocast
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
+from graphopt.ir.operators import is_marker
 from graphopt.tracing.alike import is_alike
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.inputs import Inputs
@@ -241,7 +242,7 @@ class Values:
             return None
         if node.op == "get_attr":
             return _copied_constant(getattr(self._tracer.root, str(node.target)))
-        if is_collective(node):
+        if is_collective(node) or is_marker(node):
             raise CaptureError(
                 "it decides by the value of a tensor behind a collective",
                 location=str(current_user_line()),

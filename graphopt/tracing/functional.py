@@ -23,13 +23,12 @@ from graphopt._compat.sizes import arithmetic_when_used
 from graphopt.comm.waits import split_waits
 from graphopt.graph_utils import (
     Outputs,
+    after_placeholders,
     call_function_with_meta,
     eliminate_dead_code,
     get_output,
     get_outputs,
-    is_collective,
     is_operator,
-    is_wait,
     readers_through_views,
     remove_identities,
     set_outputs,
@@ -48,9 +47,6 @@ from graphopt.tracing.tagging import tagged
 from graphopt.tracing.trace import RawTrace
 
 aten = torch.ops.aten
-
-_BETWEEN = 2.0**-20
-"""Distance between nodes placed after one another, where untouched nodes are 1 apart."""
 
 
 @dataclass
@@ -97,7 +93,6 @@ def functionalize(raw: RawTrace) -> Functional:
         if node.op == "call_function":
             node.meta.setdefault("val", None)
     _place_updates(graph)
-    _place_launches(graph)
     note_order(graph, get_outputs(graph).updates)
     graph.lint()
     graph_module.recompile()
@@ -173,51 +168,7 @@ def _place_updates(graph: fx.Graph) -> None:
         if not before.isdisjoint(updates):
             continue
         last = max(before, key=position.__getitem__)
-        _after_placeholders(last).append(copy)
-
-
-def _after_placeholders(node: fx.Node) -> fx.Node:
-    """`node`, or the last placeholder when it is one of them."""
-    while node.next.op == "placeholder":
-        node = node.next
-    return node
-
-
-def _place_launches(graph: fx.Graph) -> None:
-    """Move each collective, and what only it needs, to just after the values it sends.
-
-    Launches of one group keep their order, which all ranks share.
-    """
-    position = {node: float(index) for index, node in enumerate(graph.nodes)}
-    previous: dict[str, fx.Node] = {}
-    for node in list(graph.nodes):
-        if not is_collective(node):
-            continue
-        chain = sorted(_private_inputs(node), key=position.__getitem__)
-        sources = {source for member in chain for source in member.all_input_nodes} - set(chain)
-        group = str(node.args[-1])
-        if group in previous:
-            sources.add(previous[group])
-        previous[group] = node
-        anchor = _after_placeholders(max(sources, key=position.__getitem__))
-        for member in chain:
-            if anchor.next is not member:
-                anchor.append(member)
-            position[member] = position[anchor] + _BETWEEN
-            anchor = member
-
-
-def _private_inputs(collective: fx.Node) -> list[fx.Node]:
-    """`collective` and the communication nodes that exist for it alone."""
-    chain = [collective]
-    pending = list(collective.all_input_nodes)
-    while pending:
-        node = pending.pop()
-        private = node.meta.get("phase") == "communication" and len(node.users) == 1
-        if node.op == "call_function" and private and not is_wait(node):
-            chain.append(node)
-            pending += node.all_input_nodes
-    return chain
+        after_placeholders(last).append(copy)
 
 
 def name_placeholders(graph: fx.Graph, inputs: Sequence[tuple[str, str]]) -> list[str]:

@@ -17,6 +17,7 @@ from graphopt import _compat
 from graphopt._compat.late import alias_of
 from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
+from graphopt.ir.placement import Placement
 from graphopt.runtime.late import names_of_held
 from graphopt.tracing import optimizer_state
 from graphopt.tracing.call import Call, SizesKept
@@ -35,11 +36,13 @@ class InputSpec:
         kind: where the value lives between calls.
         fqn: qualified name, as in `state_dict` where there is one.
         placeholder: target of the placeholder node.
+        placement: how the ranks hold it.
     """
 
     kind: Kind
     fqn: str
     placeholder: str
+    placement: Placement = Placement.FULL
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
@@ -189,9 +190,7 @@ class OptimizerGuard:
         for index, (params, settings) in enumerate(self.groups):
             group = optimizer.param_groups[index]
             live = group["params"]
-            if len(live) != len(params) or any(
-                a is not b for a, b in zip(live, params, strict=True)
-            ):
+            if len(live) != len(params) or not all(map(is_, live, params)):
                 return f"the members of {self.name}.param_groups[{index}] changed"
             now = _settings(group, self.counts)
             if now != settings:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphopt import _compat
-from graphopt.tracing.guard_values import tensor_kind
+from graphopt.tracing.guard_values import kinds_of
 
 Container = dict[Any, Any] | list[Any]
 Body = tuple[type, dict[str, Any]] | None
@@ -31,13 +31,16 @@ class Snapshot:
         self._containers: list[Container] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
+        self._ordered: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []
         self._sized: list[Container] = []
         self._sizes: list[int] = []
-        self._owners: list[tuple[dict[str, Any], str]] = []
-        self._modules: list[Body] = []
+        self._tables: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._classes: list[type] = []
+        self._attributes: list[dict[str, Any] | None] = []
         self._named: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
         self._tensors: list[torch.Tensor] = []
-        self._kinds: list[tuple[Any, ...]] = []
+        self._kinds: tuple[list[Any], ...] = ([], [])
         self._hooks: list[tuple[int, ...]] = []
 
     def has(self, container: Container, key: Any, value: object) -> None:
@@ -48,6 +51,10 @@ class Snapshot:
 
     def has_items(self, container: Container) -> None:
         """The container has these items, and no others."""
+        if isinstance(container, dict) and any(isinstance(key, torch.Tensor) for key in container):
+            # torch hashes tensors in Python: their order is looked at instead
+            self._ordered.append((container, list(container), list(container.values())))
+            return
         pairs: Iterable[tuple[Any, Any]] = (
             container.items() if isinstance(container, dict) else enumerate(container)
         )
@@ -68,13 +75,17 @@ class Snapshot:
 
     def has_module(self, table: dict[str, Any], key: str) -> None:
         """This module, or None, is at `key`; the module is not kept alive."""
-        self._owners.append((table, key))
-        self._modules.append(body_of(table[key]))
+        module = table[key]
+        self._tables.append(table)
+        self._names.append(key)
+        self._classes.append(type(module))
+        self._attributes.append(_attributes_of(module))
 
     def has_kind(self, tensor: torch.Tensor) -> None:
         """The tensor is of this kind, and has these gradient hooks."""
         self._tensors.append(tensor)
-        self._kinds.append(tensor_kind(tensor))
+        for known, kind in zip(self._kinds, kinds_of([tensor]), strict=True):
+            known += kind
         self._hooks.append(_compat.hooks_of(tensor))
 
     def holds(self) -> bool:
@@ -84,11 +95,8 @@ class Snapshot:
                 list(map(len, self._sized)) == self._sizes
                 and self._same_values()
                 and all(tuple(table) == keys for table, keys in self._named)
-                and all(
-                    is_body(table[key], body)
-                    for (table, key), body in zip(self._owners, self._modules, strict=True)
-                )
-                and list(map(tensor_kind, self._tensors)) == self._kinds
+                and self._same_modules()
+                and kinds_of(self._tensors) == self._kinds
                 and self._same_hooks()
             )
         except (KeyError, IndexError):  # something is no longer where it was
@@ -96,7 +104,18 @@ class Snapshot:
 
     def _same_values(self) -> bool:
         now = map(getitem, self._containers, self._keys)
-        return all(map(is_, now, self._values))
+        return all(map(is_, now, self._values)) and all(
+            len(table) == len(keys)
+            and all(map(is_, table, keys))
+            and all(map(is_, table.values(), values))
+            for table, keys, values in self._ordered
+        )
+
+    def _same_modules(self) -> bool:
+        now = list(map(getitem, self._tables, self._names))
+        if list(map(type, now)) != self._classes:
+            return False
+        return all(map(is_, map(_attributes_of, now), self._attributes))
 
     def _same_hooks(self) -> bool:
         if any(chain.from_iterable(map(_compat.hook_tables, self._tensors))):
@@ -108,6 +127,10 @@ def body_of(module: nn.Module | None) -> Body:
     """What a module is without its name: its class and its attributes, which are the same objects
     as long as it is the same module. They do not keep the module alive."""
     return None if module is None else (type(module), vars(module))
+
+
+def _attributes_of(module: nn.Module | None) -> dict[str, Any] | None:
+    return getattr(module, "__dict__", None)
 
 
 def is_body(module: nn.Module | None, body: Body) -> bool:

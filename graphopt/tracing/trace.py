@@ -22,6 +22,8 @@ from graphopt._compat.ctc import register_ctc_shapes
 from graphopt._compat.remembering import remembered
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.parallel import OverRanks
+from graphopt.parallel.markers import Group
 from graphopt.tracing import impurity, numbers, reduction, rng, strides
 from graphopt.tracing.besides import Finder, MoreInputs
 from graphopt.tracing.call import Call, SizesKept
@@ -64,15 +66,17 @@ from graphopt.tracing.tagging import Tagger, tagged
 
 @dataclass(frozen=True)
 class Communication:
-    """What data parallelism adds to this trace.
+    """What is marked in this trace, for a kind of parallelism to expand.
 
     Attributes:
-        group: ranks to average over.
-        broadcast_buffers: copy buffers from rank 0 before each forward of a root module.
-        agreed: parameters to average in launch order, None before the ranks have agreed.
+        parallel: the kind.
+        group: ranks that share gradients and buffers.
+        broadcast_buffers: mark buffers before each forward of a root module.
+        agreed: parameters to mark in launch order, None before the ranks have agreed.
     """
 
-    group: reduction.Group
+    parallel: OverRanks
+    group: Group
     broadcast_buffers: bool
     agreed: tuple[str, ...] | None
 
@@ -82,7 +86,7 @@ class RawTrace:
     """A traced step: `graph_module(*placeholders)` gives the list of results.
 
     Attributes:
-        used: parameters whose gradients were averaged here, in the order they were ready.
+        used: parameters whose gradients were marked here, in the order they were ready.
         gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
         effects: what the step changed on the host, which has been put back.
         outside: what the step read outside its arguments.
@@ -290,15 +294,15 @@ class _StepRun:
             before = module_attributes(self.call)
             settings = [dict(group) for _, _, group in self._groups()]
             holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
-            averager = self._averager(traced)
-            returned, stepped = self._run(traced, averager)
+            marker = self._gradient_marker(traced)
+            returned, stepped = self._run(traced, marker)
             counted = self._counted(settings)
             replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
             finish_buffers(self.inputs, traced, replacing)
             collector = ResultCollector(self.call, self.inputs, traced, flat, self.made)
             self.signature = collector.collect(returned, stepped, before, holders, counted)
             self.signature.rebound.extend(sorted(self.rebound))
-            self.used = tuple(averager.used) if averager is not None else ()
+            self.used = tuple(marker.used) if marker is not None else ()
             return collector.results
 
     def _on_one_device(self) -> bool:
@@ -335,7 +339,7 @@ class _StepRun:
         return found
 
     def _run(
-        self, traced: Traced, averager: reduction.GradientAverager | None
+        self, traced: Traced, marker: reduction.GradientMarker | None
     ) -> tuple[Any, list[int]]:
         leaves = [
             traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -348,9 +352,9 @@ class _StepRun:
         stepped: list[int] = []
         known = self.call.optimizer_objects()
 
-        def reduce() -> None:
-            if averager is not None:
-                averager.reduce_ready()
+        def mark() -> None:
+            if marker is not None:
+                marker.mark_ready()
 
         with ExitStack() as stack:
             stack.enter_context(impurity.no_output())
@@ -364,13 +368,11 @@ class _StepRun:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
             self._notice_steps(stepped)
-            if averager is not None:
-                stack.enter_context(averager.watching())
-                stack.enter_context(self._buffers_broadcast())
+            if marker is not None:
+                stack.enter_context(marker.watching())
+                stack.enter_context(self._buffers_marked())
             rebinding = Rebinding(self.inputs, traced)
-            redirect = Redirect(
-                traced, self.tagger, reduce, self.made, known, self.finder, rebinding
-            )
+            redirect = Redirect(traced, self.tagger, mark, self.made, known, self.finder, rebinding)
             stack.enter_context(redirect)
             with observed_step(self.call, self.outside):
                 returned = self.call.fn(*args, **kwargs)
@@ -381,7 +383,7 @@ class _StepRun:
         self.rebound = rebinding.rebound
         if self.made.refused is not None:
             raise self.made.refused
-        reduce()
+        mark()
         return returned, stepped
 
     def _stand_ins(self, flat: Sequence[torch.Tensor]) -> Traced:
@@ -425,10 +427,10 @@ class _StepRun:
         integer = _compat.record_number(int, (leaf,))
         return HostNumber(integer, value, leaf.expression, conditions, self.made)
 
-    def _averager(self, traced: Traced) -> reduction.GradientAverager | None:
+    def _gradient_marker(self, traced: Traced) -> reduction.GradientMarker | None:
         if self.communication is None:
             return None
-        return reduction.GradientAverager(
+        return reduction.GradientMarker(
             parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self.inputs.parameters},
             group=self.communication.group,
             tagger=self.tagger,
@@ -454,21 +456,21 @@ class _StepRun:
         return noticed
 
     @contextmanager
-    def _buffers_broadcast(self) -> Iterator[None]:
-        """While active, a root module's forward begins with rank 0's buffers."""
+    def _buffers_marked(self) -> Iterator[None]:
+        """While active, a root module's forward begins with buffers that the ranks share."""
         communication = self.communication
         assert communication is not None
         if not communication.broadcast_buffers:
             yield
             return
 
-        def receive(module: torch.nn.Module, args: Any) -> None:
+        def mark(module: torch.nn.Module, args: Any) -> None:
             names = (name for name, _ in module.named_buffers())
             with torch.no_grad(), self.tagger.sending(*names):
-                reduction.broadcast_buffers(module, communication.group)
+                reduction.mark_buffers(module, communication.group)
 
         handles = [
-            root.register_forward_pre_hook(receive, prepend=True)
+            root.register_forward_pre_hook(mark, prepend=True)
             for _, root in self.call.named_roots()
         ]
         try:

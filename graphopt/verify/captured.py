@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,8 @@ from graphopt.graph_utils import (
     is_wait,
     tensors_in,
 )
+from graphopt.ir.operators import calls_of
+from graphopt.ir.placement import placement_of
 
 if TYPE_CHECKING:
     from graphopt.tracing.capture import CapturedStep
@@ -70,8 +73,13 @@ def check_captured(captured: CapturedStep) -> SpecReport:
     return check_graph(captured.graph_module.graph, captured.inputs)
 
 
-def check_graph(graph: fx.Graph, inputs: Sequence[InputSpec]) -> SpecReport:
+def check_graph(
+    graph: fx.Graph, inputs: Sequence[InputSpec], *, marked: bool = False
+) -> SpecReport:
     """`check_captured` for a bare graph and the description of its placeholders.
+
+    Args:
+        marked: it may have markers, which no kind of parallelism has expanded yet.
 
     >>> from graphopt.verify import check_graph
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -87,6 +95,8 @@ def check_graph(graph: fx.Graph, inputs: Sequence[InputSpec]) -> SpecReport:
     if report.ok:
         for problems in (_nodes(graph), _mutation(graph), _collectives(graph)):
             report.problems += problems
+        if not marked:
+            report.problems += _markers(graph)
     return report
 
 
@@ -105,6 +115,8 @@ def _placeholders(graph: fx.Graph, inputs: Sequence[InputSpec]) -> Iterator[str]
         yield f"placeholders are not in the order {', '.join(KINDS)}"
     owners: dict[int, str] = {}
     for node, spec in zip(nodes, inputs, strict=True):
+        if placement_of(node) is not spec.placement:
+            yield f"{node.name} is {placement_of(node).value}, and the input {spec.placement.value}"
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             yield f"placeholder {node.name} has no tensor in its metadata"
@@ -197,6 +209,11 @@ def _collectives(graph: fx.Graph) -> Iterator[str]:
             yield f"a collective without a named group\n{_at(node)}"
         if not any(True for _ in tensors_in(node.meta["val"])):
             yield f"a collective of unknown dtype and device\n{_at(node)}"
+
+
+def _markers(graph: fx.Graph) -> Iterator[str]:
+    for node in calls_of(graph, attrgetter("marker")):
+        yield f"a marker that no kind of parallelism has expanded\n{_at(node)}"
 
 
 def _results(launch: fx.Node) -> list[fx.Node]:

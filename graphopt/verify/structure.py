@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -12,6 +12,7 @@ from graphopt.graph_utils import get_output, get_outputs
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder, Write
 from graphopt.ir.operators import draws, is_collective
+from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.problems import Problem
 from graphopt.verify.traits import traits_of
@@ -33,11 +34,21 @@ def topology(graph: fx.Graph) -> Iterator[Problem]:
         seen.add(node)
 
 
+def _other_placements(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> Iterator[Problem]:
+    """The ranks hold each input as before."""
+    for node, was in zip(new, old, strict=True):
+        if placement_of(node) is not placement_of(was):
+            kinds = f"{placement_of(node).value}, before it was {placement_of(was).value}"
+            yield Problem(f"the placement of %{node.name} is {kinds}", (node,))
+
+
 def interface(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
     """The graph takes the same inputs and returns as much as before."""
-    old, new = ([n.target for n in g.nodes if n.op == "placeholder"] for g in (before, after))
-    if old != new:
+    old, new = ([n for n in g.nodes if n.op == "placeholder"] for g in (before, after))
+    if [node.target for node in old] != [node.target for node in new]:
         yield Problem("the placeholders are not those of the graph before, in the same order")
+    else:
+        yield from _other_placements(old, new)
     was, now = get_outputs(before), get_outputs(after)
     for what, one, other in (
         ("result", was.results, now.results),

@@ -1,0 +1,124 @@
+"""What became of the cases of the coverage set, and how that is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass
+class Outcome:
+    """What became of one case.
+
+    Attributes:
+        verdict: "bitwise", "differs", "refused", "failed" (another error) or "too long"; of eager
+            itself "not for it" (the device) or "not repeatable".
+        reason: of a refusal or a failure.
+        captures: how many graphs the calls needed.
+        nodes: of the last graph.
+        seconds: CPU seconds of the first call.
+        against: those of the first call of the same loop with its models compiled by torch, forward
+            and backward (the optimizer runs eagerly); None where that fails, or was not asked for.
+        eager_step: CPU seconds of an eager step later on; None where it was not asked for.
+        step_ratio: of the captured step to it.
+        torch_ratio: of the step with models compiled by torch to it.
+    """
+
+    name: str
+    verdict: str
+    reason: str = ""
+    captures: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+    against: float | None = None
+    eager_step: float | None = None
+    step_ratio: float | None = None
+    torch_ratio: float | None = None
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """The outcomes as a table in Markdown."""
+    timed = any(each.step_ratio is not None for each in outcomes)
+    by_torch = any(each.torch_ratio is not None for each in outcomes)
+    more = ["eager step, ms", "ratio"] * timed + ["ratio, torch.compile"] * by_torch
+    heads = ["case", "outcome", "captures", "nodes", "CPU s", *more]
+    lines = ["---", "---", *["---:"] * (len(heads) - 2)]
+    rows = [f"| {' | '.join(heads)} |", f"|{'|'.join(lines)}|"]
+    for each in outcomes:
+        figures = [""] * (len(heads) - 2)
+        verdict = f"{each.verdict}: {_short(each.reason)}"
+        if each.verdict == "bitwise":
+            verdict = each.verdict
+            figures = [str(each.captures), str(each.nodes), f"{each.seconds:.1f}"]
+            figures += [_milliseconds(each.eager_step), _ratio(each.step_ratio)] * timed
+            figures += [_ratio(each.torch_ratio)] * by_torch
+        rows.append(f"| {' | '.join([each.name, verdict, *figures])} |".replace("|  ", "| "))
+    return rows
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.1f}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _short(reason: str) -> str:
+    first = reason.strip().split("\n", 1)[0]
+    return first.partition(": ")[2] or first
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """The figures of all cases in one sentence."""
+    bitwise = [each for each in outcomes if each.verdict == "bitwise"]
+    wrong = sum(each.verdict == "differs" for each in outcomes)
+    per_node = [1000 * each.seconds / each.nodes for each in bitwise if each.nodes]
+    text = f"{len(bitwise)} of {len(outcomes)} captured and bitwise, {wrong} captured and not"
+    if not per_node:
+        return text
+    return f"{text}; CPU seconds per 1,000 nodes: median {median(per_node):.1f}"
+
+
+def compared(outcomes: Sequence[Outcome], backend: str) -> str:
+    """The seconds of the first call beside those of `torch.compile`, where both have captured."""
+    pairs = [(each.seconds, each.against) for each in outcomes if each.nodes and each.against]
+    if not pairs:
+        return f"no case to compare with {backend}"
+    ours, theirs = (sum(column) for column in zip(*pairs, strict=True))
+    ratio = median(a / b for a, b in pairs)
+    less = sum(a <= b for a, b in pairs)
+    return (
+        f"{len(pairs)} cases beside torch.compile(backend={backend!r}): {ours:.0f} and"
+        f" {theirs:.0f} CPU seconds in all, less in {less}, median ratio {ratio:.2f}"
+    )
+
+
+def steps_compared(outcomes: Sequence[Outcome]) -> str:
+    """The times of later steps beside eager's, of all and of those that take over 5 ms."""
+    each = [(o.step_ratio, o.eager_step, o.name) for o in outcomes if o.step_ratio and o.eager_step]
+    if not each:
+        return "no step was timed"
+    slower = [f"{name} ({ratio:.2f})" for ratio, eager, name in each if _slower(ratio, eager)]
+    text = f"steps of {len(each)} cases: median {median(ratio for ratio, *_ in each):.2f} of eager"
+    pairs = [(o.step_ratio, o.torch_ratio) for o in outcomes if o.step_ratio and o.torch_ratio]
+    if pairs:
+        text += f", {median(a / b for a, b in pairs):.2f} of torch.compile's in {len(pairs)}"
+    return f"{text}; over 5 ms and above 1.05: {', '.join(slower) or 'none'}"
+
+
+def _slower(ratio: float, eager: float) -> bool:
+    return eager > 5e-3 and ratio > 1.05
+
+
+def show(outcome: Outcome, reasons: bool) -> None:
+    """One line, and the reason where it is asked for or unexpected."""
+    line = f"{outcome.name:44} {outcome.verdict:14} {outcome.captures:2} {outcome.nodes:5}"
+    against = "" if outcome.against is None else f" {outcome.against:5.1f}"
+    if outcome.eager_step is not None:
+        against += f"  {_milliseconds(outcome.eager_step)} ms {_ratio(outcome.step_ratio)}"
+        against += f" {_ratio(outcome.torch_ratio)}"
+    print(f"{line} {outcome.seconds:5.1f}{against}", flush=True)
+    if outcome.reason and (reasons or outcome.verdict in ("failed", "differs")):
+        print("    " + outcome.reason.strip().replace("\n", "\n    "), flush=True)

@@ -1,0 +1,61 @@
+"""What every kind of parallelism has: `Parallel`, and `OverRanks` for those that communicate."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import fx
+
+
+class Parallel(ABC):
+    """A kind of parallelism: what becomes of the markers in a captured graph."""
+
+    @abstractmethod
+    def expand(self, graph: fx.Graph) -> int:
+        """Replace all markers (`graphopt.parallel.markers`) by what this kind does.
+
+        Args:
+            graph: of a step as it was captured; edited in place. What replaces a marker has its
+                shape, dtype and strides, and stands where the marker stood: the stage moves each
+                launch to the value that it sends afterwards, and leaves its wait.
+
+        Returns:
+            How many markers there were.
+        """
+
+
+@dataclass(frozen=True)
+class Manual(Parallel):
+    """The step does its own communication; the capture adds none.
+
+    >>> import graphopt, torch
+    >>> step = graphopt.compile(lambda m, x: m(x), parallel=graphopt.Manual())
+    >>> step(torch.nn.ReLU(), torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    def expand(self, graph: fx.Graph) -> int:
+        """There are no markers."""
+        return 0
+
+
+@dataclass(frozen=True)
+class OverRanks(Parallel):
+    """Base of the kinds in which the ranks of a group work on one step: the capture writes markers,
+    and the ranks agree on what they run.
+
+    Attributes:
+        group: the process group; None is the default group.
+        broadcast: before the first step, copy parameters and buffers from the group's rank 0.
+        broadcast_buffers: mark the buffers of a module before each of its forwards.
+        timeout: seconds to wait for the other ranks when they agree on a capture.
+    """
+
+    group: dist.ProcessGroup | None = None
+    broadcast: bool = True
+    broadcast_buffers: bool = True
+    timeout: float = 120.0

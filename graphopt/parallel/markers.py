@@ -1,0 +1,133 @@
+"""What a capture writes where ranks have to share a value: marker operators.
+
+    reduce_gradient(g, "layer.weight", ranks, group)     the gradient that all ranks are to have
+    sync_buffers([b, …], ["bn.mean", …], ranks, group)   the buffers that all ranks are to have
+
+A marker gives new tensors of the kinds that it takes. It says what is to be shared by which ranks,
+and not how: that is said by a kind of parallelism, which the stage `parallelize` lets expand the
+markers. No marker is left after it, and none ever runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from graphopt.graph_utils import call_function_with_meta, find_nodes
+from graphopt.ir.operators import is_marker, is_operator
+
+_library = torch.library.Library("graphopt", "FRAGMENT")
+_library.define(
+    "reduce_gradient(Tensor gradient, str parameter, int group_size, str group_name) -> Tensor"
+)
+_library.define(
+    "sync_buffers(Tensor[] buffers, str[] names, int group_size, str group_name) -> Tensor[]"
+)
+
+
+def _reduced_kind(
+    gradient: torch.Tensor, parameter: str, group_size: int, group_name: str
+) -> torch.Tensor:
+    """Dense, with the strides that arithmetic on the gradient gives."""
+    return torch.empty_like(torch.mul(gradient, 1.0))
+
+
+def _synced_kinds(
+    buffers: Sequence[torch.Tensor], names: Sequence[str], group_size: int, group_name: str
+) -> list[torch.Tensor]:
+    """Contiguous."""
+    return [torch.empty_like(b, memory_format=torch.contiguous_format) for b in buffers]
+
+
+def _never_runs(*args: Any) -> Any:
+    raise RuntimeError("a marker has no values: graphopt.parallel.parallelize expands it")
+
+
+for _name, _kinds in (("reduce_gradient", _reduced_kind), ("sync_buffers", _synced_kinds)):
+    _library.impl(_name, _never_runs, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"graphopt::{_name}", _kinds, lib=_library)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as operators name it.
+
+    Attributes:
+        name: as functional collectives take it.
+        ranks: how many there are.
+    """
+
+    name: str
+    ranks: int
+
+
+def reduce_gradient(gradient: torch.Tensor, parameter: str, group: Group) -> torch.Tensor:
+    """Mark the gradient of the parameter named; returns what stands for the shared one."""
+    marker = torch.ops.graphopt.reduce_gradient
+    return cast(torch.Tensor, marker(gradient, parameter, group.ranks, group.name))
+
+
+def sync_buffers(
+    buffers: Sequence[torch.Tensor], names: Sequence[str], group: Group
+) -> list[torch.Tensor]:
+    """Mark the buffers of one module, named; returns what stands for the shared ones."""
+    marker = torch.ops.graphopt.sync_buffers
+    return cast(list[torch.Tensor], marker(buffers, names, group.ranks, group.name))
+
+
+def markers_of(graph: fx.Graph) -> list[fx.Node]:
+    """All markers of a graph, in order."""
+    return find_nodes(graph, is_marker)
+
+
+def marks_gradient(marker: fx.Node) -> bool:
+    """Whether a marker is that of a gradient; else it is one of buffers."""
+    return is_operator(marker.target, "graphopt::reduce_gradient")
+
+
+def group_of(marker: fx.Node) -> Group:
+    """The ranks that are to share what is marked."""
+    ranks, name = marker.args[2:4]
+    return Group(cast(str, name), cast(int, ranks))
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Makes nodes where a marker stands, with its phase, source line and module path."""
+
+    marker: fx.Node
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """A node that calls an operator; its items, where it gives several tensors."""
+        made = self._made(target, args, kwargs)
+        value = made.meta["val"]
+        if isinstance(value, torch.Tensor):
+            return made
+        return [self._made(operator.getitem, (made, index), {}) for index in range(len(value))]
+
+    def _made(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        graph = self.marker.graph
+        with graph.inserting_before(self.marker):
+            made = call_function_with_meta(graph, target, args, kwargs, like=self.marker)
+        made._rename(target.__name__.partition(".")[0])  # as a trace names it
+        return made
+
+
+def replace_marker(marker: fx.Node, by: fx.Node | Sequence[fx.Node]) -> None:
+    """Let other nodes stand for what a marker gives; the marker goes.
+
+    Args:
+        by: one node for the gradient, or one for each buffer.
+    """
+    if isinstance(by, fx.Node):
+        marker.replace_all_uses_with(by)
+    else:
+        for item in list(marker.users):
+            item.replace_all_uses_with(by[cast(int, item.args[1])])
+            marker.graph.erase_node(item)
+    marker.graph.erase_node(marker)
