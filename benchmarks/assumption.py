@@ -41,15 +41,20 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, weight: Tensor) -
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()) * weight
 
 
+def updated(optimizer: Optimizer, loss: Tensor) -> Tensor:
+    """Use the gradients, and drop them."""
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def plain(
     model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor, weight: Tensor
 ) -> Tensor:
     """A step that decides nothing."""
     loss = loss_of(model, inputs, targets, weight)
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
+    return updated(optimizer, loss)
 
 
 def by_loss(
@@ -60,9 +65,7 @@ def by_loss(
     if not torch.isfinite(loss):
         return loss
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
+    return updated(optimizer, loss)
 
 
 def plain_norm(
@@ -72,9 +75,7 @@ def plain_norm(
     loss = loss_of(model, inputs, targets, weight)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
+    return updated(optimizer, loss)
 
 
 def by_norm(

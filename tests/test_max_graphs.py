@@ -55,7 +55,7 @@ def test_lengths_that_vary_are_warned_of_once(caplog: pytest.LogCaptureFixture) 
             run(model, optimizer, torch.ones(length, 3))
     (said,) = caplog.messages
     assert "8 times" in said
-    assert "argument x: [9, 3] became [10, 3]" in said
+    assert "argument x: shape [9, 3] became [10, 3]" in said
     assert "pad the batch" in said
 
 

@@ -23,7 +23,7 @@ from graphopt._compat import new_fake_mode
 from graphopt.commands.stages import run_stages
 from graphopt.graph_utils import find_nodes, is_collective
 from graphopt.manager import records_of
-from graphopt.parallel import DataParallel, Manual, OverRanks
+from graphopt.parallel import DataParallel, Manual, OverRanks, Parallel
 from graphopt.parallel.data_parallel import average
 from graphopt.parallel.markers import (
     Group,
@@ -181,17 +181,19 @@ def test_markers_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # A stage like any other
 
 
-def compiled(kind: OverRanks, model: str = "convnet") -> graphopt.TrainStep:
+def compiled(kind: Parallel, model: str = "convnet") -> tuple[graphopt.TrainStep, tuple[Any, ...]]:
+    """A step that has been called, and the model and optimizer without which its graph goes."""
     step = graphopt.compile(train_step, pipeline="none", parallel=kind)
-    step(*made(model), *MODELS[model].batch(0))
-    return step
+    trained = made(model)
+    step(*trained, *MODELS[model].batch(0))
+    return step, trained
 
 
 def test_the_stage_is_recorded_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRAPHOPT_DUMP", "dump")
     with one_rank():
-        step = compiled(DataParallel())
+        step, _trained = compiled(DataParallel())
     capture, record = step.report[:2]
     assert (capture.name, record.name) == ("capture", "parallelize") and record.stage
     assert record.arguments == {"kind": "DataParallel"} and record.changed
@@ -205,8 +207,7 @@ def test_the_stage_is_recorded_and_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_step_that_talks_to_nobody_has_no_such_stage() -> None:
-    step = graphopt.compile(train_step, pipeline="none", parallel=Manual())
-    step(*made("mlp"), *MODELS["mlp"].batch(0))
+    step, _trained = compiled(Manual(), "mlp")
     assert "parallelize" not in [record.name for record in step.report]
 
 

@@ -182,7 +182,7 @@ NETWORKS: Mapping[str, Network] = {
 }
 """NVLink 4 and 400 Gbit/s InfiniBand between GPUs with NCCL; 10 Gbit/s Ethernet and one machine
 with gloo. Rates are about nine tenths of the vendors'; a collective of gloo wakes a dozen threads,
-on cores that compute."""
+on cores that compute, and within one machine those of all its ranks."""
 
 
 @dataclass(frozen=True)

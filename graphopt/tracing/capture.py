@@ -456,4 +456,4 @@ def communication_for(
         return None
     group = _compat.group_or_default(parallel.group)
     named = Group(group.group_name, group.size())
-    return Communication(parallel, named, parallel.broadcast_buffers, agreed)
+    return Communication(parallel, named, agreed)

@@ -11,21 +11,16 @@ import torch
 _PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
 
 
-def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a graph is specialized on about a tensor."""
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
-
-
 _KIND: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter(
     "shape", "dtype", "device", "requires_grad"
 )
 _STRIDE = methodcaller("stride")
+
+
+def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a graph is specialized on about a tensor."""
+    shape, *others = _KIND(tensor)
+    return (shape, tensor.stride(), *others)
 
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:

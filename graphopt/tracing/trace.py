@@ -71,13 +71,11 @@ class Communication:
     Attributes:
         parallel: the kind.
         group: ranks that share gradients and buffers.
-        broadcast_buffers: mark buffers before each forward of a root module.
         agreed: parameters to mark in launch order, None before the ranks have agreed.
     """
 
     parallel: OverRanks
     group: Group
-    broadcast_buffers: bool
     agreed: tuple[str, ...] | None
 
 
@@ -460,7 +458,7 @@ class _StepRun:
         """While active, a root module's forward begins with buffers that the ranks share."""
         communication = self.communication
         assert communication is not None
-        if not communication.broadcast_buffers:
+        if not communication.parallel.broadcast_buffers:
             yield
             return
 
