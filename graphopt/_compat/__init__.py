@@ -252,6 +252,38 @@ def fake_laid_out(
     return FakeTensor(fake.fake_mode, meta, fake.device)  # type: ignore[attr-defined]
 
 
+def plain_view(target: object, args: tuple[Any, ...]) -> Any:
+    """What a view or a split gives of a fake tensor, by the kernel alone. The mode asks it as well,
+    after much else, which takes eight times as long and decides nothing where sizes are numbers.
+
+    Args:
+        args: values, not nodes.
+
+    Returns:
+        None for other operators, other arguments, and tensors of which more is to be kept.
+    """
+    if target is not _VIEW and target is not _SPLIT:
+        return None
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    source, sizes, *rest = args
+    if type(source) is not FakeTensor or rest or not all(type(size) is int for size in sizes):
+        return None
+    mode, device = source.fake_mode, source.fake_device
+    kept = source.constant is not None or source.real_tensor is not None
+    if kept or source.is_conj() or source.is_neg() or source._has_symbolic_sizes_strides:
+        return None
+    with torch.no_grad(), in_kernel_invocation_manager(mode):
+        found: Any = target(source, sizes)  # type: ignore[operator]
+    if target is _VIEW:
+        return FakeTensor(mode, found, device)
+    return [FakeTensor(mode, part, device) for part in found]
+
+
+_VIEW = torch.ops.aten.view.default
+_SPLIT = torch.ops.aten.split_with_sizes.default
+
+
 def is_fake(value: object) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -350,9 +382,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 def storage_key_of_value(value: torch.Tensor) -> int:
     """As `storage_key`, of the value of a node. It asks for the class of the tensor, which one with
     late updates answers by finishing them, and takes half of the time."""
-    if value.layout is not torch.strided:
+    try:
+        return torch._C._storage_id(value)  # type: ignore[no-any-return, attr-defined]
+    except NotImplementedError:  # indices and values in storage of their own
         return id(value)
-    return torch._C._storage_id(value)  # type: ignore[no-any-return, attr-defined]
 
 
 def may_be_written(tensor: torch.Tensor) -> bool:
