@@ -105,7 +105,9 @@ _GETITEM = Operator(aliases=((0,),), view=True, item=True)
 def operator_of(node: fx.Node) -> Operator:
     """The row of what a node calls. Modules and methods have none of their own."""
     known = _ROWS.get(id(node.target))
-    return row(node.target) if known is None else known
+    if known is not None:
+        return known
+    return row(node.target) if node.op == "call_function" else _PLAIN
 
 
 def row(target: Any) -> Operator:

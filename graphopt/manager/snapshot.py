@@ -70,7 +70,7 @@ class Snapshot:
         self.placeholders = [n.target for n in nodes if n.op == "placeholder"]
         self.kinds_returned = kinds_returned(gm.graph)
         self.functional = follows_output_convention(gm.graph)
-        self.annotated = not any([n.op != "output" for n in nodes if "val" not in n.meta])
+        self.annotated = not any(n.op != "output" for n in nodes if "val" not in n.meta)
 
     def note_attributes(self) -> None:
         """Take what the module and its submodules hold besides the graph as it is now."""

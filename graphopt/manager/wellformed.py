@@ -144,10 +144,10 @@ def _is_well_formed(graph: fx.Graph) -> bool:
     filed = 0
     for op, target, nodes in _compat.nodes_by_kind(graph):
         if op == "call_function":
-            fits = callable(target) and all([n.op == op and n.target is target for n in nodes])
+            fits = callable(target) and all(n.op == op and n.target is target for n in nodes)
         else:
             plain = op in ("placeholder", "call_method", "output")
-            fits = plain and all([n.op == op and isinstance(n.target, str) for n in nodes])
+            fits = plain and all(n.op == op and isinstance(n.target, str) for n in nodes)
         if not fits or not seen.issuperset(nodes):
             return False
         filed += len(nodes)
