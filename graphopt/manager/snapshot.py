@@ -39,7 +39,8 @@ class NodeRecord(NamedTuple):
 
 def noted(node: fx.Node) -> NodeRecord:
     """What a node holds now."""
-    return NodeRecord(_compat.content_of(node), node.meta.copy())
+    # as `NodeRecord(...)` does it, without the detour through a function written in Python
+    return tuple.__new__(NodeRecord, (_compat.content_of(node), node.meta.copy()))
 
 
 class Snapshot:
@@ -63,16 +64,17 @@ class Snapshot:
         self._empty = empty_like(gm.graph)
         with collector_paused():
             # Arguments are immutable: a changed node has other argument objects.
-            self.nodes = {node: noted(node) for node in gm.graph.nodes}
+            nodes = list(gm.graph.nodes)
+            self.nodes = dict(zip(nodes, map(noted, nodes), strict=True))
         self.late = late_nodes(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
         self._host_calls = [(n, n.target, dict(vars(n.target))) for n in _host_calls(gm.graph)]
         self._hooks = _hooks(gm)
         self.note_attributes()
-        self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+        self.placeholders = [n.target for n in nodes if n.op == "placeholder"]
         self.kinds_returned = kinds_returned(gm.graph)
         self.functional = follows_output_convention(gm.graph)
-        self.annotated = all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
+        self.annotated = not any(n.op != "output" for n in nodes if "val" not in n.meta)
 
     def note_attributes(self) -> None:
         """Take what the module and its submodules hold besides the graph as it is now."""
@@ -117,10 +119,12 @@ class Snapshot:
         if late_nodes(graph) != self.late:
             return False
         content_of = _compat.content_of
-        return all(
-            node is old and _same(content_of(node), content) and _same_meta(node.meta, meta)
-            for node, (old, (content, meta)) in zip(graph.nodes, self.nodes.items(), strict=True)
-        )
+        for node, (old, (content, meta)) in zip(graph.nodes, self.nodes.items(), strict=True):
+            if node is not old or not _same(content_of(node), content):
+                return False
+            if not _same_meta(node.meta, meta):
+                return False
+        return True
 
     def new_nodes(self) -> Iterable[fx.Node]:
         """Nodes that were not there."""
@@ -131,11 +135,12 @@ class Snapshot:
         """Nodes with another operator, other arguments or another `meta["val"]`, and what the
         latter was."""
         found = []
-        known, content_of = self.nodes, _compat.content_of
+        known, content_of = self.nodes.get, _compat.content_of
         for node in self._gm.graph.nodes:
-            if node not in known:
+            held = known(node)
+            if held is None:
                 continue
-            content, meta = known[node]
+            content, meta = held
             value = meta.get("val")
             if node.meta.get("val") is not value or not _same(content_of(node), content):
                 found.append((node, value))
@@ -195,7 +200,7 @@ def copy_of(
 
 
 def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.op == "get_attr"]
+    return cast(list[fx.Node], gm.graph.find_nodes(op="get_attr"))
 
 
 def _host_calls(graph: fx.Graph) -> list[fx.Node]:
