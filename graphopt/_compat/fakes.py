@@ -177,7 +177,7 @@ def plain_view(target: object, args: tuple[Any, ...]) -> Any:
         return None
     try:
         with torch.no_grad(), in_kernel_invocation_manager(mode):
-            found: Any = target(source, sizes)  # type: ignore[operator]
+            found: Any = target(source, sizes)
     except RuntimeError:  # the mode says what is wrong
         return None
     if target is _VIEW:
