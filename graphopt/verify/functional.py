@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt._compat.sizes import is_contiguous
 from graphopt.ir.operators import rounds_in_place
 from graphopt.tracing import inplace
 
@@ -50,7 +51,7 @@ def _gives_the_same(target: Any, written: torch.Tensor) -> bool:
         return False
     if target in inplace.ROUNDING:
         return True
-    return not _compat.has_symbolic_shape(written) and written.is_contiguous()
+    return is_contiguous(written)
 
 
 @cache

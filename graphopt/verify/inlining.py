@@ -36,9 +36,11 @@ def call_of(node: fx.Node) -> tuple[fx.GraphModule | None, tuple[Any, ...]] | No
 
 
 def _takes(graph: fx.Graph, call: fx.Node) -> bool:
-    """Whether a graph gets each of its inputs from a call, by position."""
+    """Whether a graph gets each of its inputs from a call, by position. A text by name (the name
+    of a range for the profiler) is none."""
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
-    return not call.kwargs and inputs == len(call.args)
+    plain = all(isinstance(value, str) for value in call.kwargs.values())
+    return plain and inputs == len(call.args)
 
 
 def constant_name(node: fx.Node, outer: Any) -> str:
