@@ -46,12 +46,12 @@ from graphopt.graph_utils import (
     get_output,
     get_outputs,
     is_collective,
-    is_random,
     move_before,
     readers_through_views,
     written,
 )
-from graphopt.host import host_call_of, is_host_call
+from graphopt.host import host_calls
+from graphopt.ir.operators import calls_of, writers
 from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.iter_graph.rules import is_held, is_held_somewhere, why_now_everywhere
 from graphopt.manager import PassArgumentError, graph_optimization_pass
@@ -188,7 +188,9 @@ def _blocked(graph: IterGraph) -> set[fx.Node]:
     """Nodes that must run in this iteration, and all that they need."""
     outputs = get_outputs(graph)
     pending = [n for n in (*outputs.results, *outputs.carried) if isinstance(n, fx.Node)]
-    pending += [node for node in graph.nodes if _stays(node)]
+    pending += host_calls(graph)
+    pending += calls_of(graph, lambda known: known.random or known.collective)
+    pending += [node for node in writers(graph) if _updates_what_stays(node)]
     pending += _before_calls(graph)
     blocked = set(pending)
     while pending:
@@ -199,22 +201,18 @@ def _blocked(graph: IterGraph) -> set[fx.Node]:
     return blocked
 
 
-def _stays(node: fx.Node) -> bool:
+def _updates_what_stays(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
-    if is_random(node) or is_collective(node) or is_host_call(node):
-        return True
     return any(why_now_everywhere(state) is not None for state in written(node))
 
 
 def _before_calls(graph: IterGraph) -> Iterator[fx.Node]:
     """Updates with a call of a function of the program's behind them, and updates behind that: if
     it raises, these have been done and those have not."""
-    followed = False
-    for node in reversed(graph.nodes):
-        call = host_call_of(node)
-        followed = followed or (call is not None and not call.last)
-        if followed and written(node):
+    calls = [call for call in host_calls(graph) if not getattr(call.target, "last", False)]
+    for node in writers(graph) if calls else ():
+        if not calls[-1] < node and written(node):
             yield node
 
 

@@ -40,6 +40,7 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.optim.lists import list_schema
+from hidden_edits import HIDDEN
 from narrow_edits import NARROW
 
 
@@ -731,4 +732,5 @@ ILLEGAL: dict[str, Edit] = {
     "late work of others": marked,
     **NARROW,
     **FURTHER,
+    **HIDDEN,
 }

@@ -22,6 +22,7 @@ import graphopt
 from edit_tools import Edit, is_update
 from graphopt.executable import finalize
 from graphopt.graph_utils import eliminate_dead_code, written
+from graphopt.ir.positions import give_by_position
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager.callbacks import PassContext, Verification
 from graphopt.manager.problems import Refused
@@ -187,9 +188,11 @@ def verify(context: PassContext, verification: Verification, unedited: fx.GraphM
     found = find_problem(gm, before)
     if found is not None:
         raise Refused([found])
+    give_by_position(gm.graph)
     eliminate_dead_code(gm.graph)
     context.record.changed = not before.unchanged()
     if not context.record.changed:
+        verification.after_pass(context)
         return False
     gm.recompile()
     if is_finalized(before.graph):

@@ -419,6 +419,9 @@ class Values:
             return self.term(key[3][1], length).to(getattr(torch, key[2].removeprefix("torch.")))
         if key[0] == "permute":
             return self.row(key[1]).view(key[2]).permute(key[3]).flatten()
+        if key[0] == "beside":
+            taken = [self.row(c.base).view(key[1], c.width)[:, c.start : c.end] for c in key[2]]
+            return torch.cat(taken, 1).flatten()
         assert key[0] == "each", key
         return OVERLOADS[key[1]](*(self.operand(value, length) for _, value in key[3:5]))
 

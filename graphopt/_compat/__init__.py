@@ -28,6 +28,7 @@ from graphopt._compat.fakes import (
     new_fake_mode,
     new_unknown,
     plain_fake_mode,
+    plain_view,
     quiet_fakes,
     register_fused_meta_kernels,
     sizes_given,
@@ -52,6 +53,7 @@ from graphopt._compat.graphs import (
     inserts_at_end,
     lazy_graph_module,
     node_at_line,
+    nodes_by_kind,
 )
 from graphopt._compat.groups import (
     FAKE_BACKEND,
@@ -173,7 +175,9 @@ __all__ = [
     "new_unknown",
     "node_at_line",
     "node_of",
+    "nodes_by_kind",
     "plain_fake_mode",
+    "plain_view",
     "quiet_fakes",
     "rank_among_several",
     "ranks_of_group",

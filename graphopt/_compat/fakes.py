@@ -151,6 +151,44 @@ def fake_laid_out(
     return FakeTensor(fake.fake_mode, meta, fake.device)  # type: ignore[attr-defined]
 
 
+def plain_view(target: object, args: tuple[Any, ...]) -> Any:
+    """What a view or a split gives of a fake tensor, by the kernel alone. The mode asks it as well,
+    after much else, which takes eight times as long and decides nothing where sizes are numbers.
+
+    Args:
+        args: values, not nodes.
+
+    Returns:
+        None for other operators and arguments, those that do not fit among them, and for tensors of
+        which more is to be kept.
+    """
+    if (target is not _VIEW and target is not _SPLIT) or len(args) != 2:
+        return None
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    source, sizes = args
+    if type(source) is not FakeTensor or not isinstance(sizes, (list, tuple)):
+        return None
+    if not all(type(size) is int for size in sizes):
+        return None
+    mode, device = source.fake_mode, source.fake_device
+    kept = source.constant is not None or source.real_tensor is not None or source.requires_grad
+    if kept or source.is_conj() or source.is_neg() or source._has_symbolic_sizes_strides:
+        return None
+    try:
+        with torch.no_grad(), in_kernel_invocation_manager(mode):
+            found: Any = target(source, sizes)
+    except RuntimeError:  # the mode says what is wrong
+        return None
+    if target is _VIEW:
+        return FakeTensor(mode, found, device)
+    return [FakeTensor(mode, part, device) for part in found]
+
+
+_VIEW = torch.ops.aten.view.default
+_SPLIT = torch.ops.aten.split_with_sizes.default
+
+
 def is_fake(value: object) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 

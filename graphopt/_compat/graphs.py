@@ -40,9 +40,17 @@ content_of: Callable[[fx.Node], tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 def calls_by_target(graph: fx.Graph) -> Iterator[tuple[Any, Collection[fx.Node]]]:
     """Each target of calls of functions with the nodes that call it, in no order. The graph keeps
     this table up to date itself, and `lint` compares it with the nodes."""
-    for (op, target), nodes in graph._find_nodes_lookup_table.table.items():
-        if op == "call_function" and nodes:
+    for op, target, nodes in nodes_by_kind(graph):
+        if op == "call_function":
             yield target, nodes
+
+
+def nodes_by_kind(graph: fx.Graph) -> Iterator[tuple[str, Any, Collection[fx.Node]]]:
+    """As `calls_by_target`, of all nodes: kind, target, nodes. Those that are no calls of functions
+    have no target here."""
+    for (op, target), nodes in graph._find_nodes_lookup_table.table.items():
+        if nodes:
+            yield op, target, nodes
 
 
 def copy_codegen(source: fx.Graph, destination: fx.Graph) -> None:

@@ -218,6 +218,13 @@ def symbolic_layout(tensor: torch.Tensor) -> tuple[tuple[int | str, ...], tuple[
     return shape, tuple(_text(stride, at_least_one) for stride in tensor.stride())
 
 
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous, whatever its symbolic sizes are: none is asked for."""
+    if not any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())):
+        return tensor.is_contiguous()
+    return symbolic_layout(tensor) == symbolic_layout(tensor.new_empty(tensor.shape))
+
+
 def _text(number: Any, known: Mapping[Any, Any]) -> int | str:
     if not isinstance(number, torch.SymInt):
         return int(number)

@@ -57,9 +57,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 def storage_key_of_value(value: torch.Tensor) -> int:
     """As `storage_key`, of the value of a node. It asks for the class of the tensor, which one with
     late updates answers by finishing them, and takes half of the time."""
-    if value.layout is not torch.strided:
+    try:
+        return torch._C._storage_id(value)  # type: ignore[no-any-return, attr-defined]
+    except NotImplementedError:  # indices and values in storage of their own
         return id(value)
-    return torch._C._storage_id(value)  # type: ignore[no-any-return, attr-defined]
 
 
 def may_be_written(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -88,6 +89,10 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
+Sizes: TypeAlias = dict[fx.Node, tuple[Any, int]]
+"""By node, its value and the bytes of that."""
+
+
 @dataclass
 class RooflineCost:
     """`roofline_seconds` on one device, each node computed once.
@@ -98,6 +103,7 @@ class RooflineCost:
 
     device: Device
     _known: dict[fx.Node, tuple[object, float]] = field(default_factory=dict, repr=False)
+    _sizes: Sizes = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, node: fx.Node) -> float:
         if is_free(node):
@@ -105,7 +111,7 @@ class RooflineCost:
         described = (node.target, node.args)
         found = self._known.get(node)
         if found is None or found[0] != described:
-            found = described, _seconds(node, self.device)
+            found = described, _seconds(node, self.device, self._sizes)
             self._known[node] = found
         return found[1]
 
@@ -118,12 +124,11 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     >>> roofline_seconds(total, DEVICES["cpu"]) > 0
     True
     """
-    return 0.0 if is_free(node) else _seconds(node, device)
+    return 0.0 if is_free(node) else _seconds(node, device, {})
 
 
-def _seconds(node: fx.Node, device: Device) -> float:
-    sources = [source.meta.get("val") for source in node.all_input_nodes]
-    moved = sum(map(_bytes, tensors_in([*sources, node.meta.get("val")])))
+def _seconds(node: fx.Node, device: Device, sizes: Sizes) -> float:
+    moved = sum([_bytes_of(held, sizes) for held in (*_compat.inputs_of(node), node)])
     arithmetic = flops_of(node)
     dtype = _dtype(node)
     computing = arithmetic / (device.flops_of(dtype) * device.efficiency)
@@ -142,7 +147,10 @@ def is_free(node: fx.Node) -> bool:
         return not _writes(node)
     if is_operator(node.target, *_FREE):
         return True
-    return not any(True for _ in tensors_in(node.meta.get("val"))) and not _writes(node)
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return False
+    return not any(True for _ in tensors_in(value)) and not _writes(node)
 
 
 def flops_of(node: fx.Node) -> float:
@@ -167,6 +175,15 @@ def _dtype(node: fx.Node) -> torch.dtype:
         for tensor in tensors_in(value):
             return tensor.dtype
     return torch.float32
+
+
+def _bytes_of(node: fx.Node, sizes: Sizes) -> int:
+    """Bytes of what a node holds, each value counted once: most are read several times."""
+    value = node.meta.get("val")
+    found = sizes.get(node)
+    if found is None or found[0] is not value:
+        found = sizes[node] = value, sum(map(_bytes, tensors_in(value)))
+    return found[1]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ import operator
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -283,12 +283,22 @@ def call_function_with_meta(
         node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}
     try:
         with _compat.quiet_fakes():
-            node.meta["val"] = evaluate(target, args, kwargs, _fake_mode(graph))
+            node.meta["val"] = _value_of_call(graph, node)
     except Exception as error:  # operators raise what they like
         text = _refused_call(node, error)
         graph.erase_node(node)
         raise VerificationError(text) from error
     return node
+
+
+def _value_of_call(graph: fx.Graph, node: fx.Node) -> Any:
+    """As `evaluate`; views of buckets, of which there are many, in a fraction of the time."""
+    if not node.kwargs:
+        given = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+        found = _compat.plain_view(node.target, given)
+        if found is not None:
+            return found
+    return evaluate(cast(Any, node.target), node.args, node.kwargs, _fake_mode(graph))
 
 
 def _refused_call(node: fx.Node, error: Exception) -> str:

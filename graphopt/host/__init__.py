@@ -26,7 +26,7 @@ from graphopt.host.functions import is_same, name_of
 from graphopt.host.modes import Modes
 from graphopt.host.running import current_run
 
-__all__ = ["HostCall", "host_call_of", "insert_callback", "is_host_call"]
+__all__ = ["HostCall", "host_call_of", "host_calls", "insert_callback", "is_host_call"]
 
 NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 """What Python numbers are that a graph computes, while it is traced."""
@@ -184,6 +184,19 @@ def is_host_call(node: fx.Node) -> bool:
     (False, True)
     """
     return isinstance(node.target, HostCall)
+
+
+def host_calls(graph: fx.Graph) -> list[fx.Node]:
+    """The calls of functions of the user's, in graph order: targets are looked at, not nodes.
+
+    >>> from graphopt.host import host_calls, insert_callback
+    >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
+    >>> call = insert_callback(gm.graph, print, loss)
+    >>> host_calls(gm.graph) == [call]
+    True
+    """
+    known = _compat.calls_by_target(graph)
+    return sorted(n for target, nodes in known if isinstance(target, HostCall) for n in nodes)
 
 
 def insert_callback(

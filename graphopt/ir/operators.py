@@ -113,27 +113,30 @@ _GETITEM = Operator(aliases=((0,),), view=True, item=True)
 
 def operator_of(node: fx.Node) -> Operator:
     """The row of what a node calls. Modules and methods have none of their own."""
-    if node.op != "call_function":
-        return _PLAIN
-    target = node.target
-    if target is operator.getitem:
-        return _GETITEM
-    known = _ROWS.get(id(target))
-    return row(target) if known is None else known[1]
+    known = _ROWS.get(id(node.target))
+    if known is not None:
+        return known
+    return row(node.target) if node.op == "call_function" else _PLAIN
 
 
 def row(target: Any) -> Operator:
     """The row of a target; a row without effects where it is no operator of torch's."""
     known = _ROWS.get(id(target))
     if known is not None:
-        return known[1]
+        return known
     if isinstance(target, _compat.OpOverload):
-        return _ROWS.setdefault(id(target), (target, _row(target)))[1]
+        _TARGETS.append(target)
+        return _ROWS.setdefault(id(target), _row(target))
     return _GETITEM if target is operator.getitem else _PLAIN
 
 
-_ROWS: dict[int, tuple[_compat.OpOverload, Operator]] = {}
-"""Rows made so far, by the identity of their targets: to hash an `OpOverload` runs Python code."""
+_ROWS: dict[int, Operator] = {id(operator.getitem): _GETITEM}
+"""Rows made so far, by the identity of their targets: to hash an `OpOverload` runs Python code. All
+but those of calls of functions are names, and have no row."""
+
+_TARGETS: list[_compat.OpOverload] = []
+"""The targets of these rows, held, since another object may have the identity of one that is gone.
+"""
 
 
 def _row(target: _compat.OpOverload) -> Operator:
@@ -387,6 +390,13 @@ def argument_at(node: fx.Node, index: int) -> Any:
         return node.args[index]
     assert isinstance(node.target, _compat.OpOverload)
     return node.kwargs.get(node.target._schema.arguments[index].name)
+
+
+def first_argument(node: fx.Node) -> Any:
+    """The argument that comes first, given by position or by name; None where there is none."""
+    if node.args or not isinstance(node.target, _compat.OpOverload):
+        return node.args[0] if node.args else None
+    return argument_at(node, 0) if node.target._schema.arguments else None
 
 
 def is_random(node: fx.Node) -> bool:

@@ -132,6 +132,9 @@ class Verification(PassCallback):
                 self._proof.learn(context.gm)
 
     def after_pass(self, context: PassContext) -> None:
+        besides = context.before.changed_besides()
+        if besides:
+            raise Refused(besides)
         if context.record.changed:
             with refusing_what_fails():
                 self._check(context)
@@ -175,6 +178,8 @@ class Verification(PassCallback):
         try:
             self._proof.learn(context.before.graph)  # with its nodes as they were
         except NotDecidedError as error:
+            if report is not None:  # the copy has no module, in which parts are looked up
+                return report
             return EquivalenceReport([error.problem], decidable=False)
         return self._proof.follow(context.gm)
 
@@ -218,11 +223,10 @@ class Verification(PassCallback):
         return _kept_nodes_changed(context)
 
     def _badly_typed(self, context: PassContext) -> list[Problem]:
-        """What is wrong with nodes by themselves, with what the graph returns and sends, and with
-        constants."""
+        """What is wrong with nodes by themselves, and with what the graph returns and sends."""
         before, gm = context.before, context.gm
         if not before.is_of_the_same_graph or not before.annotated:
-            return before.changed_constants()
+            return []
         new = before.new_nodes()
         changed = before.changed_nodes() if context.changed is None else context.changed
         found = changed_problems(
@@ -235,7 +239,7 @@ class Verification(PassCallback):
         problems = list(found)
         if before.kinds_returned != kinds_returned(gm.graph):
             problems += returned_problems(before.graph, gm.graph)
-        return problems or before.changed_constants()
+        return problems
 
 
 def _calls_of_host(before: Snapshot, graph: fx.Graph, proof: Proof) -> list[Problem]:

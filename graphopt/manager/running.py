@@ -15,6 +15,7 @@ from graphopt import _compat
 from graphopt.comm.waits import split_waits
 from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
+from graphopt.ir.positions import give_by_position
 from graphopt.ir.rewritten import forget_places
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
 from graphopt.manager.callbacks import (
@@ -160,7 +161,7 @@ class PassManager:
             self._settings.disable,
         )
         callbacks = self._all_callbacks(proof)
-        if split_waits(gm.graph):
+        if split_waits(gm.graph) + give_by_position(gm.graph):
             gm.recompile()
         before = Snapshot(gm)
         records = []
@@ -270,6 +271,7 @@ def _call(context: PassContext) -> None:
 def _finish(context: PassContext) -> None:
     """Check what a pass has left, clean it up, and complete the record."""
     gm, before, record = context.gm, context.before, context.record
+    give_by_position(gm.graph)
     untouched = before.unchanged()
     found = None if untouched else find_problem(gm, before)
     if found is not None:

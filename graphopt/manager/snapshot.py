@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.graph_utils import follows_output_convention
+from graphopt.host import HostCall
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
 from graphopt.runtime.collector import collector_paused
@@ -21,7 +22,8 @@ from graphopt.verify.interface import kinds_returned
 from graphopt.verify.metadata import Given
 from graphopt.verify.module_constants import attribute
 
-_TABLES = ("_modules", "_parameters", "_buffers")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_TABLES = ("_modules", "_parameters", "_buffers", *_HOOKS)
 
 _PLAIN = (bool, int, float, str)
 """Types of metadata that are compared by value; all others by identity, since to compare tensors
@@ -37,7 +39,8 @@ class NodeRecord(NamedTuple):
 
 def noted(node: fx.Node) -> NodeRecord:
     """What a node holds now."""
-    return NodeRecord(_compat.content_of(node), node.meta.copy())
+    # as `NodeRecord(...)` does it, without the detour through a function written in Python
+    return tuple.__new__(NodeRecord, (_compat.content_of(node), node.meta.copy()))
 
 
 class Snapshot:
@@ -61,14 +64,17 @@ class Snapshot:
         self._empty = empty_like(gm.graph)
         with collector_paused():
             # Arguments are immutable: a changed node has other argument objects.
-            self.nodes = {node: noted(node) for node in gm.graph.nodes}
+            nodes = list(gm.graph.nodes)
+            self.nodes = dict(zip(nodes, map(noted, nodes), strict=True))
         self.late = late_nodes(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
+        self._host_calls = [(n, n.target, dict(vars(n.target))) for n in _host_calls(gm.graph)]
+        self._hooks = _hooks(gm)
         self.note_attributes()
-        self.placeholders = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+        self.placeholders = [n.target for n in nodes if n.op == "placeholder"]
         self.kinds_returned = kinds_returned(gm.graph)
         self.functional = follows_output_convention(gm.graph)
-        self.annotated = all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
+        self.annotated = not any(n.op != "output" for n in nodes if "val" not in n.meta)
 
     def note_attributes(self) -> None:
         """Take what the module and its submodules hold besides the graph as it is now."""
@@ -113,10 +119,12 @@ class Snapshot:
         if late_nodes(graph) != self.late:
             return False
         content_of = _compat.content_of
-        return all(
-            node is old and _same(content_of(node), content) and _same_meta(node.meta, meta)
-            for node, (old, (content, meta)) in zip(graph.nodes, self.nodes.items(), strict=True)
-        )
+        for node, (old, (content, meta)) in zip(graph.nodes, self.nodes.items(), strict=True):
+            if node is not old or not _same(content_of(node), content):
+                return False
+            if not _same_meta(node.meta, meta):
+                return False
+        return True
 
     def new_nodes(self) -> Iterable[fx.Node]:
         """Nodes that were not there."""
@@ -127,11 +135,12 @@ class Snapshot:
         """Nodes with another operator, other arguments or another `meta["val"]`, and what the
         latter was."""
         found = []
-        known, content_of = self.nodes, _compat.content_of
+        known, content_of = self.nodes.get, _compat.content_of
         for node in self._gm.graph.nodes:
-            if node not in known:
+            held = known(node)
+            if held is None:
                 continue
-            content, meta = known[node]
+            content, meta = held
             value = meta.get("val")
             if node.meta.get("val") is not value or not _same(content_of(node), content):
                 found.append((node, value))
@@ -145,6 +154,21 @@ class Snapshot:
             return Given(self.nodes[source].meta.get("val"))
 
         return fx.node.map_arg((args, kwargs), given)
+
+    def changed_besides(self) -> list[Problem]:
+        """What a pass has changed that is no part of the graph, but decides what it does: constants
+        of the module, calls of the program's functions, hooks."""
+        problems = self.changed_constants()
+        for node, call, was in self._host_calls:
+            now = vars(call)
+            if any(now.get(name) is not held for name, held in was.items()):
+                hint = "graphopt.host.insert_callback puts in a call of another function"
+                problems.append(Problem("it changed what a callback calls, or when", (node,), hint))
+        hooks = _hooks(self._gm)
+        if any(held != self._hooks.get(module, _NO_HOOKS) for module, held in hooks.items()):
+            hint = "what a pass changes is the graph"
+            problems.append(Problem("it added or removed a hook of the module", hint=hint))
+        return problems
 
     def changed_constants(self) -> list[Problem]:
         """Constants of the module that stand behind their names no longer."""
@@ -163,6 +187,8 @@ class Snapshot:
         """Make the graph module what it was. Its nodes are then the copies."""
         for module, attributes in self._modules.items():
             _restore_attributes(module, attributes)
+        for _, call, held in self._host_calls:
+            vars(call).update(held)
         self._gm.graph = self.graph
 
 
@@ -174,7 +200,24 @@ def copy_of(
 
 
 def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.op == "get_attr"]
+    return cast(list[fx.Node], gm.graph.find_nodes(op="get_attr"))
+
+
+def _host_calls(graph: fx.Graph) -> list[fx.Node]:
+    calls = _compat.calls_by_target(graph)
+    return [node for target, nodes in calls if isinstance(target, HostCall) for node in nodes]
+
+
+def _hooks(gm: nn.Module) -> dict[nn.Module, list[Any]]:
+    """What runs when a module or one of its submodules is called, besides its graph."""
+    return {module: _hooks_of(vars(module)) for module in gm.modules()}
+
+
+def _hooks_of(held: dict[str, Any]) -> list[Any]:
+    return [held.get("forward"), *(list(held[table].items()) for table in _HOOKS)]
+
+
+_NO_HOOKS: list[Any] = [None, *([] for _ in _HOOKS)]
 
 
 def _content_of(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:

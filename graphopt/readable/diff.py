@@ -106,7 +106,7 @@ def _runs(old: Sequence[Line], new: Sequence[Line]) -> list[Run]:
     while pending:
         a, a_end, b, b_end = pending.pop()
         start = a
-        while a < a_end and b < b_end and old[a] == new[b]:
+        while a < a_end and b < b_end and (old[a] is new[b] or old[a] == new[b]):
             a, b = a + 1, b + 1
         found.append((start, b - (a - start), a - start))
         end = a_end

@@ -224,23 +224,26 @@ def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
     size: dict[int, int] = {}
     inputs: set[int] = set()
     carried: set[int] = set()
+    marked, known = program.late, storages.get
     for index, node in enumerate(program.order):
         mine = _storages(node, storages)
         for key, nbytes in mine:
-            if key not in size:
+            held = size.get(key)
+            if held is None:
                 first[key], size[key] = index, nbytes
-            elif nbytes > size[key]:
+            elif nbytes > held:
                 size[key] = nbytes
             last[key] = index
         if node.op in ("placeholder", "get_attr"):
-            inputs.update(key for key, _ in mine)
-        late = node in program.late
+            inputs.update([key for key, _ in mine])
+            continue
+        late = node in marked
         # An item of a list reads nothing of the others, of which there may be many.
         item = node.target is operator.getitem
         for source in _compat.inputs_of(node):
-            for key, _ in mine if item else _storages(source, storages):
+            for key, _ in mine if item else known(source) or _storages(source, storages):
                 last[key] = index
-                if late and source not in program.late:
+                if late and source not in marked:
                     carried.add(key)
     end = len(program.order) - 1
     return [
@@ -253,7 +256,11 @@ def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
 def _storages(node: fx.Node, known: Storages) -> list[tuple[int, int]]:
     found = known.get(node)
     if found is None:
-        tensors = tensors_in(node.meta.get("val")) if node.op != "output" else ()
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and node.op != "output":
+            found = known[node] = [(_compat.storage_key_of_value(value), _bytes(value))]
+            return found
+        tensors = tensors_in(value) if node.op != "output" else ()
         found = known[node] = [(_compat.storage_key_of_value(t), _bytes(t)) for t in tensors]
     return found
 

@@ -7,7 +7,7 @@ of all of its arguments, layouts included: it is the same only where it gets the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,13 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in
+from graphopt.verify.arrangements import (
+    arranged_alike,
+    beside,
+    columns,
+    permutation_of,
+    permuted,
+)
 from graphopt.verify.elementwise import Arguments, elementwise, is_static
 from graphopt.verify.terms import (
     ScalarValue,
@@ -96,19 +103,42 @@ def cast_segments(
     """Elements in another dtype, each of which is rounded for itself."""
     if before == after:
         return tuple(segments)
-    cast = ("cast", str(before), str(after))
-    return terms.segments(
-        Segment(
-            terms.make(
-                (*cast, elements_of(s.term)),
-                uniform=terms[s.term].uniform,
-                constant=terms[s.term].constant,
-            ),
-            s.start,
-            s.length,
-        )
-        for s in segments
-    )
+    return terms.segments(part for s in segments for part in _cast(terms, s, before, after))
+
+
+def _cast(terms: Terms, run: Segment, before: torch.dtype, after: torch.dtype) -> Iterable[Segment]:
+    key = ("cast", str(before), str(after), elements_of(run.term))
+    arranged = arranged_alike(terms, [run])
+    if arranged is not None:
+        row = terms.rearranged.get(key)
+        if row is None:
+            groups, rebuild = arranged
+            parts = [cast_segments(terms, part, before, after) for (part,) in groups]
+            row = terms.rearranged[key] = rebuild(parts)
+        return terms.part(row, run.start, run.length)
+    held = terms[run.term]
+    number = _EXACT.get(held.key[1]) if held.key[0] == "fill" else None
+    if number is not None and {before, after} <= _ORDINARY:
+        return [Segment(_fill(terms, number, after), 0, run.length)]
+    term = terms.make(key, uniform=held.uniform, constant=held.constant)
+    return [Segment(term, run.start, run.length)]
+
+
+_EXACT = {canonical(value): int(value) for value in (0, 1, 0.0, 1.0, False, True)}
+"""Numbers, as they stand in keys, that ordinary dtypes have."""
+
+_ORDINARY = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+
+
+def _fill(terms: Terms, value: Any, dtype: torch.dtype) -> int:
+    """All elements are one number."""
+    number = float(value) if dtype.is_floating_point else value
+    if dtype == torch.bool:
+        number = bool(value)
+    return terms.make(("fill", canonical(number), str(dtype)), uniform=True)
 
 
 def _permuted(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
@@ -116,34 +146,7 @@ def _permuted(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     if not is_static(source):
         return None
     order = _order(target._schema.name, args, len(source.shape))
-    base, shape, before = source.segments, source.shape, tuple(range(len(order)))
-    inner = _single_permutation(terms, source)
-    if inner is not None:
-        base, shape, before = inner
-    net = tuple(before[i] for i in order)
-    if [i for i in net if shape[i] != 1] == [i for i in range(len(shape)) if shape[i] != 1]:
-        return tensor_value(base, fake)
-    term = terms.make(("permute", base, shape, net))
-    return tensor_value((Segment(term, 0, fake.numel()),), fake)
-
-
-def _single_permutation(terms: Terms, source: TensorValue) -> tuple[Any, Any, Any] | None:
-    """What `source` is a permutation of, if it is one as a whole and in its own shape."""
-    inner = _permuted_elements(terms, source)
-    if inner is None:
-        return None
-    _, shape, order = inner
-    return inner if tuple(shape[i] for i in order) == source.shape else None
-
-
-def _permuted_elements(terms: Terms, source: TensorValue) -> tuple[Any, Any, Any] | None:
-    """What the row of all elements of `source` is a permutation of, whatever its own shape."""
-    if len(source.segments) != 1 or not source.is_static:
-        return None
-    key = terms[source.segments[0].term].key
-    if key[0] != "permute" or source.segments[0][1:] != (0, elements(key[2])):
-        return None
-    return key[1:]
+    return tensor_value(permuted(terms, source.segments, source.shape, order), fake)
 
 
 def permuted_back(
@@ -151,21 +154,16 @@ def permuted_back(
 ) -> tuple[TensorValue, TensorValue] | None:
     """What `part` is a permutation of, in whatever shape, and `value` permuted back in the same
     way."""
-    inner = _permuted_elements(terms, part) if isinstance(part, TensorValue) else None
+    inner = permutation_of(terms, part.segments) if isinstance(part, TensorValue) else None
     if inner is None:
         return None
     base, shape, order = inner
     if sum(segment.length for segment in value.segments) != elements(shape):
         return None
-    back = tuple(sorted(range(len(order)), key=order.__getitem__))
-    undone = _permuted_elements(terms, value)
-    if undone is not None and undone[1:] == (shape, order):
-        found = undone[0]
-    else:
-        key = ("permute", value.segments, tuple(shape[i] for i in order), back)
-        found = (Segment(terms.make(key), 0, elements(shape)),)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    found = permuted(terms, value.segments, [shape[i] for i in order], back)
     layout = (shape, (), value.dtype, value.device)
-    return TensorValue(tuple(base), *layout), TensorValue(tuple(found), *layout)
+    return TensorValue(base, *layout), TensorValue(found, *layout)
 
 
 def _order(name: str, args: Arguments, rank: int) -> tuple[int, ...]:
@@ -187,23 +185,30 @@ def _slice(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     start = args["index"] if target._schema.name == "aten::select" else args["start"] or 0
     if not isinstance(start, int) or args.get("step", 1) != 1:
         return None
-    if elements(source.shape[:dim]) != 1:
-        return None
     start = min(max(start + size if start < 0 else start, 0), size)
-    inner = elements(source.shape[dim + 1 :])
-    return tensor_value(terms.part(source.segments, start * inner, fake.numel()), fake)
+    place = start * elements(source.shape[dim + 1 :])
+    return _columns(terms, source, elements(source.shape[:dim]), place, fake)
+
+
+def _columns(terms: Terms, source: TensorValue, height: int, start: int, fake: Any) -> TensorValue:
+    """What begins at column `start` of a tensor as a matrix of `height` rows."""
+    if not fake.numel():
+        return tensor_value((), fake)
+    if height == 1:
+        return tensor_value(terms.part(source.segments, start, fake.numel()), fake)
+    end = start + fake.numel() // height
+    return tensor_value(columns(terms, source.segments, height, start, end), fake)
 
 
 def _split(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     source = args["self"]
     if not is_static(source) or not source.shape:
         return None
-    if elements(source.shape[: args["dim"] % len(source.shape)]) != 1:
-        return None
+    height = elements(source.shape[: args["dim"] % len(source.shape)])
     parts, start = [], 0
     for piece in fake:
-        parts.append(tensor_value(terms.part(source.segments, start, piece.numel()), piece))
-        start += piece.numel()
+        parts.append(_columns(terms, source, height, start, piece))
+        start += piece.numel() // max(height, 1)
     return tuple(parts)
 
 
@@ -213,8 +218,9 @@ def _cat(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     if not all(is_static(source) and source.dtype == fake.dtype for source in sources):
         return None
     dim = args["dim"] % rank if rank else 0
-    if elements(tuple(fake.shape[:dim])) != 1:
-        return None
+    height = elements(tuple(fake.shape[:dim]))
+    if height != 1 and fake.numel():
+        return tensor_value(beside(terms, [s.segments for s in sources], height), fake)
     return tensor_value(terms.segments(s for source in sources for s in source.segments), fake)
 
 
@@ -225,8 +231,7 @@ def _filled(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     )
     if not isinstance(value, (bool, int, float)) or _compat.has_symbolic_shape(fake):
         return None
-    number = float(value) if fake.dtype.is_floating_point else value
-    term = terms.make(("fill", canonical(number), str(fake.dtype)), uniform=True)
+    term = _fill(terms, value, fake.dtype)
     return tensor_value(terms.segments([Segment(term, 0, fake.numel())]), fake)
 
 
@@ -250,7 +255,8 @@ AXIOMS = (
             "view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
             "expand", "alias", "detach", "clone", "contiguous", "_to_copy", "lift_fresh_copy",
         ),
-        "they copy or rename elements in row-major order; a cast rounds each element for itself",
+        "they copy or rename elements in row-major order; a cast rounds each element for itself,"
+        " and leaves 0 and 1 what they are",
         _same_elements,
         _names("self input size sizes shape dim start_dim end_dim implicit")
         | _names("memory_format dtype device"),
@@ -265,7 +271,7 @@ AXIOMS = (
     Axiom(
         "slices are ranges",
         _aten("slice", "select", "narrow"),
-        "with step 1 and behind dimensions of size 1 only, a slice is a run of elements",
+        "with step 1, a slice is a run of elements of each row",
         _slice,
         _names("self dim start end step index length"),
     ),
@@ -273,14 +279,14 @@ AXIOMS = (
         "splits are ranges",
         _aten("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk",
               "unsafe_split_with_sizes", "split_with_sizes_copy"),
-        "behind dimensions of size 1 only, parts are consecutive runs of elements",
+        "parts are consecutive runs of elements of each row",
         _split,
         _names("self dim split_size split_sizes chunks sections"),
     ),
     Axiom(
         "cat joins ranges",
         _aten("cat", "stack"),
-        "behind dimensions of size 1 only, and in one dtype, elements follow one another",
+        "in one dtype, elements of each row follow one another",
         _cat,
         _names("tensors dim"),
     ),

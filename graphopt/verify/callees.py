@@ -10,7 +10,7 @@ from graphopt import _compat
 from graphopt.ir.operators import is_operator
 from graphopt.verify.axioms import RULES, Axiom
 from graphopt.verify.calls import target_name
-from graphopt.verify.functional import standard_form
+from graphopt.verify.functional import is_standard, standard_form
 
 _OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
 
@@ -26,6 +26,8 @@ class Callee(NamedTuple):
         reads_storage: it reads elements of a storage besides those of its argument.
         writes_unseen: it updates arguments of which its schema does not speak.
         impure: whether it does more than to give a value; None where its arguments decide.
+        itself: what is known of calls to which `standard` would give other bits, as some do to
+            tensors that are not contiguous; None where there are none.
     """
 
     target: Any
@@ -35,6 +37,7 @@ class Callee(NamedTuple):
     reads_storage: bool
     writes_unseen: bool
     impure: bool | None
+    itself: Callee | None = None
 
     def does_more(self, node: fx.Node) -> bool:
         """Whether a call of it does more than to give a value."""
@@ -56,11 +59,18 @@ class Callees:
         found = self._found.get(id(target))
         if found is None:
             found = self._found[id(target)] = _callee(node, target)
-        return found
+        if found.itself is None or is_standard(target, node.meta.get("val")):
+            return found
+        return found.itself
 
 
 def _callee(node: fx.Node, target: Any) -> Callee:
     standard = standard_form(target)
+    itself = None if standard is target else _callee_of(node, target, target)
+    return _callee_of(node, target, standard)._replace(itself=itself)
+
+
+def _callee_of(node: fx.Node, target: Any, standard: Any) -> Callee:
     is_aten = isinstance(standard, _compat.OpOverload)
     return Callee(
         target,

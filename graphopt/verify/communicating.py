@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.operators import first_argument
 from graphopt.verify.calls import fresh
 from graphopt.verify.elementwise import reduced
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
@@ -34,7 +35,7 @@ class Communication:
     ) -> None:
         self._terms, self._reading, self._found = terms, reading, found
         self._by_launch = by_launch
-        self.sending = Sending(reading.contents.owner)
+        self.sending = Sending(reading.contents.owners)
 
     def launched(self, node: fx.Node) -> Pending:
         """What a collective will give."""
@@ -57,7 +58,7 @@ class Communication:
 
     def waited(self, node: fx.Node) -> Any:
         """What a wait gives."""
-        source = node.args[0]
+        source = first_argument(node)
         value = self._reading.read(source, sent=True)
         if not isinstance(value, Pending):
             raise NotDecidedError("it waits for something that is not a collective's", node)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.verify.axioms import AXIOMS, RULES
 from graphopt.verify.calls import target_name
@@ -43,9 +44,9 @@ def sent_constants(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 def _constants(graph: fx.Graph) -> list[fx.Node]:
     """Calls that make constants: targets are looked at once, of which there are few."""
-    targets = {id(node.target): node.target for node in graph.nodes if node.op == "call_function"}
-    makes = {k for k, target in targets.items() if is_operator(target, *_CONSTANTS.operators)}
-    return [node for node in graph.nodes if id(node.target) in makes] if makes else []
+    calls = _compat.calls_by_target(graph)
+    makers = [nodes for target, nodes in calls if is_operator(target, *_CONSTANTS.operators)]
+    return sorted(node for nodes in makers for node in nodes)
 
 
 def _readers(makers: Makers) -> Iterator[fx.Node]:

@@ -7,13 +7,15 @@ of views between both; what is written through a view is put into the owner's ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
 from torch import fx
 
 from graphopt.verify.axioms import permuted_back
+from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.possible_views import PossibleViews
 from graphopt.verify.terms import (
     Pending,
     Segment,
@@ -41,6 +43,7 @@ class Contents:
     Attributes:
         current: what nodes hold now; without those whose storage was written through another node
             since they were read last.
+        possible: nodes that may share the storage of another one, or not.
     """
 
     def __init__(self, terms: Terms, view: View) -> None:
@@ -51,6 +54,7 @@ class Contents:
         self._owner: dict[fx.Node, fx.Node] = {}
         self._aliases: dict[fx.Node, list[fx.Node]] = {}
         self._written: dict[fx.Node, None] = {}
+        self.possible = PossibleViews()
 
     def add(self, node: fx.Node, value: Any, base: fx.Node | None, *, same: bool = False) -> None:
         """Take in a node.
@@ -67,6 +71,15 @@ class Contents:
         self._aliases.setdefault(owner, []).append(node)
         if same:
             self._same.add(node)
+
+    def may_share(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
+        """Take note that a node, the owner of its storage so far, may share that of others."""
+        self.possible.add(node, map(self.owner, sources))
+
+    def owners(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes of which one has the storage in which a node lies: as `owner` has it, nearly
+        always."""
+        return self.possible.owners(self.owner(node))
 
     def has(self, node: fx.Node) -> bool:
         """Whether a node was taken in."""
@@ -112,10 +125,17 @@ class Contents:
         yield from self._written
 
     def read(self, node: fx.Node) -> Any:
-        """What a node holds now."""
+        """What a node holds now.
+
+        Raises:
+            NotDecidedError: an update may have changed it.
+        """
         if node in self.current:
             return self.current[node]
-        value = self.read(self._base[node])
+        base = self._base.get(node)
+        if base is None:
+            raise NotDecidedError("it may share the storage of what was updated", node)
+        value = self.read(base)
         if node not in self._same:
             value = self._view(node, value)
         self.current[node] = value
@@ -127,21 +147,30 @@ class Contents:
 
         Raises:
             CannotWriteError: it is a view whose elements are no range of those of its owner.
+            NotDecidedError: it may be a view of one of several nodes.
         """
         while node in self._same:
             node = self._base[node]
         owner = self._owner.get(node, node)
+        if owner in self.possible:
+            raise NotDecidedError("it may share the storage of one of several arguments", owner)
         held = value if owner is node else self._with_part(owner, node, value)
         self._written[owner] = None
+        self._forget_aliases(owner)
+        for view in self.possible.views_of(owner):
+            self.current.pop(view, None)
+            self._forget_aliases(view)
+        self.current[owner] = held
+        if owner is not node:
+            self.current[node] = value
+            self._aliases[owner].append(node)
+
+    def _forget_aliases(self, owner: fx.Node) -> None:
         aliases = self._aliases.get(owner)
         if aliases:
             for alias in aliases:
                 self.current.pop(alias, None)
             aliases.clear()
-        self.current[owner] = held
-        if owner is not node:
-            self.current[node] = value
-            self._aliases[owner].append(node)
 
     def _with_part(self, owner: fx.Node, node: fx.Node, value: TensorValue) -> TensorValue:
         held = self.current[owner]

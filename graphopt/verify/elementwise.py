@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphopt.verify.arrangements import arranged_alike
 from graphopt.verify.terms import (
     Segment,
     TensorValue,
@@ -50,25 +51,35 @@ def _each(
 ) -> tuple[Segment, ...]:
     found = []
     for runs in _aligned(rows):
-        inner = _same_permutation(terms, runs)
-        if inner is None:
+        arranged = arranged_alike(terms, runs)
+        if arranged is None:
             found.append(_apply_to_runs(terms, target, args, runs, dtype))
             continue
-        bases, shape, order = inner
-        base = _each(terms, target, args, bases, dtype)
-        term = terms.make(("permute", base, shape, order))
-        found.append(Segment(term, runs[0].start, runs[0].length))
+        key = ("each", str(target), str(dtype), *_shown(args, [(run.term,) for run in runs]))
+        row = terms.rearranged.get(key)
+        if row is None:
+            groups, rebuild = arranged
+            parts = [_each(terms, target, args, rows_of_part, dtype) for rows_of_part in groups]
+            row = terms.rearranged[key] = rebuild(parts)
+        found += terms.part(row, runs[0].start, runs[0].length)
     return terms.segments(found)
 
 
-def _same_permutation(terms: Terms, runs: Sequence[Segment]) -> tuple[Any, Any, Any] | None:
-    """What is permuted alike in all operands, of which the same elements are taken: an operator on
-    each element may come before it."""
-    keys = [terms[run.term].key for run in runs]
-    alike = all(key[0] == "permute" and key[2:] == keys[0][2:] for key in keys)
-    if not alike or any(run.start != runs[0].start for run in runs):
-        return None
-    return [key[1] for key in keys], keys[0][2], keys[0][3]
+def _shown(args: Arguments, operands: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Arguments as parts of a key.
+
+    Args:
+        operands: the term that stands for each tensor, and where it is read, if that is to be said.
+    """
+    remaining = iter(operands)
+    shown: list[Any] = []
+    for name, value in args.items():
+        if isinstance(value, TensorValue):
+            term, *place = next(remaining)
+            shown.append((name, (*elements_of(term), str(value.dtype), *place)))
+        else:
+            shown.append((name, canonical(value)))
+    return shown
 
 
 def _apply_to_runs(
@@ -79,16 +90,8 @@ def _apply_to_runs(
     uniform = [terms[run.term].uniform for run in runs]
     starts = {run.start for run, same in zip(runs, uniform, strict=True) if not same}
     together = len(starts) <= 1
-    remaining = iter(runs)
-    shown: list[Any] = []
-    for name, value in args.items():
-        if isinstance(value, TensorValue):
-            run = next(remaining)
-            entry: Any = (*elements_of(run.term), str(value.dtype))
-            shown.append((name, entry if together else (*entry, run.start, run.length)))
-        else:
-            shown.append((name, canonical(value)))
-    key = ("each", str(target), str(dtype), *shown)
+    operands = [(run.term,) if together else tuple(run) for run in runs]
+    key = ("each", str(target), str(dtype), *_shown(args, operands))
     twice = _negated(terms, key)
     if twice is not None:
         return Segment(twice, runs[0].start, runs[0].length)

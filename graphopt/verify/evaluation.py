@@ -14,14 +14,14 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_output, written
 from graphopt.host import is_host_call
-from graphopt.ir.operators import calls_of, draws
+from graphopt.ir.operators import aliased, calls_of, draws, first_argument, is_random
 from graphopt.optim.lists import list_schema
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, has_empty, named
 from graphopt.verify.communicating import Communication
 from graphopt.verify.constants import sent_constant, sent_constants
 from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
-from graphopt.verify.inlining import call_of
+from graphopt.verify.inlining import call_of, constant_name
 from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
 from graphopt.verify.recall import Call
@@ -64,7 +64,8 @@ def evaluate_graph(
 
 
 class _Evaluator:
-    """Evaluates one graph; `found` is where what its nodes do besides giving values is noted."""
+    """Evaluates one graph; `found` is where what its nodes do besides giving values is noted, and
+    `outer` the module that is called, where the graph is that of a module within it."""
 
     def __init__(
         self,
@@ -76,7 +77,9 @@ class _Evaluator:
         by_launch: bool = False,
         unknowns: Mapping[fx.Node, Unknown] | None = None,
         settled: Mapping[str, Settled] | None = None,
+        outer: Any = None,
     ) -> None:
+        self._outer = outer
         self._graph, self._terms, self._inputs = graph, terms, inputs
         self._by_launch = by_launch
         self._sent_constants = {} if by_launch else sent_constants(graph)
@@ -122,12 +125,26 @@ class _Evaluator:
         elif node.target is operator.getitem:
             value, base = self._item(node)
         elif (known := self._recalled(node)) is not None:
-            value, base = known.value, cast(fx.Node, node.args[0]) if known.based else None
+            value, base = known.value, self._base(node) if known.based else None
         else:
             value, base = self._value(node), self._base(node)
             same = base is not None and is_itself(node)
         self._contents.add(node, value, base, same=same)
+        if base is None and node.op == "call_function":
+            self._note_possible_view(node)
         return value
+
+    def _note_possible_view(self, node: fx.Node) -> None:
+        """Of a node that has no base: whether it may be a view nevertheless, of one of several
+        arguments or an item of such a one."""
+        traits, possible = traits_of(node), self._contents.possible
+        sources: list[fx.Node] = []
+        if traits.item:
+            sources = [n for n in node.all_input_nodes[:1] if n in possible] if possible else []
+        elif traits.may_alias and not (traits.writes or traits.wait):
+            sources = aliased(node)
+        if sources:
+            self._contents.may_share(node, sources)
 
     def _input(self, node: fx.Node) -> Any:
         held = node.meta.get("val")
@@ -166,15 +183,17 @@ class _Evaluator:
 
     def _base(self, node: fx.Node) -> fx.Node | None:
         """The node whose storage a node shares."""
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or node.op != "call_function":
+        if node.op != "call_function":
             return None
         if node.target is operator.getitem:
             return self._base_of_item(node)
         traits = traits_of(node)
-        if traits.wait or traits.may_alias:
-            return source
-        return source if is_itself(node) else None
+        if not (traits.wait or traits.may_alias or traits.writes):
+            return None
+        source = first_argument(node)
+        if not isinstance(source, fx.Node):
+            return None
+        return source if traits.wait or traits.may_alias or is_itself(node) else None
 
     def _base_of_item(self, node: fx.Node) -> fx.Node | None:
         """As `_base`, of one of several results: they are separate, but for those of views."""
@@ -200,7 +219,10 @@ class _Evaluator:
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            return fresh(self._terms, ("attribute", str(node.target)), node.meta.get("val"))
+            name = str(node.target)
+            if self._outer is not None:
+                name = constant_name(node, self._outer)
+            return fresh(self._terms, ("attribute", name), node.meta.get("val"))
         if node.op != "call_function":
             call = call_of(node)
             if call is not None:
@@ -229,7 +251,10 @@ class _Evaluator:
         inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         given = dict(zip((str(n.target) for n in inputs), self._read(arguments), strict=False))
         found = replace(self._found, results=[], carried=[], states={}, nodes={}, aliases={})
-        inner = _Evaluator(body.graph, self._terms, given, found, by_launch=self._by_launch)
+        outer = self._graph.owning_module if self._outer is None else self._outer
+        inner = _Evaluator(
+            body.graph, self._terms, given, found, by_launch=self._by_launch, outer=outer
+        )
         inner._walk()
         for owner in inner._contents.written():
             argument = arguments[inputs.index(owner)] if owner in inputs else None
@@ -273,8 +298,8 @@ class _Evaluator:
             self._found.draws.append((callee.name, given))
         key = ("call", callee.name, *place, given)
         if callee.reads_storage:
-            key = (*key, *self._storage(cast(fx.Node, node.args[0])))
-        if not drawn and callee.does_more(node) and not written(node):
+            key = (*key, *self._storage(cast(fx.Node, first_argument(node))))
+        if callee.does_more(node) and not is_random(node) and not written(node):
             self._found.effects.append(key)
             self._found.calls_of_host += is_host_call(node)
         found = fresh(self._terms, key, fake)

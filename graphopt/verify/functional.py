@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt._compat.sizes import is_contiguous
 from graphopt.ir.operators import rounds_in_place
 from graphopt.tracing import inplace
 
@@ -29,16 +30,34 @@ def functional_form(target: Any) -> Any | None:
     return _OURS.get(target)
 
 
-def functional_form_for(target: Any, dtype: torch.dtype) -> Any | None:
-    """The same for results of a dtype: for some, the operator of that name rounds otherwise."""
-    if rounds_in_place(target, dtype):
-        return _OURS.get(target)
-    return functional_form(target)
+def functional_form_for(target: Any, written: torch.Tensor) -> Any | None:
+    """The same for what is written: for some dtypes and strides, the operator of that name gives
+    other bits."""
+    ours = _OURS.get(target)
+    if ours is None or _gives_the_same(target, written):
+        return functional_form(target)
+    return ours
+
+
+def is_standard(target: Any, value: Any) -> bool:
+    """Whether a call that gives `value` gives what `standard_form` of its target does."""
+    written = inplace.INPLACE.get(target)
+    return written is None or (isinstance(value, torch.Tensor) and _gives_the_same(written, value))
+
+
+def _gives_the_same(target: Any, written: torch.Tensor) -> bool:
+    """Whether torch's functional form of an operator that works in place gives the same bits."""
+    if rounds_in_place(target, written.dtype):
+        return False
+    if target in inplace.ROUNDING:
+        return True
+    return is_contiguous(written)
 
 
 @cache
 def standard_form(target: Any) -> Any:
-    """One operator for all functional ones that give what the same in-place operator writes."""
+    """One operator for all functional ones that give what the same in-place operator writes to a
+    contiguous tensor."""
     written = inplace.INPLACE.get(target)
     if written is None or written in inplace.ROUNDING:
         return target

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
+
+from graphopt.verify.module_constants import attribute, same_object
 
 BOXED_CALL = "call_boxed"
 """The method by which a compiled region is called with a list of its inputs."""
@@ -23,12 +26,36 @@ def call_of(node: fx.Node) -> tuple[fx.GraphModule | None, tuple[Any, ...]] | No
     that calls no module."""
     owner = node.graph.owning_module
     if node.op == "call_module":
-        return source_of(owner, str(node.target)), node.args
+        body = source_of(owner, str(node.target))
+        return body if body is not None and _takes(body.graph, node) else None, node.args
     if node.op == "call_method" and node.target == BOXED_CALL:
         module, box = node.args
         if isinstance(module, fx.Node) and isinstance(box, fx.Node):
             return source_of(owner, str(module.target)), box.args
     return None
+
+
+def _takes(graph: fx.Graph, call: fx.Node) -> bool:
+    """Whether a graph gets each of its inputs from a call, by position. A text by name (the name
+    of a range for the profiler) is none."""
+    inputs = sum(node.op == "placeholder" for node in graph.nodes)
+    plain = all(isinstance(value, str) for value in call.kwargs.values())
+    return plain and inputs == len(call.args)
+
+
+def constant_name(node: fx.Node, outer: Any) -> str:
+    """By which a constant is known that the graph of a submodule reads: its name, unless something
+    else stands behind that in the module `outer` that is called, or in another part of it."""
+    there, found = attribute(outer, node), attribute(node.graph.owning_module, node)
+    others = [there] if there is not None else [attribute(part, node) for part in _parts(outer)]
+    if all(other is None or same_object(other, found) for other in others):
+        return str(node.target)
+    return f"{node.target} of {id(found)}"
+
+
+def _parts(outer: Any) -> Iterator[Any]:
+    for module in outer.modules() if isinstance(outer, nn.Module) else ():
+        yield getattr(module, "graph_module", module)
 
 
 def in_one(graph: fx.Graph) -> fx.Graph:
@@ -41,24 +68,27 @@ def in_one(graph: fx.Graph) -> fx.Graph:
         if node.op == "output":
             whole.output(fx.node.map_arg(node.args[0], values.__getitem__))
         else:
-            values[node] = _inlined(whole, node, values)
+            values[node] = _inlined(whole, node, values, graph.owning_module)
     return whole
 
 
-def _inlined(whole: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+def _inlined(whole: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], outer: Any) -> Any:
     call = call_of(node)
     if call is not None and call[0] is not None:
         given = fx.node.map_arg(call[1], values.__getitem__)
-        return _body(whole, call[0].graph, given)
+        return _body(whole, call[0].graph, given, outer)
     source = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
     if isinstance(source, (list, tuple)):  # an item of what a graph returns
         index = node.args[1]
         assert isinstance(index, int)
         return source[index]
-    return whole.node_copy(node, values.__getitem__)
+    copy = whole.node_copy(node, values.__getitem__)
+    if node.op == "get_attr" and node.graph.owning_module is not outer:
+        copy.target = constant_name(node, outer)
+    return copy
 
 
-def _body(whole: fx.Graph, body: fx.Graph, given: Any) -> Any:
+def _body(whole: fx.Graph, body: fx.Graph, given: Any, outer: Any) -> Any:
     inside: dict[fx.Node, Any] = {}
     arguments = iter(given)
     for node in body.nodes:
@@ -67,5 +97,5 @@ def _body(whole: fx.Graph, body: fx.Graph, given: Any) -> Any:
         elif node.op == "output":
             return fx.node.map_arg(node.args[0], inside.__getitem__)
         else:
-            inside[node] = _inlined(whole, node, inside)
+            inside[node] = _inlined(whole, node, inside, outer)
     return ()

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,11 +15,28 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import evaluate, tensors_in, written
 from graphopt.optim.lists import list_schema
+from graphopt.verify.list_metadata import entries_of
+from graphopt.verify.module_constants import attribute
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Layout, layout_of
 from graphopt.verify.traits import traits_of
 
-_PYTHON = (operator, math, builtins)
+_OF_BUILTINS = "abs bool complex divmod float int len list max min pow round slice sum tuple"
+_OF_OPERATOR_WITH_EFFECTS = (
+    "call delitem setitem"
+    " iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
+)
+_PURE = {
+    id(getattr(module, name))
+    for module, names in (
+        (builtins, _OF_BUILTINS.split()),
+        (math, dir(math)),
+        (operator, set(operator.__all__) - set(_OF_OPERATOR_WITH_EFFECTS.split())),
+        (torch, [name for name in dir(torch) if name.startswith(("sym_", "_sym_"))]),
+    )
+    for name in names
+}
+"""Functions of Python's, and those of torch's for numbers, that do nothing but give a value."""
 _HINT = "insert nodes with graphopt.graph_utils.call_function_with_meta"
 _DATA_DEPENDENT = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
@@ -43,21 +60,27 @@ class KindsOfResults:
 
     def of(self, node: fx.Node) -> list[Layout]:
         """Of the tensors that a node gives; raises what its operator raises for its arguments."""
-        if node.target is operator.getitem:
-            return _kinds_given(node)
+        return self._of(node.target, node.args, node.kwargs)
+
+    def of_call(self, target: Any, arguments: dict[str, Any]) -> list[Layout]:
+        """As `of`, of a call that no node makes, with arguments by name."""
+        return self._of(target, (), arguments)
+
+    def _of(self, target: Any, args: Any, kwargs: Any) -> list[Layout]:
+        if target is operator.getitem:
+            return _kinds_given(target, args, kwargs)
         try:
-            key = node.target, _kind_of((node.args, node.kwargs))
+            key = target, _kind_of((args, kwargs))
             found = self._found.get(key)
         except TypeError:  # an argument that cannot be looked up
-            return _kinds_given(node)
+            return _kinds_given(target, args, kwargs)
         if found is None:
-            found = self._found[key] = _kinds_given(node)
+            found = self._found[key] = _kinds_given(target, args, kwargs)
         return found
 
 
-def _kinds_given(node: fx.Node) -> list[Layout]:
-    given = evaluate(cast(Any, node.target), node.args, node.kwargs)
-    return [layout_of(tensor) for tensor in tensors_in(given)]
+def _kinds_given(target: Any, args: Any, kwargs: Any) -> list[Layout]:
+    return _layouts(evaluate(target, args, kwargs))
 
 
 def _kind_of(value: Any) -> Any:
@@ -101,11 +124,13 @@ def changed_problems(
     for node in new:
         looked_at.add(node)
         yield from _of_target(node, functional)
+        yield from _of_constant(node)
         yield from _of_value(node, None, former, kinds)
     changed = list(changed)
     for node, value in changed:
         looked_at.add(node)
         yield from _of_target(node, functional)
+        yield from _of_input(node, value)
         yield from _of_value(node, value, former, kinds)
     for node, value in changed:
         if _layouts(node.meta.get("val")) != _layouts(value):
@@ -128,24 +153,50 @@ def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
         yield Problem(
             "it put in a call of a Python function, of which nothing is known",
             (node,),
-            hint="register it with torch.library.custom_op, or write it with ATen operators",
+            hint="register it with torch.library.custom_op, or write it with overloads of ATen"
+            " operators, such as torch.ops.aten.relu.default",
         )
 
 
 def _is_known(target: Any) -> bool:
-    """Whether a target is an operator: registered with torch, or one of Python's."""
+    """Whether a target is an operator: registered with torch, one of Python's that updates nothing,
+    or one of ours."""
     if isinstance(target, (_compat.OpOverload, _compat.HigherOrderOperator)):
         return True
-    module, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
-    if module is not None and module.startswith(("torch", "graphopt")):
-        return "<" not in getattr(target, "__qualname__", name)
-    return any(getattr(known, name, None) is target for known in _PYTHON)
+    if id(target) in _PURE:
+        return True
+    module = getattr(target, "__module__", None) or ""
+    return module.startswith("graphopt") and "<" not in getattr(target, "__qualname__", "")
+
+
+def _of_input(node: fx.Node, before: Any) -> Iterator[Problem]:
+    """Nothing in the graph decides what an input or a constant of the module is."""
+    if node.op not in ("placeholder", "get_attr"):
+        return
+    held, earlier = _layouts(node.meta.get("val")), _layouts(before)
+    if held != earlier:
+        now, was = (", ".join(map(_text, found)) or "no tensor" for found in (held, earlier))
+        yield Problem(f"meta['val'] says {now}, before it was {was}", (node,))
+
+
+def _of_constant(node: fx.Node) -> Iterator[Problem]:
+    found = attribute(node.graph.owning_module, node) if node.op == "get_attr" else None
+    if isinstance(found, torch.Tensor):
+        says, gives = _layouts(node.meta.get("val")), [layout_of(found)]
+        if says != gives:
+            held = ", ".join(map(_text, says)) or "no tensor"
+            yield Problem(
+                f"meta['val'] says {held}, but the constant is {_text(gives[0])}", (node,)
+            )
 
 
 def _of_value(
     node: fx.Node, before: Any, former: Former, kinds: KindsOfResults
 ) -> Iterator[Problem]:
     if node.op != "call_function" or "val" not in node.meta or _has_no_rule(node):
+        return
+    if list_schema(node) is not None:
+        yield from _of_entries(node, kinds)
         return
     if _is_an_item(node, node.meta["val"]):
         return
@@ -166,6 +217,22 @@ def _of_value(
             message = f"meta['val'] says {_text(says)}, but the node gives {_text(gives)}"
             yield Problem(message, (node,), hint=_HINT)
             return
+
+
+def _of_entries(node: fx.Node, kinds: KindsOfResults) -> Iterator[Problem]:
+    """Strides are not compared: those of an optimizer's results follow from those of gradients, and
+    who reads them treats each element for itself."""
+    for index, (says, gives) in enumerate(entries_of(node, kinds.of_call)):
+        if list(map(_without_stride, _layouts(says))) != list(map(_without_stride, gives)):
+            held, found = (", ".join(map(_text, row)) for row in (_layouts(says), gives))
+            message = f"meta['val'] says {held} for entry {index}, but the node gives {found}"
+            yield Problem(message, (node,), hint=_HINT)
+            return
+
+
+def _without_stride(layout: Layout) -> Any:
+    shape, _, dtype, device = layout
+    return shape, dtype, device
 
 
 def _is_an_item(node: fx.Node, value: Any) -> bool:
@@ -200,12 +267,11 @@ def _gets(node: fx.Node, former: Former) -> bool:
 
 
 def _has_no_rule(node: fx.Node) -> bool:
-    """Whether metadata cannot be computed again: it depends on data, or symbolic numbers are given
-    to an operator that takes plain ones, as to the parts of a divided optimizer."""
+    """Whether metadata cannot be computed again: it depends on data."""
     target = node.target
     if not isinstance(target, _compat.OpOverload):
         return False
-    return any(tag in target.tags for tag in _DATA_DEPENDENT) or list_schema(node) is not None
+    return any(tag in target.tags for tag in _DATA_DEPENDENT)
 
 
 def _text(layout: Layout) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.verify.problems import Problem
@@ -27,9 +27,9 @@ def of_constants(
             yield Problem(f"the constant {node.target} of the module is another one", (node,))
 
 
-def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+def attribute(module: nn.Module | None, node: fx.Node) -> Any:
     """What a node that reads an attribute of the module gives; None where it is not there."""
-    found: Any = gm
+    found: Any = module
     for name in str(node.target).split("."):
         found = getattr(found, name, None)
     return found

@@ -49,6 +49,12 @@ def of_outcomes(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> I
     remaining = iter(new.effects)
     if not all(effect in remaining for effect in old.effects):
         yield Problem(f"{where}the host does not see what it saw, or not in that order")
+    for effect in dict.fromkeys(new.effects):
+        if effect not in old.effects and not effect[1].startswith("graphopt."):
+            hint = "graphopt.host.insert_callback calls a function with values of every step"
+            yield Problem(
+                f"{where}{effect[1]} may end the step, which it could not before", (), hint
+            )
     yield from _of_sends(terms, old, new, where)
 
 

@@ -38,6 +38,6 @@ def _returned(kind: str, values: Sequence[Any], reading: Reading, found: Evaluat
     for index, value in enumerate(values):
         if isinstance(value, fx.Node):
             found.nodes[kind, index] = value
-            owner = reading.contents.owner(value)
-            found.aliases.setdefault(owner, []).append((kind, index))
+            for owner in reading.contents.owners(value):
+                found.aliases.setdefault(owner, []).append((kind, index))
     return [reading.read(value, sent=True) for value in values]

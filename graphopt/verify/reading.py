@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat
+from graphopt.ir.operators import first_argument
 from graphopt.verify.calls import named
 from graphopt.verify.contents import Contents, View
 from graphopt.verify.evaluated import NotDecidedError
@@ -83,4 +84,4 @@ def _is_pending(value: Any) -> bool:
 def is_itself(node: fx.Node) -> bool:
     """Whether a node gives its first argument, by another name."""
     traits = traits_of(node)
-    return traits.wait or (bool(traits.writes) and isinstance(node.args[0], fx.Node))
+    return traits.wait or (bool(traits.writes) and isinstance(first_argument(node), fx.Node))

@@ -16,11 +16,11 @@ class Sending:
     """Storages that collectives read until their waits.
 
     Args:
-        owner: the node whose storage a node shares.
+        owners: the nodes of which one has the storage in which a node lies.
     """
 
-    def __init__(self, owner: Callable[[fx.Node], fx.Node]) -> None:
-        self._owner = owner
+    def __init__(self, owners: Callable[[fx.Node], list[fx.Node]]) -> None:
+        self._owners = owners
         self._open: dict[fx.Node, tuple[set[fx.Node], int]] = {}
         self._readers: dict[fx.Node, list[fx.Node]] = {}
 
@@ -29,7 +29,8 @@ class Sending:
         if operator_of(launch).reads_until_wait:
             held = launch.meta["val"]
             waits = len(held) if isinstance(held, (list, tuple)) else 1
-            self._open[launch] = set(map(self._owner, nodes_in(launch.args[0]))), waits
+            sent = nodes_in(launch.args[0])
+            self._open[launch] = {owner for node in sent for owner in self._owners(node)}, waits
             for owner in self._open[launch][0]:
                 self._readers.setdefault(owner, []).append(launch)
 
@@ -47,8 +48,8 @@ class Sending:
 
     def reader_of(self, node: fx.Node) -> fx.Node | None:
         """The collective that still reads the storage of a node."""
-        readers = self._readers.get(self._owner(node)) if self._open else None
-        return readers[0] if readers else None
+        owners = self._owners(node) if self._open else []
+        return next((reader for owner in owners for reader in self._readers.get(owner, ())), None)
 
 
 def with_constants_of(terms: Terms, sent: Any, place: tuple[int, ...]) -> Any:

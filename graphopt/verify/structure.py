@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -11,7 +12,7 @@ from torch import fx
 from graphopt.graph_utils import get_output, get_outputs
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder, Write
-from graphopt.ir.operators import draws, is_collective
+from graphopt.ir.operators import calls_of, draws
 from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.problems import Problem
@@ -194,9 +195,8 @@ def waits(graph: fx.Graph, memory: MemoryOrder) -> Iterator[Problem]:
 
 def waits_of_launches(graph: fx.Graph) -> Iterator[Problem]:
     """As `waits`, but for reads of what is updated in place."""
-    for node in graph.nodes:
-        if is_collective(node):
-            yield from _waits_of(node)
+    for launch in calls_of(graph, attrgetter("collective")):
+        yield from _waits_of(launch)
 
 
 def _waits_of(launch: fx.Node) -> Iterator[Problem]:

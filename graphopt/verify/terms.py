@@ -34,9 +34,10 @@ class Segment(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorValue:
-    """What a tensor holds, and how.
+    """What a tensor holds, and how. Nothing of it is changed; to forbid that takes most of the time
+    of making one, as for the other values here, of which there are several for each node.
 
     Attributes:
         segments: its elements in row-major order.
@@ -54,10 +55,9 @@ class TensorValue:
     def __hash__(self) -> int:
         try:
             return self._hash
-        except AttributeError:  # hashed for the first time: nothing of it changes
-            found = hash((self.segments, self.shape, self.stride, self.dtype, self.device))
-            object.__setattr__(self, "_hash", found)
-            return found
+        except AttributeError:  # hashed for the first time
+            self._hash = hash((self.segments, self.shape, self.stride, self.dtype, self.device))
+            return self._hash
 
     @property
     def is_static(self) -> bool:
@@ -65,14 +65,14 @@ class TensorValue:
         return all(isinstance(size, int) for size in self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class ScalarValue:
     """A number, or anything else that is no tensor."""
 
     term: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Pending:
     """What a collective will give: nobody but a wait may read it."""
 
@@ -97,10 +97,13 @@ class Terms:
 
     Attributes:
         recall: what calls gave in these terms.
+        rearranged: what operators on each element gave of terms that arrange others, by the keys
+            of calls: what is arranged of arranged terms is gone through once.
     """
 
     def __init__(self) -> None:
         self.recall = Recall()
+        self.rearranged: dict[Key, tuple[Segment, ...]] = {}
         self._numbers: dict[Key, int] = {}
         self._terms: list[Term] = []
 

@@ -85,7 +85,7 @@ class Updates:
     def _functional_form(self, node: fx.Node) -> Any:
         if list_schema(node) is not None:
             return functional_form(node.target)
-        return functional_form_for(node.target, written(node)[0].meta["val"].dtype)
+        return functional_form_for(node.target, written(node)[0].meta["val"])
 
     def _put(self, node: fx.Node, destination: fx.Node, value: TensorValue) -> Any:
         """Update a node with a value of its own layout."""

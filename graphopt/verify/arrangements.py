@@ -1,0 +1,188 @@
+"""Where elements stand that a view or a concatenation has put in another order.
+
+    permuted   x[i, j] at [j, i]                 transposes, permutations
+    beside     of each row some columns          slices and splits of inner dimensions, and what is
+               of x, then some of y, …           put together along them
+
+Elements stand in row-major order, so that shapes matter only as far as they say where dimensions
+end: dimensions of size 1 are left out, those that stay together are one, and what was arranged
+twice is arranged once where the dimensions of both are products of common ones. Whatever treats
+each element for itself gives the same before as after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from operator import mul
+from typing import NamedTuple
+
+from graphopt.verify.terms import Segment, Terms
+
+Row = tuple[Segment, ...]
+"""Elements in row-major order."""
+
+
+class Columns(NamedTuple):
+    """Columns `start` to `end` of a matrix whose rows have `width` elements."""
+
+    base: Row
+    width: int
+    start: int
+    end: int
+
+
+def permuted(terms: Terms, base: Row, shape: Sequence[int], order: Sequence[int]) -> Row:
+    """Elements of a tensor of this shape after its dimensions were put in another order."""
+    shape, order = _simplest(shape, order)
+    if len(order) < 2 or not base or _one_number(terms, base) is not None:
+        return base
+    inner = permutation_of(terms, base)
+    if inner is not None:
+        composed = _composed(inner[1], inner[2], shape, order)
+        if composed is not None:
+            return permuted(terms, inner[0], *composed)
+    return (Segment(terms.make(("permute", base, shape, order)), 0, prod(shape)),)
+
+
+def permutation_of(terms: Terms, row: Row) -> tuple[Row, tuple[int, ...], tuple[int, ...]] | None:
+    """What a whole row is a permutation of: the elements, their shape, and the order."""
+    key = terms[row[0].term].key if len(row) == 1 else ("",)
+    if key[0] != "permute" or row[0][1:] != (0, prod(key[2])):
+        return None
+    return key[1], key[2], key[3]
+
+
+def _simplest(
+    shape: Sequence[int], order: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same permutation of fewer dimensions: without those of size 1, and with those as one that
+    follow one another before and after."""
+    kept = [dim for dim, size in enumerate(shape) if size != 1]
+    runs: list[list[int]] = []
+    for dim in (dim for dim in order if shape[dim] != 1):
+        if runs and kept.index(runs[-1][-1]) + 1 == kept.index(dim):
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    before = sorted(runs)
+    sizes = tuple(prod(shape[dim] for dim in run) for run in before)
+    return sizes, tuple(before.index(run) for run in runs)
+
+
+def _composed(
+    first: Sequence[int], order: Sequence[int], shape: Sequence[int], then: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """A permutation (`first`, `order`) followed by one of what it gives, read in another shape: as
+    one. None where their dimensions have no common parts."""
+    between = [first[dim] for dim in order]
+    ends = sorted({*_ends(between), *_ends(shape)}, reverse=True)
+    if any(outer % inner for outer, inner in pairwise(ends)):
+        return None
+    sizes = [outer // inner for outer, inner in pairwise(ends)]
+    given, read = _parts(between, ends), _parts(shape, ends)
+    axes = [part for dim in range(len(first)) for part in given[order.index(dim)]]
+    net = [axes.index(part) for dim in then for part in read[dim]]
+    return [sizes[part] for part in axes], net
+
+
+def _ends(shape: Sequence[int]) -> list[int]:
+    """How many elements one step of each dimension passes, and how many there are."""
+    return list(accumulate(reversed(shape), mul, initial=1))
+
+
+def _parts(shape: Sequence[int], ends: Sequence[int]) -> list[range]:
+    """Which common parts, numbered from the outermost, each dimension is made of."""
+    steps = list(reversed(_ends(shape)))
+    return [range(ends.index(outer), ends.index(inner)) for outer, inner in pairwise(steps)]
+
+
+def columns(terms: Terms, row: Row, height: int, start: int, end: int) -> Row:
+    """Columns `start` to `end` of the matrix of `height` rows that a row of elements is."""
+    found, place = [], 0
+    for piece in _pieces(terms, row, height):
+        low = max(start - place, 0) + piece.start
+        high = min(end - place + piece.start, piece.end)
+        if low < high:
+            found.append(piece._replace(start=low, end=high))
+        place += piece.end - piece.start
+    return _joined(terms, height, found)
+
+
+def beside(terms: Terms, rows: Iterable[Row], height: int) -> Row:
+    """Matrices of `height` rows, each a row of elements, side by side."""
+    return _joined(terms, height, [p for row in rows if row for p in _pieces(terms, row, height)])
+
+
+def _pieces(terms: Terms, row: Row, height: int) -> Sequence[Columns]:
+    length = sum(segment.length for segment in row)
+    key = terms[row[0].term].key if len(row) == 1 else ("",)
+    if key[0] == "beside" and key[1] == height and row[0][1:] == (0, length):
+        pieces: Sequence[Columns] = key[2]
+        if length == height * sum(piece.end - piece.start for piece in pieces):
+            return pieces
+    return (Columns(row, length // height, 0, length // height),)
+
+
+def _joined(terms: Terms, height: int, pieces: Iterable[Columns]) -> Row:
+    found: list[Columns] = []
+    for piece in pieces:
+        number = _one_number(terms, piece.base)
+        if number is not None:  # whichever columns these are
+            width = piece.end - piece.start
+            piece = Columns((Segment(number, 0, height * width),), width, 0, width)
+        last = found[-1] if found else None
+        if last is None or not _continues(terms, last, piece):
+            found.append(piece)
+        elif number is None:
+            found[-1] = last._replace(end=piece.end)
+        else:
+            width = last.width + piece.width
+            found[-1] = Columns((Segment(number, 0, height * width),), width, 0, width)
+    if not found:
+        return ()
+    if len(found) == 1 and (found[0].start, found[0].end) == (0, found[0].width):
+        return found[0].base
+    length = height * sum(piece.end - piece.start for piece in found)
+    return (Segment(terms.make(("beside", height, tuple(found))), 0, length),)
+
+
+def _continues(terms: Terms, last: Columns, piece: Columns) -> bool:
+    number = _one_number(terms, piece.base)
+    if number is not None:
+        return number == _one_number(terms, last.base)
+    return last[:2] == piece[:2] and last.end == piece.start
+
+
+def _one_number(terms: Terms, row: Row) -> int | None:
+    """The term of a row all of whose elements are one number."""
+    return row[0].term if len(row) == 1 and terms[row[0].term].uniform else None
+
+
+Arranged = tuple[list[list[Row]], Callable[[list[Row]], Row]]
+"""Of each part that was arranged the elements, for all operands; and what arranges parts so."""
+
+
+def arranged_alike(terms: Terms, runs: Sequence[Segment]) -> Arranged | None:
+    """How the terms of all operands were arranged, of which the same elements are taken; None where
+    they were not, or not alike."""
+    keys = [terms[run.term].key for run in runs]
+    kind = keys[0][0]
+    if kind not in ("permute", "beside") or any(run.start != runs[0].start for run in runs):
+        return None
+    if any(key[0] != kind for key in keys):
+        return None
+    if kind == "permute":
+        shape, order = keys[0][2:]
+        if any(key[2:] != (shape, order) for key in keys):
+            return None
+        return [[key[1] for key in keys]], lambda parts: permuted(terms, parts[0], shape, order)
+    height, pieces = keys[0][1:]
+    taken = [piece[1:] for piece in pieces]
+    if any(key[1] != height or [p[1:] for p in key[2]] != taken for key in keys):
+        return None
+    groups = [[key[2][index].base for key in keys] for index in range(len(taken))]
+    return groups, lambda parts: _joined(
+        terms, height, [Columns(part, *where) for part, where in zip(parts, taken, strict=True)]
+    )

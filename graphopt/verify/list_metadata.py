@@ -1,0 +1,53 @@
+"""Metadata of calls that compute one thing for each entry of lists.
+
+Entry for entry: what kind of tensor an entry gives does not depend on the others, so that a list of
+a thousand tensors of three kinds is asked about three times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.verify.calls import list_parameters, named
+
+Evaluated = Callable[[Any, dict[str, Any]], Any]
+"""(operator, arguments by name) -> what it gives."""
+
+
+def entries_of(node: fx.Node, evaluated: Evaluated) -> Iterator[tuple[Any, Any]]:
+    """For each entry of a functional list operator: what metadata says that it gives, and what it
+    gives. None where that is not known: no metadata, or an operator without a shape rule."""
+    says = node.meta.get("val")
+    if not says:
+        return
+    values = fx.node.map_arg((node.args, node.kwargs), _value)
+    arguments = named(node.target, *values)
+    names = [n for n in list_parameters(node.target) if isinstance(arguments[n], (list, tuple))]
+    lists = {name: arguments[name] for name in names if len(arguments[name])}
+    columns = says if isinstance(says[0], (list, tuple)) else [says]
+    for index in range(max(map(len, lists.values()), default=0)):
+        if any(len(entries) <= index for entries in lists.values()):
+            return
+        one = {name: [entries[index]] for name, entries in lists.items()}
+        try:
+            gives = evaluated(node.target, {**arguments, **one})
+        except Exception:  # there is no rule, or none for such numbers
+            return
+        yield [tensor for column in columns for tensor in column[index : index + 1]], gives
+
+
+def _value(node: fx.Node) -> Any:
+    """What a node gives; a number that the graph computes decides no kind of tensor."""
+    return _plain(node.meta["val"])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return 1.0 if isinstance(value, torch.SymFloat) else 1
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value
