@@ -30,6 +30,7 @@ from graphopt.tracing.inputs import InputSpec
 from graphopt.tracing.optimizer_state import has
 from graphopt.tracing.outside.existing import existing_kept
 from graphopt.verify import Problem, SpecReport, check_graph
+from graphopt.verify.averaged import sharing_problems
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.stages import StageProof
 
@@ -168,7 +169,8 @@ class Stages:
         """Let the kind of parallelism expand the markers; nothing where no rank is spoken to.
 
         Raises:
-            VerificationError: what it leaves is not in the captured dialect.
+            VerificationError: what it leaves is not in the captured dialect, or not what the
+                markers mean.
             PassError: it raised something else than an error of graphopt.
         """
         self._parallelize(captured.graph_module, captured.parallel, captured.inputs)
@@ -185,7 +187,9 @@ class Stages:
         with crashes_explained(attempt):
             record.changes = parallelize(gm, parallel)
         record.seconds = time.perf_counter() - start
-        problems = (Problem(each) for each in check_graph(gm.graph, inputs).problems)
+        problems = [Problem(each) for each in check_graph(gm.graph, inputs).problems]
+        if not problems and self.manager.settings.verify != "off":
+            problems = list(sharing_problems(parallel.meaning, given, gm))
         self._runner.settle(gm, record, attempt, given, gm, problems)
 
     def apply_passes(self, captured: CapturedStep) -> StepInMaking:
