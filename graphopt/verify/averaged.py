@@ -24,12 +24,13 @@ from torch import fx
 from graphopt.graph_utils import call_function_with_meta, find_nodes
 from graphopt.ir.operators import is_marker, is_operator
 from graphopt.iter_graph import copy_graph
-from graphopt.verify.equivalence import check_equivalence
+from graphopt.verify.equivalence import Proof
 from graphopt.verify.problems import Problem
 
 logger = logging.getLogger("graphopt")
 
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _PERMUTE = torch.ops.aten.permute.default
 
 
@@ -49,10 +50,11 @@ def averaged(marked: fx.Graph) -> fx.Graph:
 def _mean(graph: fx.Graph, marker: fx.Node) -> fx.Node:
     gradient, _, ranks, group = marker.args
     assert isinstance(ranks, int)
-    part = _call(graph, marker, torch.ops.aten.mul.Tensor, gradient, 1 / ranks)
-    layout = _memory_order(part.meta["val"])
+    part = _alike(graph, marker, torch.ops.aten.mul.Tensor, gradient, 1 / ranks)
+    layout = _memory_order(marker.meta["val"])
     if layout is None:
-        return _shared(graph, marker, _ALL_REDUCE, part, "sum", group)
+        launched = _alike(graph, marker, _ALL_REDUCE, part, "sum", group)
+        return _alike(graph, marker, _WAIT, launched)
     rows = _call(graph, marker, _PERMUTE, part, layout)  # what is sent lies in one piece
     total = _shared(graph, marker, _ALL_REDUCE, rows, "sum", group)
     back = [place for _, place in sorted((dim, place) for place, dim in enumerate(layout))]
@@ -83,7 +85,15 @@ def _write_out_broadcasts(graph: fx.Graph, marker: fx.Node) -> None:
 def _shared(graph: fx.Graph, marker: fx.Node, target: Any, sent: Any, *how: Any) -> fx.Node:
     """What all ranks get, with the strides that the marker says."""
     launched = _call(graph, marker, target, sent, *how)
-    return _call(graph, marker, torch.ops._c10d_functional.wait_tensor.default, launched)
+    return _call(graph, marker, _WAIT, launched)
+
+
+def _alike(graph: fx.Graph, marker: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A call that gives what the marker says: the graph is read and never runs, so that many nodes
+    may have one value in their metadata."""
+    node = graph.call_function(target, args)
+    node.meta = marker.meta
+    return node
 
 
 def _call(graph: fx.Graph, marker: fx.Node, target: Any, *args: Any, form: Any = None) -> fx.Node:
@@ -97,7 +107,9 @@ MEANINGS: Mapping[str, Definition] = {"averaged": averaged}
 """By the name under which a kind of parallelism says what it makes of markers."""
 
 
-def sharing_problems(meaning: str, marked: fx.Graph, shared: fx.GraphModule) -> Iterator[Problem]:
+def sharing_problems(
+    meaning: str, marked: fx.Graph, shared: fx.GraphModule, proof: Proof | None = None
+) -> Iterator[Problem]:
     """Where a graph does not share what its markers said. Not decided, which is logged, where terms
     cannot speak of the marked graph, or no definition is named.
 
@@ -105,12 +117,13 @@ def sharing_problems(meaning: str, marked: fx.Graph, shared: fx.GraphModule) -> 
         meaning: of `MEANINGS`.
         marked: the captured graph with its markers.
         shared: the graph that a kind of parallelism made of it.
+        proof: that is to know the calls of it afterwards.
     """
     definition = MEANINGS.get(meaning)
     if definition is None:
         logger.info("what ranks share is not compared: its meaning is not defined")
         return
-    report = check_equivalence(definition(marked), shared.graph)
+    report = (proof or Proof()).compare(definition(marked), shared.graph)
     if report.decidable:
         yield from report.problems
     else:
