@@ -57,6 +57,11 @@ class Inputs:
         self._static, self._copied = by_way[Way.STATIC], by_way[Way.COPIED]
         self._scalars, self._guarded = by_way[Way.SCALAR], by_way[Way.NUMBER]
 
+    @property
+    def copied(self) -> set[int]:
+        """Positions of tensors that are read in buffers."""
+        return set(self._copied)
+
     def bind(self, values: Sequence[Any]) -> Values:
         """What the piece is to be run with, in order to be recorded.
 

@@ -93,6 +93,16 @@ class CudaGraphPiece(nn.Module):
         self._recorded: tuple[Recording, Values] | None = None
 
     @property
+    def leaving(self) -> list[bool]:
+        """For each result, whether it is handed out as a copy."""
+        return list(self._leaving)
+
+    @property
+    def copied(self) -> set[int]:
+        """Positions of the inputs of which replays read copies."""
+        return self._inputs.copied
+
+    @property
     def is_recorded(self) -> bool:
         """Whether the next call replays, as long as its inputs are where they were."""
         return self._recorded is not None

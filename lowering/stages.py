@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
 from graphopt.lowering.boxed import box_calls
@@ -10,6 +12,8 @@ from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.lowering.partial import Lowering
 from graphopt.lowering.regions import MARK, mark_regions
 from graphopt.manager.stages import DerivedGraph, GraphStage
+from graphopt.verify import Problem
+from graphopt.verify.recorded import recording_problems
 
 
 class Lower(GraphStage):
@@ -53,6 +57,9 @@ class Record(GraphStage):
 
     def apply(self, gm: fx.GraphModule, which: DerivedGraph) -> fx.GraphModule:
         return self._graphs.apply(gm)
+
+    def problems(self, gm: fx.GraphModule) -> Iterator[Problem]:
+        return recording_problems(gm)
 
 
 class Box(GraphStage):

@@ -73,6 +73,10 @@ class GraphStage:
         this does not use `gm` any more."""
         raise NotImplementedError
 
+    def problems(self, gm: fx.GraphModule) -> Iterator[Problem]:
+        """What is wrong with what it has left, of which terms do not speak."""
+        return iter(())
+
 
 class StageRunner:
     """Runs the stages of one list.
@@ -118,7 +122,7 @@ class StageRunner:
             start = time.perf_counter()
             derived = _applied(stage, derived, which, attempt)
             record.seconds = time.perf_counter() - start
-            problems = self._problems(record, launches, derived, before, proof)
+            problems = self._problems(stage, record, launches, derived, before, proof)
             self.settle(owner, record, attempt, before, derived, problems)
         return derived
 
@@ -164,6 +168,7 @@ class StageRunner:
 
     def _problems(
         self,
+        stage: GraphStage,
         record: PassRecord,
         launches: Sequence[Launch],
         after: fx.GraphModule,
@@ -181,6 +186,7 @@ class StageRunner:
         if problem is not None:
             yield problem
         elif self._settings.verify != "off":
+            yield from stage.problems(after)
             yield from proof.problems(record.arguments["graph"], before, after)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -41,6 +41,8 @@ class DataParallel(OverRanks):
     >>> graphopt.DataParallel(broadcast_buffers=False).broadcast_buffers
     False
     """
+
+    meaning: ClassVar[str] = "averaged"
 
     def expand(self, graph: fx.Graph) -> int:
         """Average the marked gradients, and receive the marked buffers from rank 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
 
 class Parallel(ABC):
-    """A kind of parallelism: what becomes of the markers in a captured graph."""
+    """A kind of parallelism: what becomes of the markers in a captured graph.
+
+    Attributes:
+        meaning: the name of what markers mean to it (`graphopt.verify.averaged.MEANINGS`), to which
+            what it makes of them is compared; nothing is compared where there is none.
+    """
+
+    meaning: ClassVar[str] = ""
 
     @abstractmethod
     def expand(self, graph: fx.Graph) -> int:

@@ -96,6 +96,26 @@ def group_of(marker: fx.Node) -> Group:
     return Group(cast(str, name), cast(int, ranks))
 
 
+def forget_unread(graph: fx.Graph) -> None:
+    """Leave in each marker of buffers those alone that somebody reads."""
+    for marker in markers_of(graph):
+        if marks_gradient(marker):
+            continue
+        buffers, names, *group = cast(tuple[Any, ...], marker.args)
+        read = sorted({cast(int, item.args[1]) for item in marker.users})
+        if not read:
+            graph.erase_node(marker)
+        elif len(read) < len(buffers):
+            chosen = [[given[index] for index in read] for given in (buffers, names)]
+            with graph.inserting_before(marker):
+                fewer = call_function_with_meta(
+                    graph, cast(Any, marker.target), (*chosen, *group), like=marker
+                )
+            for item in list(marker.users):
+                item.args = fewer, read.index(cast(int, item.args[1]))
+            graph.erase_node(marker)
+
+
 @dataclass(frozen=True)
 class Nodes:
     """Makes nodes where a marker stands, with its phase, source line and module path."""

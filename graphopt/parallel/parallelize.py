@@ -14,6 +14,7 @@ from graphopt.graph_utils import eliminate_dead_code
 from graphopt.ir.operators import calls_of
 from graphopt.parallel.kinds import Parallel
 from graphopt.parallel.launching import place_launches
+from graphopt.parallel.markers import forget_unread
 
 
 def communicates(graph: fx.Graph) -> bool:
@@ -35,8 +36,9 @@ def parallelize(graph_module: fx.GraphModule, parallel: Parallel) -> int:
     graph = graph_module.graph
     if not communicates(graph):
         return 0
+    forget_unread(graph)
     expanded = parallel.expand(graph)
-    eliminate_dead_code(graph)  # what nobody reads of the values received
+    eliminate_dead_code(graph)  # what nobody reads any more
     place_launches(graph)
     graph.lint()
     graph_module.recompile()

@@ -98,8 +98,8 @@ class StageCapture:
         for ranks in self._ways(call):
             with suppress(NotAsAgreedError), ranks:
                 captured = self._stages.capture(call, ranks)
-                self._stages.parallelize(captured)
-                step = self._stages.apply_passes(captured)
+                proof = self._stages.parallelize(captured)
+                step = self._stages.apply_passes(captured, proof)
                 self._refuse_late(step)
                 self._refuse_callbacks(step)
                 ranks.agree(captured, {"microbatch": step.module})

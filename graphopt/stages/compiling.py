@@ -30,6 +30,7 @@ from graphopt.tracing.inputs import InputSpec
 from graphopt.tracing.optimizer_state import has
 from graphopt.tracing.outside.existing import existing_kept
 from graphopt.verify import Problem, SpecReport, check_graph
+from graphopt.verify.averaged import sharing_problems
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.stages import StageProof
 
@@ -132,10 +133,10 @@ class Stages:
         for ranks in ways:
             with suppress(NotAsAgreedError), _compat.without_fake_mode(), collector_paused(), ranks:
                 captured = self.capture(call, ranks)
-                self.parallelize(captured)
+                proof = self.parallelize(captured)
                 call = call.using(captured.besides) or call
                 self._choose(captured, call)
-                step = self.apply_passes(captured)
+                step = self.apply_passes(captured, proof)
                 step.once = creates_state(call, captured) or not captured.lasting
                 self.derive(step)
                 ranks.agree(captured, step.graphs)  # before anything is compiled: that takes long
@@ -164,17 +165,23 @@ class Stages:
         attempt = self._runner.attempt(gm, gm.graph, [record.name])
         self._runner.settle(gm, record, attempt, None, gm, map(Problem, report.problems))
 
-    def parallelize(self, captured: CapturedStep) -> None:
+    def parallelize(self, captured: CapturedStep) -> Proof:
         """Let the kind of parallelism expand the markers; nothing where no rank is spoken to.
 
+        Returns:
+            What was found out about the graph on the way.
+
         Raises:
-            VerificationError: what it leaves is not in the captured dialect.
+            VerificationError: what it leaves is not in the captured dialect, or not what the
+                markers mean.
             PassError: it raised something else than an error of graphopt.
         """
-        self._parallelize(captured.graph_module, captured.parallel, captured.inputs)
+        proof = Proof()
+        self._parallelize(captured.graph_module, captured.parallel, captured.inputs, proof)
+        return proof
 
     def _parallelize(
-        self, gm: fx.GraphModule, parallel: Parallel, inputs: Sequence[InputSpec]
+        self, gm: fx.GraphModule, parallel: Parallel, inputs: Sequence[InputSpec], proof: Proof
     ) -> None:
         if not communicates(gm.graph):
             return
@@ -185,13 +192,19 @@ class Stages:
         with crashes_explained(attempt):
             record.changes = parallelize(gm, parallel)
         record.seconds = time.perf_counter() - start
-        problems = (Problem(each) for each in check_graph(gm.graph, inputs).problems)
+        problems = [Problem(each) for each in check_graph(gm.graph, inputs).problems]
+        if not problems and self.manager.settings.verify != "off":
+            problems = list(sharing_problems(parallel.meaning, given, gm, proof))
         self._runner.settle(gm, record, attempt, given, gm, problems)
 
-    def apply_passes(self, captured: CapturedStep) -> StepInMaking:
-        """Make an `IterGraphModule` of a captured graph, and apply the passes."""
+    def apply_passes(self, captured: CapturedStep, proof: Proof | None = None) -> StepInMaking:
+        """Make an `IterGraphModule` of a captured graph, and apply the passes.
+
+        Args:
+            proof: what is known of the calls of the graph.
+        """
         module = captured.graph_module = IterGraphModule(captured.graph_module)
-        step = StepInMaking(module)
+        step = StepInMaking(module, proof)
         self.manager.run(module, step.passes)
         return step
 
@@ -232,7 +245,7 @@ class Stages:
             report = check_graph(gm.graph, _inputs_of(gm.graph), marked=True)
             self._check_capture(gm, report, PassRecord("capture", stage=True))
         if "parallelize" in names:
-            self._parallelize(gm, DataParallel(), _inputs_of(gm.graph))
+            self._parallelize(gm, DataParallel(), _inputs_of(gm.graph), Proof())
         if "derive" in names:
             self.derive(
                 StepInMaking(gm if isinstance(gm, IterGraphModule) else IterGraphModule(gm))
@@ -274,11 +287,13 @@ class StepInMaking:
         agreement: when all ranks agree that no function of the program's has raised.
     """
 
-    def __init__(self, module: IterGraphModule) -> None:
+    def __init__(self, module: IterGraphModule, passes: Proof | None = None) -> None:
         self.module = module
         self.once = False
         self.agreement: Agreement | None = None
         self.forget()
+        if passes is not None:
+            self.passes, self.proof = passes, StageProof(passes)
 
     def forget(self) -> None:
         """Drop all that is known of the graphs, which is much: whoever makes another graph run

@@ -1,0 +1,130 @@
+"""Whether what stands in place of the markers of a capture is what they mean.
+
+A marked graph is the step of one device that says where ranks share a value. What that means is
+written out here, in collectives of single tensors, and nothing of `graphopt.parallel` is used for
+it:
+
+    reduce_gradient(g)     the sum over the ranks of g * (1 / ranks)
+    sync_buffers([b, …])   each b of the first rank
+
+The graph of a kind of parallelism has to compute the same terms. It may fill buckets, flatten, and
+communicate in another order; what is summed how often, scaled by what, in which group is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from graphopt.graph_utils import call_function_with_meta, find_nodes
+from graphopt.ir.operators import is_marker, is_operator
+from graphopt.iter_graph import copy_graph
+from graphopt.verify.equivalence import Proof
+from graphopt.verify.problems import Problem
+
+logger = logging.getLogger("graphopt")
+
+_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_PERMUTE = torch.ops.aten.permute.default
+
+
+def averaged(marked: fx.Graph) -> fx.Graph:
+    """A copy of a graph in which every marker is written out as an average or a broadcast."""
+    graph, _ = copy_graph(marked)
+    for marker in find_nodes(graph, is_marker):
+        with graph.inserting_before(marker):
+            if is_operator(marker.target, "graphopt::reduce_gradient"):
+                marker.replace_all_uses_with(_mean(graph, marker))
+            else:
+                _write_out_broadcasts(graph, marker)
+        graph.erase_node(marker)
+    return graph
+
+
+def _mean(graph: fx.Graph, marker: fx.Node) -> fx.Node:
+    gradient, _, ranks, group = marker.args
+    assert isinstance(ranks, int)
+    part = _alike(graph, marker, torch.ops.aten.mul.Tensor, gradient, 1 / ranks)
+    layout = _memory_order(marker.meta["val"])
+    if layout is None:
+        launched = _alike(graph, marker, _ALL_REDUCE, part, "sum", group)
+        return _alike(graph, marker, _WAIT, launched)
+    rows = _call(graph, marker, _PERMUTE, part, layout)  # what is sent lies in one piece
+    total = _shared(graph, marker, _ALL_REDUCE, rows, "sum", group)
+    back = [place for _, place in sorted((dim, place) for place, dim in enumerate(layout))]
+    return _call(graph, marker, _PERMUTE, total, back)
+
+
+def _memory_order(value: torch.Tensor) -> list[int] | None:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost; None where
+    that is their own order."""
+    if value.is_contiguous():
+        return None
+    strides = value.stride()
+    steps = [(-stride, value.shape[dim] == 1, dim) for dim, stride in enumerate(strides)]
+    return [dim for *_, dim in sorted(steps)]
+
+
+def _write_out_broadcasts(graph: fx.Graph, marker: fx.Node) -> None:
+    buffers, _, _, group = marker.args
+    broadcast, contiguous = torch.ops._c10d_functional.broadcast.default, torch.contiguous_format
+    for item in list(marker.users):
+        assert item.target is operator.getitem
+        buffer = cast(Any, buffers)[cast(int, item.args[1])]
+        buffer = _call(graph, marker, torch.ops.aten.clone.default, buffer, form=contiguous)
+        item.replace_all_uses_with(_shared(graph, marker, broadcast, buffer, 0, group))
+        graph.erase_node(item)
+
+
+def _shared(graph: fx.Graph, marker: fx.Node, target: Any, sent: Any, *how: Any) -> fx.Node:
+    """What all ranks get, with the strides that the marker says."""
+    launched = _call(graph, marker, target, sent, *how)
+    return _call(graph, marker, _WAIT, launched)
+
+
+def _alike(graph: fx.Graph, marker: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A call that gives what the marker says: the graph is read and never runs, so that many nodes
+    may have one value in their metadata."""
+    node = graph.call_function(target, args)
+    node.meta = marker.meta
+    return node
+
+
+def _call(graph: fx.Graph, marker: fx.Node, target: Any, *args: Any, form: Any = None) -> fx.Node:
+    options = {} if form is None else {"memory_format": form}
+    return call_function_with_meta(graph, target, args, options, like=marker)
+
+
+Definition = Callable[[fx.Graph], fx.Graph]
+
+MEANINGS: Mapping[str, Definition] = {"averaged": averaged}
+"""By the name under which a kind of parallelism says what it makes of markers."""
+
+
+def sharing_problems(
+    meaning: str, marked: fx.Graph, shared: fx.GraphModule, proof: Proof | None = None
+) -> Iterator[Problem]:
+    """Where a graph does not share what its markers said. Not decided, which is logged, where terms
+    cannot speak of the marked graph, or no definition is named.
+
+    Args:
+        meaning: of `MEANINGS`.
+        marked: the captured graph with its markers.
+        shared: the graph that a kind of parallelism made of it.
+        proof: that is to know the calls of it afterwards.
+    """
+    definition = MEANINGS.get(meaning)
+    if definition is None:
+        logger.info("what ranks share is not compared: its meaning is not defined")
+        return
+    report = (proof or Proof()).compare(definition(marked), shared.graph)
+    if report.decidable:
+        yield from report.problems
+    else:
+        logger.info("what ranks share is not compared: %s", report.problems[0].message)

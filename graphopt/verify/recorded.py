@@ -1,0 +1,72 @@
+"""Whether what is recorded as a CUDA graph may be played again: a replay writes where the recording
+has written, so that
+
+- a result which leaves the graph is handed out as a copy, since the next replay overwrites it;
+- an input which the recording updates is read where it is: of a copy the update would be lost.
+
+That the recordings together compute what the graph did is shown by terms, as of other stages.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol, cast
+
+from torch import fx
+
+from graphopt.ir.effects import Effects
+from graphopt.verify.problems import Problem
+
+
+class Recording(Protocol):
+    """A module that records its graph, and plays it.
+
+    Attributes:
+        graph_module: what is recorded.
+        leaving: for each result, whether it is handed out as a copy.
+        copied: positions of the inputs that a replay reads in copies.
+    """
+
+    graph_module: fx.GraphModule
+
+    @property
+    def leaving(self) -> Sequence[bool]: ...
+
+    @property
+    def copied(self) -> Collection[int]: ...
+
+
+def recording_problems(gm: fx.GraphModule) -> Iterator[Problem]:
+    """What a replay would overwrite, or lose."""
+    effects = Effects(gm.graph)
+    for call in gm.graph.find_nodes(op="call_module"):
+        module = gm.get_submodule(str(call.target))
+        if hasattr(module, "leaving") and hasattr(module, "copied"):
+            recording = cast(Recording, module)
+            yield from _overwritten(call, recording, effects)
+            yield from _lost(call, recording)
+
+
+def _overwritten(call: fx.Node, recording: Recording, effects: Effects) -> Iterator[Problem]:
+    for item in call.users:
+        if item.target is not operator.getitem:
+            yield Problem(f"all results of %{call.name} are read as one", (item,))
+            continue
+        index = cast(int, item.args[1])
+        if effects.leaves_the_graph(item) and not recording.leaving[index]:
+            text = (
+                f"%{item.name} leaves the graph, and the next replay of %{call.name} overwrites it"
+            )
+            yield Problem(text, (item, call))
+
+
+def _lost(call: fx.Node, recording: Recording) -> Iterator[Problem]:
+    graph = recording.graph_module.graph
+    effects = Effects(graph)
+    updated = effects.updated()
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        if index in recording.copied and effects.key(node) in updated:
+            given = cast(fx.Node, call.args[index])
+            text = f"%{call.name} updates %{given.name}, of which its replays read a copy"
+            yield Problem(text, (given, call))
