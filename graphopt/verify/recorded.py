@@ -19,7 +19,7 @@ from graphopt.ir.effects import Effects
 from graphopt.verify.problems import Problem
 
 
-class Recording(Protocol):
+class Played(Protocol):
     """A module that records its graph, and plays it.
 
     Attributes:
@@ -43,12 +43,12 @@ def recording_problems(gm: fx.GraphModule) -> Iterator[Problem]:
     for call in gm.graph.find_nodes(op="call_module"):
         module = gm.get_submodule(str(call.target))
         if hasattr(module, "leaving") and hasattr(module, "copied"):
-            recording = cast(Recording, module)
+            recording = cast(Played, module)
             yield from _overwritten(call, recording, effects)
             yield from _lost(call, recording)
 
 
-def _overwritten(call: fx.Node, recording: Recording, effects: Effects) -> Iterator[Problem]:
+def _overwritten(call: fx.Node, recording: Played, effects: Effects) -> Iterator[Problem]:
     for item in call.users:
         if item.target is not operator.getitem:
             yield Problem(f"all results of %{call.name} are read as one", (item,))
@@ -61,7 +61,7 @@ def _overwritten(call: fx.Node, recording: Recording, effects: Effects) -> Itera
             yield Problem(text, (item, call))
 
 
-def _lost(call: fx.Node, recording: Recording) -> Iterator[Problem]:
+def _lost(call: fx.Node, recording: Played) -> Iterator[Problem]:
     graph = recording.graph_module.graph
     effects = Effects(graph)
     updated = effects.updated()
