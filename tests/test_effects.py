@@ -10,7 +10,7 @@ from torch import fx
 from graphopt.ir.accesses import Hazard, MemoryOrder
 from graphopt.ir.effects import Effects
 from graphopt.ir.views import is_pure_view, may_be_view
-from graphopt.pipelining.mutation import Mutations
+from graphopt.pipelining.pipe.mutation import Mutations
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

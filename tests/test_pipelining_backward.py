@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphopt.pipelining import stage_backward
-from graphopt.pipelining.backward import add_gradients, cut
+from graphopt.pipelining.pipe.backward import add_gradients, cut
 
 
 def test_gradients_of_inputs_are_returned_and_those_of_parameters_accumulate() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from graphopt.errors import PartitionError
 from graphopt.pipelining import balanced, pipeline
-from graphopt.pipelining.balance import _cheapest_cuts, _lightest_maximum
+from graphopt.pipelining.pipe.balance import _cheapest_cuts, _lightest_maximum
 from pipeline_cases import CASES
 
 X = torch.randn(3, 8)

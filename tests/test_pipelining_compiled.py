@@ -20,9 +20,9 @@ from graphopt import _compat
 from graphopt.graph_utils import is_view, may_alias
 from graphopt.lowering import Options
 from graphopt.pipelining import SplitPoint, StageCompileError, pipeline
-from graphopt.pipelining.accumulating import Gradients
-from graphopt.pipelining.crossing import ValueNames
-from graphopt.pipelining.division import Division
+from graphopt.pipelining.stage.accumulating import Gradients
+from graphopt.pipelining.stage.crossing import ValueNames
+from graphopt.pipelining.stage.division import Division
 from pipeline_cases import CASES, MICROBATCHES, WIDTH
 from sketch import one_rank
 from stage_cases import (

@@ -17,16 +17,16 @@ import graphopt
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import get_output, get_outputs, is_copy, set_outputs
 from graphopt.pipelining import Stage, pipe_split, pipeline
-from graphopt.pipelining import building as building_module
-from graphopt.pipelining import pipe as pipe_module
-from graphopt.pipelining.accumulating import Gradients
-from graphopt.pipelining.backward import add_gradients, stage_backward
-from graphopt.pipelining.compiled import CompiledStage
-from graphopt.pipelining.crossing import Crossing, find_crossing
-from graphopt.pipelining.division import Division
-from graphopt.pipelining.pipe_proof import check_backward
-from graphopt.pipelining.placement import module_of, stage_nodes
-from graphopt.pipelining.stage_graph import SLOT, StageGraph
+from graphopt.pipelining.pipe import pipe as pipe_module
+from graphopt.pipelining.pipe.backward import add_gradients, stage_backward
+from graphopt.pipelining.pipe.placement import module_of, stage_nodes
+from graphopt.pipelining.pipe.proof import check_backward
+from graphopt.pipelining.stage import building as building_module
+from graphopt.pipelining.stage.accumulating import Gradients
+from graphopt.pipelining.stage.compiled import CompiledStage
+from graphopt.pipelining.stage.crossing import Crossing, find_crossing
+from graphopt.pipelining.stage.division import Division
+from graphopt.pipelining.stage.graph import SLOT, StageGraph
 from graphopt.runtime.agreed import Ranks
 from graphopt.runtime.joint_capture import JointCapture
 from graphopt.testing import fake_ranks

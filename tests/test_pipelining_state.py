@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphopt.errors import PartitionError
 from graphopt.pipelining import MultiUseParameterConfig, Pipe, SplitPoint, pipe_split, pipeline
-from graphopt.pipelining.devices import move_to_device
+from graphopt.pipelining.stage.devices import move_to_device
 from pipeline_cases import CASES
 
 X = torch.randn(3, 8)

@@ -2,22 +2,27 @@
 
 from typing import TYPE_CHECKING, Any
 
-from graphopt.pipelining.backward import stage_backward
-from graphopt.pipelining.balance import balanced
-from graphopt.pipelining.chunk_specs import LossReducer, Reducer, Replicated, TensorChunkSpec
 from graphopt.pipelining.errors import LostGradientError, ModuleCaptureError, StageCompileError
-from graphopt.pipelining.loss import LossWrapper, TrivialLossWrapper
-from graphopt.pipelining.marks import (
+from graphopt.pipelining.microbatch.chunk_specs import (
+    LossReducer,
+    Reducer,
+    Replicated,
+    TensorChunkSpec,
+)
+from graphopt.pipelining.microbatch.merging import merge_chunks
+from graphopt.pipelining.microbatch.splitting import split_args_kwargs_into_chunks
+from graphopt.pipelining.pipe.backward import stage_backward
+from graphopt.pipelining.pipe.balance import balanced
+from graphopt.pipelining.pipe.loss import LossWrapper, TrivialLossWrapper
+from graphopt.pipelining.pipe.marks import (
     PipeSequential,
     SplitPoint,
     annotate_split_points,
     pipe_split,
 )
-from graphopt.pipelining.merging import merge_chunks
-from graphopt.pipelining.pipe import Pipe, PipeInfo, pipeline
-from graphopt.pipelining.replicas import reduce_replicated_gradients
-from graphopt.pipelining.sharing import MultiUseParameterConfig
-from graphopt.pipelining.splitting import split_args_kwargs_into_chunks
+from graphopt.pipelining.pipe.pipe import Pipe, PipeInfo, pipeline
+from graphopt.pipelining.pipe.sharing import MultiUseParameterConfig
+from graphopt.pipelining.stage.replicas import reduce_replicated_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import (
@@ -30,18 +35,18 @@ if TYPE_CHECKING:
         ScheduleZBVZeroBubble,
     )
 
-    from graphopt.pipelining.building import build_stage
-    from graphopt.pipelining.stage import Stage
+    from graphopt.pipelining.stage.building import build_stage
+    from graphopt.pipelining.stage.stage import Stage
 
 
 def __getattr__(name: str) -> Any:
     # Not at the top: torch.distributed is not in every build of torch.
     if name == "Stage":
-        from graphopt.pipelining.stage import Stage
+        from graphopt.pipelining.stage.stage import Stage
 
         return Stage
     if name == "build_stage":
-        from graphopt.pipelining.building import build_stage
+        from graphopt.pipelining.stage.building import build_stage
 
         return build_stage
     if name in __all__:

@@ -9,7 +9,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt._compat import pipelining as _private
-from graphopt.pipelining.block_masks import is_block_mask
+from graphopt.pipelining.microbatch.block_masks import is_block_mask
 
 Key = str | int
 Path = tuple[Key, ...]

@@ -14,11 +14,11 @@ from torch import Tensor, fx
 
 from graphopt._compat import schedules
 from graphopt.graph_utils import get_output
-from graphopt.pipelining.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
-from graphopt.pipelining.devices import move_to_device
-from graphopt.pipelining.metadata import Flow, find_flow
-from graphopt.pipelining.pipe import Pipe
-from graphopt.pipelining.placement import stage_nodes
+from graphopt.pipelining.pipe.pipe import Pipe
+from graphopt.pipelining.pipe.placement import stage_nodes
+from graphopt.pipelining.stage.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
+from graphopt.pipelining.stage.devices import move_to_device
+from graphopt.pipelining.stage.metadata import Flow, find_flow
 from graphopt.pipelining.timeline.errors import ScheduleError
 from graphopt.pipelining.timeline.slots import Action
 

@@ -6,7 +6,7 @@ from torch import fx
 
 from graphopt.errors import PartitionError
 from graphopt.graph_utils import is_operator
-from graphopt.pipelining.marks import is_mark, mark_label
+from graphopt.pipelining.pipe.marks import is_mark, mark_label
 
 
 def assign_stages(graph: fx.Graph) -> dict[fx.Node, int]:

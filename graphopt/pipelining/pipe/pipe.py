@@ -13,23 +13,23 @@ from graphopt.errors import PartitionError
 from graphopt.graph_utils import get_output
 from graphopt.manager.settings import level_of
 from graphopt.partition import split_module
-from graphopt.pipelining.assignment import assign_stages
-from graphopt.pipelining.backward import insert_backward
-from graphopt.pipelining.calling import Calling, OutputSpec
-from graphopt.pipelining.exporting import Exported, export_module
-from graphopt.pipelining.loss import LossPicker, loss_position
-from graphopt.pipelining.marks import SplitPoint, annotate_split_points
-from graphopt.pipelining.mutation import copy_received_before_update, nested_graphs
-from graphopt.pipelining.pipe_proof import PipeProof, check_backward
-from graphopt.pipelining.placement import module_of, place_state, stage_nodes
-from graphopt.pipelining.sharing import MultiUseSpec, Replica, transmit_shared
-from graphopt.pipelining.stage_module import StageModule
+from graphopt.pipelining.pipe.assignment import assign_stages
+from graphopt.pipelining.pipe.backward import insert_backward
+from graphopt.pipelining.pipe.calling import Calling, OutputSpec
+from graphopt.pipelining.pipe.exporting import Exported, export_module
+from graphopt.pipelining.pipe.loss import LossPicker, loss_position
+from graphopt.pipelining.pipe.marks import SplitPoint, annotate_split_points
+from graphopt.pipelining.pipe.mutation import copy_received_before_update, nested_graphs
+from graphopt.pipelining.pipe.placement import module_of, place_state, stage_nodes
+from graphopt.pipelining.pipe.proof import PipeProof, check_backward
+from graphopt.pipelining.pipe.sharing import MultiUseSpec, Replica, transmit_shared
+from graphopt.pipelining.pipe.stage_module import StageModule
 from graphopt.verify.module_constants import attribute
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from graphopt.pipelining.stage import Stage
+    from graphopt.pipelining.stage.stage import Stage
 
 SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -190,7 +190,7 @@ class Pipe(nn.Module):
             ValueError: there is no such stage.
         """
         # Not at the top: torch.distributed is not in every build of torch.
-        from graphopt.pipelining.building import build_stage
+        from graphopt.pipelining.stage.building import build_stage
 
         module = self.get_stage_module(stage_index)
         return build_stage(module, stage_index, self.info(), device, group)

@@ -16,10 +16,10 @@ import torch
 from torch import fx, nn
 
 from graphopt.graph_utils import find_all_descendants, get_output
-from graphopt.pipelining.backward import value_before_cut
-from graphopt.pipelining.boundary import give_back, receive, send
-from graphopt.pipelining.placement import arguments_of, results, stage_nodes
-from graphopt.pipelining.stage_module import StageModule, make_stage_module
+from graphopt.pipelining.pipe.backward import value_before_cut
+from graphopt.pipelining.pipe.boundary import give_back, receive, send
+from graphopt.pipelining.pipe.placement import arguments_of, results, stage_nodes
+from graphopt.pipelining.pipe.stage_module import StageModule, make_stage_module
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.pipelining.chunk_specs import ChunkSpec, Reducer, TensorChunkSpec, spec_leaves
-from graphopt.pipelining.splitting import part_starts
+from graphopt.pipelining.microbatch.chunk_specs import (
+    ChunkSpec,
+    Reducer,
+    TensorChunkSpec,
+    spec_leaves,
+)
+from graphopt.pipelining.microbatch.splitting import part_starts
 from graphopt.pipelining.trees import Path, leaves, path_name, rebuild
 
 

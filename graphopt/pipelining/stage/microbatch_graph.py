@@ -20,7 +20,7 @@ from graphopt.graph_utils import (
     same_kind,
 )
 from graphopt.iter_graph.graph import copy_graph
-from graphopt.pipelining.accumulating import Gradients
+from graphopt.pipelining.stage.accumulating import Gradients
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.signature import Computed, Live, Recipe, View
 

@@ -11,13 +11,18 @@ from torch import fx, nn
 
 from graphopt._compat import pipelining as _private
 from graphopt.errors import PartitionError
-from graphopt.pipelining.calling import Calling, OutputSpec
 from graphopt.pipelining.errors import LostGradientError, ModuleCaptureError
-from graphopt.pipelining.functions import FunctionRecorder
-from graphopt.pipelining.gradient_watch import GradientWatch, check_module_hooks
-from graphopt.pipelining.marks import annotated_labels, is_mark, mark_label, remove_split_points
-from graphopt.pipelining.mutation import nested_graphs
-from graphopt.pipelining.state import State
+from graphopt.pipelining.pipe.calling import Calling, OutputSpec
+from graphopt.pipelining.pipe.functions import FunctionRecorder
+from graphopt.pipelining.pipe.gradient_watch import GradientWatch, check_module_hooks
+from graphopt.pipelining.pipe.marks import (
+    annotated_labels,
+    is_mark,
+    mark_label,
+    remove_split_points,
+)
+from graphopt.pipelining.pipe.mutation import nested_graphs
+from graphopt.pipelining.pipe.state import State
 
 REGION = "region_{}"
 """Attribute name of the graph of an autocast or grad-mode region."""

@@ -19,9 +19,9 @@ from torch import nn
 from graphopt import _compat
 from graphopt._compat import pipelining as _private
 from graphopt.errors import PartitionError
-from graphopt.pipelining.boundary import give_back, receive, send
-from graphopt.pipelining.calling import OutputNest, OutputSpec
-from graphopt.pipelining.stage import Stage
+from graphopt.pipelining.pipe.boundary import give_back, receive, send
+from graphopt.pipelining.pipe.calling import OutputNest, OutputSpec
+from graphopt.pipelining.stage.stage import Stage
 
 Tensors = tuple[torch.Tensor, ...]
 Shapes = list[tuple[tuple[int, ...], str]]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from graphopt.pipelining.sharing import Replica
+from graphopt.pipelining.pipe.sharing import Replica
 
 if TYPE_CHECKING:
-    from graphopt.pipelining.stage import Stage
+    from graphopt.pipelining.stage.stage import Stage
 
 
 def reduce_replicated_gradients(*stages: Stage) -> None:

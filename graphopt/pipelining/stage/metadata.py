@@ -10,9 +10,9 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in
-from graphopt.pipelining.backward import value_before_cut
-from graphopt.pipelining.chain import ChainPlan
-from graphopt.pipelining.placement import arguments_of, module_of, results, stage_nodes
+from graphopt.pipelining.pipe.backward import value_before_cut
+from graphopt.pipelining.pipe.placement import arguments_of, module_of, results, stage_nodes
+from graphopt.pipelining.stage.chain import ChainPlan
 
 
 @dataclass(frozen=True)

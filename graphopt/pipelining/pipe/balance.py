@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt.errors import PartitionError
 from graphopt.graph_utils import is_operator, tensors_in
-from graphopt.pipelining.marks import insert_mark_after
+from graphopt.pipelining.pipe.marks import insert_mark_after
 
 Weight = Callable[[fx.Node], float]
 

@@ -12,17 +12,17 @@ from torch.distributed.pipelining import PipelineStage
 
 from graphopt.errors import GraphOptError
 from graphopt.parallel import DataParallel, Parallel
-from graphopt.pipelining.calling import Calling, OutputNest
 from graphopt.pipelining.errors import StageCompileError
-from graphopt.pipelining.sharing import Replica
+from graphopt.pipelining.pipe.calling import Calling, OutputNest
+from graphopt.pipelining.pipe.sharing import Replica
 
 if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, PassRecord
-    from graphopt.pipelining.compiled import CompiledStage
-    from graphopt.pipelining.stage_capture import Microbatch
+    from graphopt.pipelining.stage.capture import Microbatch
+    from graphopt.pipelining.stage.compiled import CompiledStage
 
 DEFAULT_PIPELINE = "comm_fusion_with_concat -> schedule_comm_wait"
 
@@ -114,7 +114,7 @@ class Stage(PipelineStage):
             PartitionError: an argument is of another kind, the module does not run on
                 `input_args`, or returns something else than `output_args`.
         """
-        from graphopt.pipelining.hand_cut import HandCutStage
+        from graphopt.pipelining.stage.hand_cut import HandCutStage
 
         return HandCutStage(
             module, index, num_stages, torch.device(device), input_args, output_args, group
@@ -162,7 +162,7 @@ class Stage(PipelineStage):
                 f"parallel={parallel!r}",
                 "pass graphopt.DataParallel(group) with the ranks that hold this stage, or None",
             )
-        from graphopt.pipelining.compiled import compile_stage
+        from graphopt.pipelining.stage.compiled import compile_stage
 
         self._compiled = compile_stage(
             self.stage_index,
@@ -181,7 +181,7 @@ class Stage(PipelineStage):
         return self.submod
 
     def _microbatch(self) -> Microbatch:
-        from graphopt.pipelining.stage_capture import Microbatch
+        from graphopt.pipelining.stage.capture import Microbatch
 
         received = self._received
         if self.is_first:  # nobody is sent gradients of the model's arguments

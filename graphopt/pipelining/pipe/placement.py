@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from torch import fx, nn
 
-from graphopt.pipelining.sharing import Replica
-from graphopt.pipelining.stage_module import StageModule, make_stage_module
-from graphopt.pipelining.state import State
+from graphopt.pipelining.pipe.sharing import Replica
+from graphopt.pipelining.pipe.stage_module import StageModule, make_stage_module
+from graphopt.pipelining.pipe.state import State
 
 
 def stage_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from graphopt.errors import PartitionError
-from graphopt.pipelining.mutation import Mutations, Regions
-from graphopt.pipelining.state import State
+from graphopt.pipelining.pipe.mutation import Mutations, Regions
+from graphopt.pipelining.pipe.state import State
 
 
 class MultiUseParameterConfig(Enum):

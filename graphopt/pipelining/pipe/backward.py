@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt._compat import pipelining as _compat
 from graphopt.graph_utils import get_output
-from graphopt.pipelining.placement import results, stage_nodes
+from graphopt.pipelining.pipe.placement import results, stage_nodes
 
 
 def stage_backward(

@@ -36,15 +36,15 @@ from graphopt.graph_utils import (
     is_wait,
 )
 from graphopt.iter_graph.graph import copy_graph
-from graphopt.pipelining.accumulating import Gradients, find_accumulation
-from graphopt.pipelining.crossing import (
+from graphopt.pipelining.stage.accumulating import Gradients, find_accumulation
+from graphopt.pipelining.stage.crossing import (
     Crossing,
     ValueNames,
     closure,
     find_crossing,
     with_items,
 )
-from graphopt.pipelining.stage_graph import StageGraph, extract
+from graphopt.pipelining.stage.graph import StageGraph, extract
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.signature import Computed, Live, Recipe, View
 

@@ -13,21 +13,21 @@ from graphopt import _compat
 from graphopt.graph_utils import without_autocast
 from graphopt.parallel.data_parallel import broadcast_buffers
 from graphopt.parallel.markers import Group
-from graphopt.pipelining.accumulating import Gradients
-from graphopt.pipelining.boundary import apart, no_view
-from graphopt.pipelining.division import Division
-from graphopt.pipelining.division_proof import DivisionProof
 from graphopt.pipelining.errors import StageCompileError
-from graphopt.pipelining.gradient_layout import (
+from graphopt.pipelining.pipe.boundary import apart, no_view
+from graphopt.pipelining.stage.accumulating import Gradients
+from graphopt.pipelining.stage.capture import Microbatch, StageCapture
+from graphopt.pipelining.stage.division import Division
+from graphopt.pipelining.stage.division_proof import DivisionProof
+from graphopt.pipelining.stage.gradient_layout import (
     Layouts,
     common_layouts,
     laid_out,
     strides_of,
     to_add_to,
 )
-from graphopt.pipelining.stage_capture import Microbatch, StageCapture
-from graphopt.pipelining.stage_graph import StageGraph
-from graphopt.pipelining.state_guard import StateGuard
+from graphopt.pipelining.stage.graph import StageGraph
+from graphopt.pipelining.stage.state_guard import StateGuard
 from graphopt.ranks.meeting import Channel
 from graphopt.stages import Stages, stages_for
 from graphopt.tracing.inputs import Storage

@@ -6,7 +6,7 @@
 Stages are told by what they hold: a parameter or buffer is known by the tensor that it is, not by
 its name. Besides equal values it is shown that the very same calls are made, so that autograd
 differentiates what it would in the model. Boundaries hand values on (`cut`, and the functions of
-`graphopt.pipelining.boundary`), which is trusted, as is autograd itself.
+`graphopt.pipelining.pipe.boundary`), which is trusted, as is autograd itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import fx, nn
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import find_all_descendants, get_output
 from graphopt.partition.hazards import hazards
-from graphopt.pipelining.backward import add_gradients, cut, stage_backward, value_before_cut
-from graphopt.pipelining.boundary import give_back, receive, send
-from graphopt.pipelining.chain import ChainPlan
-from graphopt.pipelining.placement import arguments_of, module_of, results, stage_nodes
-from graphopt.pipelining.sharing import Replica
+from graphopt.pipelining.pipe.backward import add_gradients, cut, stage_backward, value_before_cut
+from graphopt.pipelining.pipe.boundary import give_back, receive, send
+from graphopt.pipelining.pipe.placement import arguments_of, module_of, results, stage_nodes
+from graphopt.pipelining.pipe.sharing import Replica
+from graphopt.pipelining.stage.chain import ChainPlan
 from graphopt.verify.composition import Composition, Objects
 from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph

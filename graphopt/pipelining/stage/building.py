@@ -12,18 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 from graphopt.errors import PartitionError
 from graphopt.graph_utils import get_output
 from graphopt.manager.settings import level_of
-from graphopt.pipelining.calling import OutputNest
-from graphopt.pipelining.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
-from graphopt.pipelining.devices import move_to_device
-from graphopt.pipelining.metadata import find_flow
-from graphopt.pipelining.pipe_proof import check_chain
-from graphopt.pipelining.placement import module_of, stage_nodes
-from graphopt.pipelining.replicas import own_replicas
-from graphopt.pipelining.stage import Stage
-from graphopt.pipelining.stage_module import StageModule
+from graphopt.pipelining.pipe.calling import OutputNest
+from graphopt.pipelining.pipe.placement import module_of, stage_nodes
+from graphopt.pipelining.pipe.proof import check_chain
+from graphopt.pipelining.pipe.stage_module import StageModule
+from graphopt.pipelining.stage.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
+from graphopt.pipelining.stage.devices import move_to_device
+from graphopt.pipelining.stage.metadata import find_flow
+from graphopt.pipelining.stage.replicas import own_replicas
+from graphopt.pipelining.stage.stage import Stage
 
 if TYPE_CHECKING:
-    from graphopt.pipelining.pipe import Pipe, PipeInfo
+    from graphopt.pipelining.pipe.pipe import Pipe, PipeInfo
 
 
 def build_stage(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.pipelining.block_masks import batch_size, is_block_mask, split_block_mask
-from graphopt.pipelining.chunk_specs import (
+from graphopt.pipelining.microbatch.block_masks import batch_size, is_block_mask, split_block_mask
+from graphopt.pipelining.microbatch.chunk_specs import (
     ChunkSpec,
     Replicated,
     TensorChunkSpec,

@@ -1,0 +1,1 @@
+"""Batches divided into microbatches, and their results put together."""

@@ -1,0 +1,1 @@
+"""A model divided into stages: marks, export, division, and the proof of it."""

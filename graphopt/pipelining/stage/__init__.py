@@ -1,0 +1,1 @@
+"""One stage of a pipeline: what schedules run, its graphs, and its gradients."""
