@@ -355,6 +355,11 @@ def fused_optimizer(target: Any) -> str | None:
     return name if name in FUSED_OPTIMIZERS else None
 
 
+def is_fused_optimizer(node: fx.Node) -> bool:
+    """Whether a node is a fused optimizer, in place or not."""
+    return fused_optimizer(node.target) is not None
+
+
 def updated_lists(name: str, grad_scale: object) -> tuple[int, ...]:
     """Positions of the lists that a fused optimizer updates, gradients among them where it takes
     the scale of a `GradScaler`, with which it unscales them."""
@@ -421,10 +426,15 @@ def written(node: fx.Node) -> list[fx.Node]:
     if node.op in ("call_module", "call_method"):
         return [node.args[index] for index in node.meta.get("writes", ())]
     found: list[fx.Node] = []
-    for index in operator_of(node).writes:
-        if _is_written(node, index):
+    if operator_of(node).writes:  # of few nodes, and this is asked of all
+        for index in written_positions(node):
             found += nodes_in(argument_at(node, index))
     return found
+
+
+def written_positions(node: fx.Node) -> list[int]:
+    """Positions of the arguments that the operator of a node updates in place."""
+    return [index for index in operator_of(node).writes if _is_written(node, index)]
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:

@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import evaluate, tensors_in, written
-from graphopt.optim.lists import list_schema
+from graphopt.graph_utils import evaluate, is_list_operator, tensors_in, written
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Layout, layout_of
 from graphopt.verify.traits import traits_of
@@ -205,7 +204,7 @@ def _has_no_rule(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, _compat.OpOverload):
         return False
-    return any(tag in target.tags for tag in _DATA_DEPENDENT) or list_schema(node) is not None
+    return any(tag in target.tags for tag in _DATA_DEPENDENT) or is_list_operator(node)
 
 
 def _text(layout: Layout) -> str:
