@@ -38,7 +38,7 @@ class Entry(NamedTuple):
         return Entry(copies[self.node], self.item)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ListCall:
     """A call of a list operator, in place or not, as a row of entries.
 
@@ -61,21 +61,29 @@ class ListCall:
 
     def reads(self, item: int) -> list[tuple[fx.Node, int | None]]:
         """What one entry is given alone: nodes, and entries of a list that is given as a whole."""
-        given = (
-            (value, item) if isinstance(value, fx.Node) else (value[item], None)
-            for value in self.lists.values()
-        )
-        return [entry for entry in given if isinstance(entry[0], fx.Node)]
+        found: list[tuple[fx.Node, int | None]] = []
+        for value in self.lists.values():
+            if isinstance(value, fx.Node):
+                found.append((value, item))
+            elif isinstance(value[item], fx.Node):
+                found.append((value[item], None))
+        return found
 
     def writes(self, item: int) -> list[fx.Node]:
         """What one entry updates in place."""
-        updated = (self.lists.get(position) for position in written_positions(self.node))
-        return [node for value in updated if value is not None for node in nodes_in(value[item])]
+        values = (v if isinstance(v, fx.Node) else v[item] for v in self._updated)
+        return [node for value in values for node in nodes_in(value)]
 
     @cached_property
+    def _updated(self) -> list[Any]:
+        """The lists that the call updates in place."""
+        positions = written_positions(self.node)
+        return [self.lists[position] for position in positions if position in self.lists]
+
+    @property
     def several(self) -> bool:
         """Whether the call returns several lists, as fused optimizers do, instead of one."""
-        return len(cast(Any, self.node.target)._schema.returns) > 1
+        return len(operator_of(self.node).aliases) > 1
 
     def results(self, number: int = 0) -> dict[int, list[fx.Node]]:
         """By entry, the nodes that pick its value out of result list number `number`."""
@@ -102,10 +110,7 @@ class ListCall:
     def can_be_divided(self) -> bool:
         """Whether the call works out of place, is read by entry, and nothing that differs between
         entries is given as one value, such as a vector of numbers."""
-        schema = cast(Any, self.node.target)._schema
-        if schema.is_mutable or not all(
-            is_list_of_tensors(result.type) for result in schema.returns
-        ):
+        if operator_of(self.node).writes or not _returns_lists(self.node.target):
             return False
         if any(isinstance(value, fx.Node) for value in self.lists.values()):
             return False
@@ -126,10 +131,16 @@ def list_call(node: fx.Node) -> ListCall | None:
     """
     if not operator_of(node).listed:
         return None
-    given = {position: argument_at(node, position) for position in list_positions(node.target)}
-    lists = {position: value for position, value in given.items() if _length(value)}
-    lengths = set(map(_length, lists.values()))
-    return ListCall(node, lengths.pop(), lists) if 0 in lists and len(lengths) == 1 else None
+    lists: dict[int, Any] = {}
+    count = 0
+    for position in list_positions(node.target):
+        value = argument_at(node, position)
+        length = _length(value)
+        if length and count not in (0, length):
+            return None
+        if length:
+            lists[position], count = value, length
+    return ListCall(node, count, lists) if 0 in lists else None
 
 
 def divide(call: ListCall, groups: Sequence[Sequence[int]]) -> list[list[fx.Node]]:
@@ -195,9 +206,23 @@ def _value_of(call: ListCall, group: Sequence[int]) -> Any:
 def _given(node: fx.Node) -> Iterator[tuple[int, Any]]:
     """The arguments of a call by their position in the schema."""
     yield from enumerate(node.args)
-    names = [argument.name for argument in cast(Any, node.target)._schema.arguments]
     for name, value in node.kwargs.items():
-        yield names.index(name), value
+        yield _positions(node.target)[name], value
+
+
+# Schemas are slow to read, and graphs have many calls of few operators.
+
+
+@lru_cache(maxsize=4096)
+def _positions(target: Any) -> dict[str, int]:
+    """Position of each argument of an operator, by name."""
+    return {argument.name: index for index, argument in enumerate(target._schema.arguments)}
+
+
+@lru_cache(maxsize=4096)
+def _returns_lists(target: Any) -> bool:
+    """Whether an operator returns lists of tensors, and nothing else."""
+    return all(is_list_of_tensors(result.type) for result in target._schema.returns)
 
 
 @lru_cache(maxsize=4096)
@@ -209,8 +234,9 @@ def list_positions(target: Any) -> tuple[int, ...]:
 
 def _length(value: Any) -> int:
     """Length of a list, or of the list that a node holds."""
-    held = value.meta.get("val") if isinstance(value, fx.Node) else value
-    return len(held) if isinstance(held, (list, tuple)) else 0
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    return len(value) if isinstance(value, (list, tuple)) else 0
 
 
 def _holds_several(value: Any) -> bool:

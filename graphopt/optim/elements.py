@@ -59,9 +59,9 @@ class Elements:
         if call is None or not call.can_be_divided:
             self._append(node, values_read(node))
             return
-        self.lists[node] = call
+        self.lists[node], shared = call, call.shared
         for item in range(call.count):
-            self._append(node, [*(source for source, _ in call.reads(item)), *call.shared])
+            self._append(node, [source for source, _ in call.reads(item)] + shared)
         for container in call.containers():
             self.number[container] = first
             for picked in container.users:
