@@ -20,9 +20,9 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.ir.effects import Effects
-from graphopt.ir.operators import is_item
+from graphopt.ir.operators import is_fused_optimizer, is_item
 from graphopt.lowering.lowerable import NodePredicate, is_free, reason_to_keep, unsuitable_tensor
-from graphopt.lowering.updates import is_fused_update, stored_by, updated
+from graphopt.lowering.updates import stored_by, updated
 
 _NO_COPIES = (
     "aten::_fused_rms_norm",
@@ -136,7 +136,7 @@ def keep_updates(graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str |
         elif effects.old_read_after(state, node):
             reasons[node] = "its state is read afterwards, and not as its result"
     for node, reason in reasons.items():
-        if reason is None and is_fused_update(node):
+        if reason is None and is_fused_optimizer(node):
             reasons[node] = _reason_to_keep_fused(node, effects, reasons)
     for node in reasons:
         if is_item(node) and reasons[node] is None:

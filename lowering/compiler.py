@@ -16,8 +16,9 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import without_autocast
+from graphopt.ir.operators import is_fused_optimizer
 from graphopt.lowering.prepare import ChannelsLast, Prepared, can_change_layout
-from graphopt.lowering.updates import FUSED_UPDATE, is_fused_update
+from graphopt.lowering.updates import FUSED_UPDATE
 
 
 class Kind(NamedTuple):
@@ -51,7 +52,7 @@ def number_dtypes(body: fx.Graph, kinds: Sequence[Kind]) -> dict[int, torch.dtyp
     inputs = [node for node in body.nodes if node.op == "placeholder"]
     return {
         index: torch.float64
-        if precise or any(map(is_fused_update, inputs[index].users))
+        if precise or any(map(is_fused_optimizer, inputs[index].users))
         else torch.float32
         for index, kind in enumerate(kinds)
         if kind is NUMBER

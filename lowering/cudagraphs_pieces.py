@@ -19,6 +19,7 @@ from torch import fx
 
 from graphopt.graph_utils import is_collective, is_wait, tensors_in
 from graphopt.ir.effects import Effects
+from graphopt.ir.entries import list_call
 from graphopt.ir.operators import is_item, is_list_operator, written
 from graphopt.ir.views import base_of, is_pure_view, may_be_view, outer_bases
 from graphopt.iter_graph.running import GROUP
@@ -269,8 +270,8 @@ class _Scan:
             module = self._module_of(node)
             assert isinstance(module, LoweredSubgraph)
             return sum(inner.op == "call_function" for inner in module.graph_module.graph.nodes)
-        first = node.args[0] if node.args else None
-        return max(1, len(first)) if is_list_operator(node) and isinstance(first, list) else 1
+        call = list_call(node) if is_list_operator(node) else None
+        return call.count if call else 1
 
 
 def _copying(node: fx.Node, way: Way) -> int:

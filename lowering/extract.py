@@ -18,12 +18,11 @@ from graphopt.graph_utils import (
     tensors_in,
     written,
 )
-from graphopt.ir.operators import is_item
+from graphopt.ir.operators import is_fused_optimizer, is_item
 from graphopt.ir.views import inner_bases
 from graphopt.lowering.compiler import kind_of
 from graphopt.lowering.lowerable import as_factory, reads_metadata_only
 from graphopt.lowering.regions import MARK, Mark, mark_regions
-from graphopt.lowering.updates import is_fused_update
 
 
 @dataclass
@@ -228,5 +227,5 @@ def region_graphs(gm: fx.GraphModule, min_ops: int = 10) -> list[fx.GraphModule]
     Returns:
         Graphs that take tensors described by ``meta["val"]`` and return a list of tensors.
     """
-    mark_regions(gm.graph, node_predicate=lambda node: not is_fused_update(node), min_ops=min_ops)
+    mark_regions(gm.graph, node_predicate=lambda n: not is_fused_optimizer(n), min_ops=min_ops)
     return [fx.GraphModule({}, body.graph) for body in Cut(gm.graph).bodies.values()]

@@ -15,16 +15,17 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import get_output, is_operator
+from graphopt.ir.operators import is_fused_optimizer
 from graphopt.lowering.cross_entropy import RowSums
 from graphopt.lowering.numbers import Number, is_listed, written_out
-from graphopt.lowering.updates import call_update, gradients, is_fused_update
+from graphopt.lowering.updates import call_update, gradients
 
 aten = torch.ops.aten
 
 
 def can_change_layout(graph: fx.Graph) -> bool:
     """Whether every result of a graph, and every gradient, has a layout that can be restored."""
-    updates = [node for node in graph.nodes if is_fused_update(node)]
+    updates = [node for node in graph.nodes if is_fused_optimizer(node)]
     kept = [*_returned(graph), *(gradient for node in updates for gradient in gradients(node))]
     return all(_memory_format(node.meta["val"]) is not None for node in kept)
 
@@ -69,7 +70,7 @@ class Prepared(fx.Interpreter):
             if args[0] is not args[1]:
                 self._updates.append((args[0], args[1]))
             return args[1]
-        if is_fused_update(self._node):
+        if is_fused_optimizer(self._node):
             return call_update(target, self._laid_out(args), kwargs)
         if target in (aten.view.default, aten._unsafe_view.default):
             return aten.reshape.default(*args, **kwargs)

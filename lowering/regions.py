@@ -12,12 +12,12 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import written
 from graphopt.ir.effects import Effects
-from graphopt.ir.operators import is_item
+from graphopt.ir.operators import is_fused_optimizer, is_item
 from graphopt.lowering.candidates import free_nodes, keep_updates, reasons_to_keep
 from graphopt.lowering.levels import levels_of, run_order
 from graphopt.lowering.log import log_left_out
 from graphopt.lowering.lowerable import NodePredicate, reads_metadata_only
-from graphopt.lowering.updates import gradients, is_fused_update, stored_by
+from graphopt.lowering.updates import gradients, stored_by
 
 MARK = "lowering"
 """Metadata of each call of a marked graph."""
@@ -164,7 +164,7 @@ def _goes(node: fx.Node, levels: dict[fx.Node, int], lowerable: set[fx.Node]) ->
     def together(other: object) -> bool:
         return other in lowerable and levels[other] == levels[node]
 
-    if is_fused_update(node):
+    if is_fused_optimizer(node):
         return any(map(together, gradients(node))) and all(map(together, stored_by(node).values()))
     if is_item(node):
         return together(node.args[0])

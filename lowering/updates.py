@@ -13,15 +13,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import is_operator
+from graphopt.ir.entries import list_call
 from graphopt.ir.families import FUSED_OPTIMIZERS
-from graphopt.ir.operators import argument, fused_optimizer
+from graphopt.ir.operators import argument, fused_optimizer, is_copy
 from graphopt.lowering.numbers import Number
 
 _library = torch.library.Library("graphopt", "FRAGMENT")
@@ -82,11 +82,6 @@ def reason_to_keep_update(node: fx.Node) -> str | None:
     return None
 
 
-def is_fused_update(node: fx.Node) -> bool:
-    """Whether a node is a fused optimizer."""
-    return fused_optimizer(node.target) is not None
-
-
 def gradients(node: fx.Node) -> list[fx.Node]:
     """The gradients that a fused optimizer takes."""
     return list(node.args[1])  # type: ignore[arg-type]
@@ -94,13 +89,14 @@ def gradients(node: fx.Node) -> list[fx.Node]:
 
 def stored_by(node: fx.Node) -> dict[fx.Node, fx.Node]:
     """Per tensor that a fused optimizer updates, the `copy_` that stores the result in it."""
+    call = list_call(node)
+    assert call is not None
     found: dict[fx.Node, fx.Node] = {}
-    for container in node.users:
-        for item in container.users:
-            source = node.args[container.args[1]][item.args[1]]  # type: ignore[index]
-            for user in item.users:
-                if is_operator(user.target, "aten::copy_") and user.args == (source, item):
-                    found[cast(fx.Node, source)] = user
+    for position, sources in call.lists.items():  # its results stand at the same position
+        for item, picked in call.results(position).items():
+            for copy in (user for result in picked for user in result.users if is_copy(user)):
+                if copy.args[0] is sources[item]:
+                    found[sources[item]] = copy
     return found
 
 

@@ -14,13 +14,13 @@ from graphopt.graph_utils import (
     call_function_with_meta,
     evaluate,
     is_collective,
+    is_list_operator,
     is_operator,
     is_random,
     is_wait,
     same_kind,
 )
 from graphopt.iter_graph import IterGraph
-from graphopt.optim.lists import list_schema
 from graphopt.verify.terms import layout_of
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ def plain(gm: fx.GraphModule) -> list[fx.Node]:
         node
         for node in calls(gm)
         if not (is_collective(node) or is_wait(node) or is_random(node) or is_update(node))
-        and list_schema(node) is None
+        and not is_list_operator(node)
         and node.target is not operator.getitem
         and node.users
     ]

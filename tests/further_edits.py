@@ -24,8 +24,7 @@ from edit_tools import (
     renewed,
     waits,
 )
-from graphopt.graph_utils import is_operator, is_random, is_wait
-from graphopt.optim.lists import list_schema
+from graphopt.graph_utils import is_list_operator, is_operator, is_random, is_wait
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -133,7 +132,7 @@ def _with_columns(
 ) -> list[fx.Node] | None:
     found = []
     for node in calls(gm):
-        if list_schema(node) is None:
+        if not is_list_operator(node):
             continue
         lists = [i for i, a in enumerate(node.args) if isinstance(a, (list, tuple)) and len(a) > 1]
         found += [(node, i, j) for i in lists for j in lists if i < j]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from edit_tools import Edit, added, aten, calls, computed, is_tensor, is_update, layout, pick
 from graphopt.graph_utils import get_outputs, is_operator, set_outputs
-from graphopt.optim.lists import list_schema
+from graphopt.ir.operators import is_list_operator
 
 Nodes = list[fx.Node] | None
 
@@ -79,7 +79,7 @@ def list_flattened(gm: fx.GraphModule, draw: Random) -> Nodes:
     found = []
     for node in calls(gm):
         held = node.meta.get("val")
-        if list_schema(node) is None or not held or not isinstance(held[0], Tensor):
+        if not is_list_operator(node) or not held or not isinstance(held[0], Tensor):
             continue
         found += [(node, i) for i, entry in enumerate(held) if entry.dim() > 1]
     chosen = pick(draw, found)

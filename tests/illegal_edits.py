@@ -33,13 +33,13 @@ from further_edits import FURTHER
 from graphopt.graph_utils import (
     get_output,
     get_outputs,
+    is_list_operator,
     is_operator,
     is_random,
     same_kind,
     set_outputs,
     written,
 )
-from graphopt.optim.lists import list_schema
 from hidden_edits import HIDDEN
 from narrow_edits import NARROW
 
@@ -512,7 +512,7 @@ def lost_draw(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
 
 def entries_swapped(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
     """Two entries of one list of a list operator change places."""
-    node = pick(draw, (n for n in calls(gm) if list_schema(n) is not None))
+    node = pick(draw, (n for n in calls(gm) if is_list_operator(n)))
     lists = [] if node is None else [i for i, v in enumerate(node.args) if _several(v)]
     place = pick(draw, lists)
     if place is None:

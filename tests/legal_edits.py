@@ -26,8 +26,11 @@ from edit_tools import (
 )
 from graphopt.graph_utils import is_collective, is_dense, is_wait, readers_through_views
 from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.optim import get_all_fused_optimizer_blocks, split_fused_optimizer
-from graphopt.optim.lists import OptimizerSplitError
+from graphopt.optim import (
+    OptimizerSplitError,
+    get_all_fused_optimizer_blocks,
+    split_fused_optimizer,
+)
 from graphopt.verify import dependency_graph
 from rewrites import fuse, in_order
 

@@ -174,3 +174,37 @@ def _slice(function: Any, tensor: Tensor, args: Any, kwargs: Any) -> Tensor:
     view.copy_(tensor)
     function(view, *args, **kwargs)
     return larger
+
+
+_FOREACH = (
+    *("abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp_max", "clamp_min"),
+    *("copy", "cos", "cosh", "div", "erf", "erfc", "exp", "expm1", "floor", "frac", "lerp", "log"),
+    *("lgamma", "log10", "log1p", "log2", "maximum", "minimum", "mul", "neg", "pow", "reciprocal"),
+    *("round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "sub", "tan", "tanh", "trunc"),
+    *("zero", "norm", "max"),
+)
+
+
+def list_operators() -> Iterator[Any]:
+    """Every overload of the `_foreach_*`, in place and not."""
+    for name in (f"_foreach_{short}{end}" for short in _FOREACH for end in ("", "_")):
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            if not overload.endswith("out"):
+                yield getattr(packet, overload)
+
+
+def list_arguments(tensors: list[Tensor], others: list[Tensor]) -> Iterator[tuple[Any, ...]]:
+    """Arguments of the kinds that list operators take, for two entries."""
+    yield (tensors,)
+    for second in (others, 2.0, [2.0, 3.0], torch.tensor(2.0)):
+        yield tensors, second
+    for third in (0.5, [0.5, 0.25], others):
+        yield tensors, others, third
+    for last in (0.5, [0.5, 0.25]):
+        yield tensors, others, others, last
+
+
+def cloned(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with tensors of their own."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, args)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
 from graphopt.ir.families import COPY_WHAT_THEY_SEND, METADATA_ONLY, SAME_ELEMENTS, SPLITS
 from graphopt.ir.operators import (
@@ -24,7 +23,7 @@ from graphopt.ir.operators import (
 )
 from graphopt.tracing.inplace import INPLACE
 from observed import Observer, run, same_bits, storage
-from operators import database
+from operators import cloned, database, list_arguments, list_operators
 
 aten = torch.ops.aten
 
@@ -110,9 +109,9 @@ def test_rows_of_list_operators() -> None:
     observer = Observer()
     tensors = [torch.rand(3, 2) + 0.5, torch.rand(4) + 0.5]
     others = [torch.rand(3, 2) + 0.5, torch.rand(4) + 0.5]
-    for func, args in product(_list_operators(), _foreach_arguments(tensors, others)):
+    for func, args in product(list_operators(), list_arguments(tensors, others)):
         try:
-            observer.call(func, _cloned(args), {})
+            observer.call(func, cloned(args), {})
         except RuntimeError:
             continue  # it takes other arguments
         assert _entries_are_independent(func, args), func
@@ -120,40 +119,9 @@ def test_rows_of_list_operators() -> None:
     assert len(observer.seen) > 60
 
 
-_FOREACH = (
-    *("abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp_max", "clamp_min"),
-    *("copy", "cos", "cosh", "div", "erf", "erfc", "exp", "expm1", "floor", "frac", "lerp", "log"),
-    *("lgamma", "log10", "log1p", "log2", "maximum", "minimum", "mul", "neg", "pow", "reciprocal"),
-    *("round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "sub", "tan", "tanh", "trunc"),
-    *("zero", "norm", "max"),
-)
-
-
-def _list_operators() -> Iterator[Any]:
-    for name in (f"_foreach_{short}{end}" for short in _FOREACH for end in ("", "_")):
-        packet = getattr(aten, name, None)
-        for overload in packet.overloads() if packet is not None else ():
-            if not overload.endswith("out"):
-                yield getattr(packet, overload)
-
-
-def _foreach_arguments(tensors: list[Tensor], others: list[Tensor]) -> Iterator[tuple[Any, ...]]:
-    yield (tensors,)
-    for second in (others, 2.0, [2.0, 3.0], torch.tensor(2.0)):
-        yield tensors, second
-    for third in (0.5, [0.5, 0.25], others):
-        yield tensors, others, third
-    for last in (0.5, [0.5, 0.25]):
-        yield tensors, others, others, last
-
-
-def _cloned(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, args)
-
-
 def _entries_are_independent(func: Any, args: tuple[Any, ...]) -> bool:
     def entry(index: int, changed: float) -> Tensor:
-        given = _cloned(args)
+        given = cloned(args)
         given[0][1 - index] += changed
         result = func(*given)
         return (given[0] if result is None else result)[index]

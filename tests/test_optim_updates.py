@@ -364,6 +364,20 @@ def test_in_place_operators(target: Any) -> None:
     assert len(gm.graph.nodes) == size
 
 
+def test_in_place_lists_that_belong_to_no_set() -> None:
+    """What they write has nothing to do with gradients."""
+    s = Sheet(2)
+    counted = s.call(aten._foreach_add_.Scalar, s.squares, 1.0)
+    s.store(s.weights, s.items(aten._foreach_mul.List, s.gradients(), s.weights))
+    case = s.finish()
+    gm = duplicate(case[0])
+    updates = split_updates(gm, [[grad] for grad in called(gm, aten.mul.Tensor)])
+    assert len(called(gm, aten._foreach_mul.List)) == 2
+    assert counted.name not in {node.name for nodes in updates for node in nodes}
+    assert_closed(updates)
+    assert_same_run(gm, case[0], case)
+
+
 def test_late_nodes() -> None:
     gm = IterGraphModule(captured("sgd-foreach")[0])
     found = gradients(gm)

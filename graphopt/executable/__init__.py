@@ -8,7 +8,6 @@ their `copy_`.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -29,6 +28,7 @@ from graphopt.graph_utils import (
     set_outputs,
 )
 from graphopt.ir.effects import Effects
+from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.families import TWINS
 from graphopt.ir.operators import argument, fused_optimizer, rounds_in_place, row, updated_lists
 from graphopt.tracing import inplace
@@ -151,12 +151,11 @@ class _Reuse:
         """Fused optimizers always run in place; what must not be overwritten is cloned first."""
         name = fused_optimizer(node.target)
         assert name is not None
+        call = list_call(node)
+        assert call is not None and call.read_by_entry
         args = list(node.args)
         for position in updated_lists(name, argument(node, "grad_scale")):
-            args[position] = [
-                self._own(node, source, results)
-                for source, results in _items(node, args[position], position)
-            ]
+            args[position] = [self._own(node, *entry) for entry in _entries(call, position)]
         node.args = tuple(args)
         node.target = getattr(getattr(aten, f"{name}_"), node.target._overloadname)  # type: ignore[union-attr]
         for getitem in list(node.users):
@@ -220,25 +219,15 @@ def _overwritten(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     first = node.args[0] if node.args else None
     if isinstance(first, fx.Node):
         yield first, [node]
-    elif isinstance(first, (list, tuple)):
-        items: dict[int, list[fx.Node]] = {}
-        for user in node.users:
-            if user.target is not operator.getitem:
-                return
-            items.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
-        for index, source in enumerate(first):
-            if isinstance(source, fx.Node):
-                yield source, items.get(index, [])
+    elif (call := list_call(node)) and call.read_by_entry:
+        yield from _entries(call, 0)
 
 
-def _items(node: fx.Node, sources: Any, position: int) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Each tensor of list number `position` of a fused optimizer, with its result nodes."""
-    results: dict[Any, list[fx.Node]] = {}
-    for getitem in node.users:
-        if getitem.args[1] == position:
-            for leaf in getitem.users:
-                results.setdefault(leaf.args[1], []).append(leaf)
-    for index, source in enumerate(sources):
+def _entries(call: ListCall, position: int) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Each tensor of one list, with the nodes that hold its result: results of a fused optimizer
+    stand at the same position."""
+    results = call.results(position)
+    for index, source in enumerate(call.lists.get(position, ())):
         yield source, results.get(index, [])
 
 

@@ -13,20 +13,10 @@ from typing import NamedTuple
 from torch import fx
 
 from graphopt.ir.effects import Effects
+from graphopt.ir.entries import Entry, list_call
 from graphopt.ir.operators import is_wait, may_alias, operator_of
 from graphopt.ir.reads import values_read
 from graphopt.ir.views import is_pure_view, launch_of, shared_with
-
-
-class Write(NamedTuple):
-    """A node that writes; `item`: which element of its lists, if it is a list operator."""
-
-    node: fx.Node
-    item: int | None = None
-
-    def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Write:
-        """The same in a copy of the graph."""
-        return Write(copies[self.node], self.item)
 
 
 class Hazard(NamedTuple):
@@ -47,12 +37,12 @@ class Accesses:
     """
 
     def __init__(self, effects: Effects, graph: fx.Graph) -> None:
-        self.implicit: dict[fx.Node, dict[fx.Node, Write]] = {}
+        self.implicit: dict[fx.Node, dict[fx.Node, Entry]] = {}
         self._effects = effects
         updated = effects.updated()
         found = ((n, [k for k in effects.keys(n) if k in updated]) for n in graph.nodes)
         self._watched = {node: keys for node, keys in found if keys}
-        self._last: dict[object, Write] = {}
+        self._last: dict[object, Entry] = {}
         self._readers: dict[object, list[fx.Node]] = {}
 
     def add(self, node: fx.Node) -> list[Hazard]:
@@ -69,14 +59,14 @@ class Accesses:
                 found += self._note_read(node, source, key)
         for destination, item in self._written(node):
             for key in self._watched.get(destination, ()):
-                found += self._note_write(Write(node, item), key)
+                found += self._note_write(Entry(node, item), key)
         return found
 
     def _may_access(self, node: fx.Node) -> bool:
         """Whether a node takes something that is written, or waits: answered at once for most."""
         return is_wait(node) or not self._watched.keys().isdisjoint(node.all_input_nodes)
 
-    def last_write(self, node: fx.Node) -> Write | None:
+    def last_write(self, node: fx.Node) -> Entry | None:
         """The last write so far to the storage of `node`."""
         return self._last.get(self._effects.key(node))
 
@@ -88,7 +78,7 @@ class Accesses:
                 self.implicit.setdefault(node, {})[source] = last
         self._readers.setdefault(key, []).append(node)
 
-    def _note_write(self, write: Write, key: object) -> Iterator[Hazard]:
+    def _note_write(self, write: Entry, key: object) -> Iterator[Hazard]:
         last = self._last.get(key)
         if last is not None and last.node is not write.node:
             yield Hazard(last.node, write.node, "WAW")
@@ -111,18 +101,13 @@ class Accesses:
     def _written(self, node: fx.Node) -> Iterator[tuple[fx.Node, int | None]]:
         """What a node writes; a wait ends what its collective writes in place."""
         writer = launch_of(node) if is_wait(node) else node
-        if writer is None:
+        destinations = [] if writer is None else self._effects.calls.written(writer)
+        call = list_call(writer) if writer is not None and destinations else None
+        if call is None:
+            yield from ((destination, None) for destination in dict.fromkeys(destinations))
             return
-        destinations = dict.fromkeys(self._effects.calls.written(writer))
-        if not destinations or not operator_of(writer).listed:
-            yield from ((destination, None) for destination in destinations)
-            return
-        for argument in (*writer.args, *writer.kwargs.values()):
-            if not isinstance(argument, (list, tuple)):
-                continue
-            for item, element in enumerate(argument):
-                if isinstance(element, fx.Node) and element in destinations:
-                    yield element, item
+        for item in range(call.count):
+            yield from ((destination, item) for destination in call.writes(item))
 
 
 class MemoryOrder:
@@ -138,7 +123,7 @@ class MemoryOrder:
         accesses = Accesses(Effects(graph), graph)
         self.hazards = [hazard for node in graph.nodes for hazard in accesses.add(node)]
         self.implicit = accesses.implicit
-        self.final: dict[fx.Node, Write] = {}
+        self.final: dict[fx.Node, Entry] = {}
         for node in graph.nodes:
             last = accesses.last_write(node) if node.op == "placeholder" else None
             if last is not None:

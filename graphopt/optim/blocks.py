@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
-from graphopt.graph_utils import call_function_with_meta, is_operator
-from graphopt.optim.lists import OptimizerSplitError
-from graphopt.optim.outputs import (
-    ForeachAddBlock,
-    Output,
-    entries_of,
-    find_list,
-    find_outputs,
-    make_outputs,
-)
+from graphopt.graph_utils import call_function_with_meta, is_copy, is_operator
+from graphopt.ir.entries import list_call
+from graphopt.ir.operators import argument
+from graphopt.optim.errors import OptimizerSplitError
+
+aten = torch.ops.aten
 
 FUSED_ADAM = ("aten::_fused_adam", "aten::_fused_adamw")
+
+Output = fx.Node | None
+"""The `copy_` of one entry; None where the graph does not copy it back."""
 
 
 class AdamArgs(NamedTuple):
@@ -65,12 +65,8 @@ class FusedAdamBlock:
     @classmethod
     def from_node(cls, optim_node: fx.Node) -> FusedAdamBlock:
         """The block around a fused Adam, as the graph has it."""
-        outputs: list[list[Output]] = []
-        for position, entries in _stored_lists(optim_node):
-            container = find_list(optim_node, position)
-            nothing: list[Output] = [None] * len(entries)
-            outputs.append(nothing if container is None else find_outputs(container, entries))
-        return cls(optim_node, *outputs)
+        lists = _stored_lists(optim_node)
+        return cls(optim_node, *(find_outputs(optim_node, *stored) for stored in lists))
 
     @classmethod
     def with_new_outputs(cls, optim_node: fx.Node) -> FusedAdamBlock:
@@ -84,7 +80,7 @@ class FusedAdamBlock:
             with graph.inserting_after(after):
                 args = (optim_node, position)
                 container = call_function_with_meta(graph, operator.getitem, args, like=optim_node)
-            outputs.append(make_outputs(container, container, entries))
+            outputs.append(_make_outputs(container, container, entries))
             after = outputs[-1][-1] or container
         return cls(optim_node, *outputs)
 
@@ -113,6 +109,40 @@ class FusedAdamBlock:
             self.max_exp_avg_sqs_outputs,
         )
         return [output for outputs in lists for output in outputs if output is not None]
+
+
+@dataclass
+class ForeachAddBlock:
+    """The list operator that counts the steps of an optimizer.
+
+    Attributes:
+        add_node: the `_foreach_add`.
+        outputs: per entry the `copy_` that stores the new count.
+
+    >>> (block,) = graphopt.optim.get_all_fused_optimizer_blocks(gm)
+    >>> len(block.step.outputs)
+    2
+    """
+
+    add_node: fx.Node
+    outputs: list[Output]
+
+    @classmethod
+    def from_node(cls, add_node: fx.Node) -> ForeachAddBlock:
+        """The block around a `_foreach_add`, as the graph has it."""
+        if not is_operator(add_node.target, "aten::_foreach_add"):
+            raise OptimizerSplitError(f"not a _foreach_add: {add_node.format_node()}")
+        return cls(add_node, find_outputs(add_node, 0, entries_of(add_node, "self")))
+
+    @classmethod
+    def with_new_outputs(cls, add_node: fx.Node) -> ForeachAddBlock:
+        """The block around a new `_foreach_add`: inserts what copies its results back."""
+        return cls(add_node, _make_outputs(add_node, add_node, entries_of(add_node, "self")))
+
+    @property
+    def copies(self) -> list[fx.Node]:
+        """The outputs that there are."""
+        return [output for output in self.outputs if output is not None]
 
 
 @dataclass
@@ -178,3 +208,45 @@ def _stored_lists(node: fx.Node) -> Iterator[tuple[int, list[fx.Node]]]:
     args = _adam_args(node)
     for position in (0, 2, 3, 4):  # result 1 are the gradients as they were
         yield position, args[position]
+
+
+def entries_of(node: fx.Node, name: str) -> list[fx.Node]:
+    """The nodes in a list argument of a list operator."""
+    return [entry for entry in argument(node, name) or () if isinstance(entry, fx.Node)]
+
+
+def copy_of(item: fx.Node) -> Output:
+    """The `copy_` that stores `item`."""
+    return next((user for user in item.users if is_copy(user) and user.args[1] is item), None)
+
+
+def find_outputs(node: fx.Node, number: int, entries: list[fx.Node]) -> list[Output]:
+    """Per entry of a list operator, the `copy_` that stores its value in result list `number`."""
+    call = list_call(node)
+    results = call.results(number) if call else {}
+    copies = [map(copy_of, results.get(item, ())) for item in range(len(entries))]
+    return [next(filter(None, found), None) for found in copies]
+
+
+def _make_outputs(container: fx.Node, after: fx.Node, entries: list[fx.Node]) -> list[Output]:
+    """Insert getitem -> copy_ for each entry, behind `after`."""
+    made: list[Output] = []
+    graph = container.graph
+    for index, entry in enumerate(entries):
+        with graph.inserting_after(after):
+            item = call_function_with_meta(
+                graph, operator.getitem, (container, index), like=container
+            )
+        with graph.inserting_after(item):
+            after = call_function_with_meta(
+                graph, aten.copy_.default, (_state_behind(entry), item), like=container
+            )
+        made.append(after)
+    return made
+
+
+def _state_behind(entry: fx.Node) -> fx.Node:
+    """The state that an entry holds: what is copied over is not the result of a `copy_`."""
+    while is_copy(entry) and isinstance(entry.args[0], fx.Node):
+        entry = entry.args[0]
+    return entry

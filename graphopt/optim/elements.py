@@ -1,8 +1,8 @@
 """What a graph computes, with each entry of a list operator on its own.
 
-`Elements` numbers everything that a graph computes: a node, or one entry of a list operator. The
-nodes that pick an entry have the number of that entry. An element only depends on elements with
-lower numbers.
+`Elements` numbers everything that a graph computes: a node, or one entry of a list operator that
+can be divided. The nodes that pick an entry have the number of that entry. An element only depends
+on elements with lower numbers.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from enum import IntEnum
 import torch
 from torch import fx
 
-from graphopt.graph_utils import written
-from graphopt.ir.operators import operator_of, writers
+from graphopt.ir.entries import ListCall, list_call
+from graphopt.ir.operators import operator_of, writers, written
 from graphopt.ir.reads import values_read
-from graphopt.optim.lists import ListOperator, list_operator
 
 
 class Origin(IntEnum):
@@ -37,7 +36,7 @@ class Elements:
         nodes: the node that computes each element.
         inputs: the elements that each element reads. `copy_` does not read its destination.
         origins: one `Origin` per element.
-        lists: the list operators.
+        lists: the list operators whose entries are elements.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -45,43 +44,31 @@ class Elements:
         self.nodes: list[fx.Node] = []
         self.inputs: list[list[int]] = []
         self.origins: list[Origin] = []
-        self.lists: dict[fx.Node, ListOperator] = {}
+        self.lists: dict[fx.Node, ListCall] = {}
         self._updated = {state for node in writers(graph) for state in written(node)}
         for node in graph.nodes:
-            if node in self.number or node.op == "output":
-                continue
-            self._add(node)
+            if node not in self.number and node.op != "output":
+                self._add(node)
 
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def element(self, node: fx.Node, index: int = 0) -> int:
-        """Number of what a node computes, or of an entry of a list operator."""
-        return self.number[node] + index
-
-    def is_entry(self, element: int) -> bool:
-        """Whether an element is an entry of a list operator."""
-        return self.nodes[element] in self.lists
-
     def _add(self, node: fx.Node) -> None:
-        self.number[node] = len(self.nodes)
-        found = list_operator(node)
-        if found is None:
-            self._append(node, [self.number[source] for source in values_read(node)])
+        first = self.number[node] = len(self.nodes)
+        call = list_call(node)
+        if call is None or not call.can_be_divided:
+            self._append(node, values_read(node))
             return
-        self.lists[node] = found
-        shared = [self.number[source] for source in found.shared]
-        for index in range(found.length):
-            entry = [self.number[source] for source in found.entry(index)]
-            self._append(node, [*entry, *shared])
-        for container in found.containers():
-            self.number[container] = self.number[node]
-        for item in found.items():
-            picked = item.args[1]
-            assert isinstance(picked, int)
-            self.number[item] = self.number[node] + picked
+        self.lists[node], shared = call, call.shared
+        for item in range(call.count):
+            self._append(node, [source for source, _ in call.reads(item)] + shared)
+        for container in call.containers():
+            self.number[container] = first
+            for picked in container.users:
+                self.number[picked] = first + picked.args[1]  # type: ignore[assignment, operator]
 
-    def _append(self, node: fx.Node, inputs: list[int]) -> None:
+    def _append(self, node: fx.Node, sources: list[fx.Node]) -> None:
+        inputs = [self.number[source] for source in sources]
         self.nodes.append(node)
         self.inputs.append(inputs)
         self.origins.append(self._origin(node, inputs))

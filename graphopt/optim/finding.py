@@ -8,22 +8,21 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import is_operator
+from graphopt.graph_utils import is_copy, is_list_operator, is_operator
+from graphopt.ir.entries import list_call
+from graphopt.ir.operators import is_fused_optimizer
 from graphopt.optim.blocks import (
     FUSED_ADAM,
+    ForeachAddBlock,
     FusedAdamBlock,
     FusedOptimizerBlock,
     ListOptimizerBlock,
-)
-from graphopt.optim.elements import Elements, Origin
-from graphopt.optim.lists import OptimizerSplitError, list_schema
-from graphopt.optim.outputs import (
-    ForeachAddBlock,
     copy_of,
     entries_of,
-    is_list_optimizer,
-    items_by_index,
+    find_outputs,
 )
+from graphopt.optim.elements import Elements, Origin
+from graphopt.optim.errors import OptimizerSplitError
 
 MAX_STEP_DISTANCE = 5
 """How many nodes may stand between a fused optimizer and its step counter."""
@@ -42,7 +41,7 @@ def get_fused_optimizer_block(node: fx.Node) -> FusedOptimizerBlock:
     >>> graphopt.optim.get_fused_optimizer_block(node).optim.optim_node is node
     True
     """
-    if is_list_optimizer(node):
+    if is_fused_optimizer(node):
         return _fused_block(node)
     for block in _all_blocks(node.graph):
         if node in block.nodes:
@@ -65,7 +64,7 @@ def get_all_fused_optimizer_blocks(gm: fx.GraphModule) -> list[FusedOptimizerBlo
 
 
 def _all_blocks(graph: fx.Graph) -> list[FusedOptimizerBlock]:
-    fused = [_fused_block(node) for node in graph.nodes if is_list_optimizer(node)]
+    fused = [_fused_block(node) for node in graph.nodes if is_fused_optimizer(node)]
     return [*fused, *_foreach_blocks(graph)]
 
 
@@ -74,7 +73,8 @@ def _fused_block(node: fx.Node) -> FusedOptimizerBlock:
     step = ForeachAddBlock.from_node(_step_counter(node, steps)) if steps else None
     if is_operator(node.target, *FUSED_ADAM):
         return FusedOptimizerBlock(step, FusedAdamBlock.from_node(node))
-    items = [item for _, container in items_by_index(node) for _, item in items_by_index(container)]
+    call = list_call(node)
+    items = [item for c in call.containers() for item in c.users] if call else []
     copies = [copy for item in items if (copy := copy_of(item)) is not None]
     grads = entries_of(node, "grads")
     return FusedOptimizerBlock(step, ListOptimizerBlock([node], grads, copies))
@@ -102,9 +102,9 @@ def _foreach_blocks(graph: fx.Graph) -> Iterator[FusedOptimizerBlock]:
     elements = Elements(graph)
     for nodes in slices:
         inside = set(nodes)
-        lists = [node for node in nodes if list_schema(node) is not None]
+        lists = [node for node in nodes if is_list_operator(node)]
         grads = list(dict.fromkeys(_gradients(elements, nodes, inside)))
-        copies = [node for node in nodes if is_operator(node.target, "aten::copy_")]
+        copies = [node for node in nodes if is_copy(node)]
         if not grads or not copies:
             continue
         counter = next((node for node in lists if _counts_steps(node)), None)
@@ -132,7 +132,7 @@ def _slices(graph: fx.Graph) -> list[list[fx.Node]]:
         if node.meta.get("phase", "optimizer") != "optimizer" or node.op != "call_function":
             continue
         sources = [root(source) for source in node.all_input_nodes if source in parent]
-        if is_list_optimizer(node) or (not sources and list_schema(node) is None):
+        if is_fused_optimizer(node) or not (sources or is_list_operator(node)):
             continue
         parent[node] = node
         for source in sources:
@@ -165,7 +165,5 @@ def _counts_steps(node: fx.Node) -> bool:
     values = [entry.meta.get("val") for entry in entries]
     if not all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in values):
         return False
-    return all(
-        (copy := copy_of(item)) is None or copy.args[0] is entries[index]
-        for index, item in items_by_index(node)
-    )
+    stored = zip(entries, find_outputs(node, 0, entries), strict=True)
+    return all(copy is None or copy.args[0] is entry for entry, copy in stored)

@@ -28,9 +28,8 @@ def gradients_of(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     {'weight': wait_tensor_1, 'bias': wait_tensor}
     """
     elements = Elements(gm.graph)
-    items = {
-        elements.number[item]: item for found in elements.lists.values() for item in found.items()
-    }
+    containers = [c for call in elements.lists.values() for c in call.containers()]
+    items = {elements.number[item]: item for container in containers for item in container.users}
     found: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         parameter = _updated_parameter(node)

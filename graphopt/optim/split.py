@@ -7,17 +7,20 @@ from typing import Any, cast
 
 from torch import fx
 
-from graphopt.graph_utils import get_output, is_operator
+from graphopt.graph_utils import get_output
+from graphopt.ir.entries import divide
+from graphopt.iter_graph import IterGraph
 from graphopt.optim.blocks import (
-    FUSED_ADAM,
+    ForeachAddBlock,
     FusedAdamBlock,
     FusedOptimizerBlock,
     ListOptimizerBlock,
 )
-from graphopt.optim.components import NONE
-from graphopt.optim.division import Division, refuse_late
-from graphopt.optim.lists import OptimizerSplitError
-from graphopt.optim.outputs import ForeachAddBlock
+from graphopt.optim.descendants import NONE, Descendants
+from graphopt.optim.errors import OptimizerSplitError
+
+Parts = dict[fx.Node, dict[int, list[fx.Node]]]
+"""By divided list operator, and by set: its part and what holds its results. The part is first."""
 
 
 def split_updates(
@@ -46,15 +49,15 @@ def split_updates(
     >>> len(gradients_of(gm))
     2
     """
-    division = Division(gm.graph, gradient_sets)
-    division.apply()
-    updates: dict[int, list[fx.Node]] = {}
+    found = Descendants(gm.graph, gradient_sets)
+    parts = _divide(gm.graph, found, found.elements.lists)
+    owners = {node: s for by_set in parts.values() for s, nodes in by_set.items() for node in nodes}
+    updates: dict[int, list[fx.Node]] = {NONE: []}
     for node in gm.graph.nodes:
-        owner = NONE if node.op == "output" else division.set_of(node)
-        if owner != NONE:
+        if node.op != "output":
+            owner = owners[node] if node in owners else found.set_of(node)
             updates.setdefault(owner, []).append(node)
-    roots = [division.components.root(index) for index in range(len(gradient_sets))]
-    return [updates.setdefault(root, []) for root in roots]
+    return [updates.setdefault(found.root(index), []) for index in range(len(gradient_sets))]
 
 
 def split_fused_optimizer(
@@ -85,13 +88,49 @@ def split_fused_optimizer(
     """
     _check_present(gm.graph, block)
     sets = _gradient_sets(block, split_gradients)
-    division = Division(gm.graph, sets, only=set(block.nodes))
-    _check_separate(division, block, sets)
-    division.apply()
+    found = Descendants(gm.graph, sets)
+    _check_separate(found, block)
+    divided = _divide(gm.graph, found, block.nodes)
     copies = _renew(gm.graph, block.copies)
-    return tuple(
-        _part(block, division, copies, index, gradients) for index, gradients in enumerate(sets)
-    )
+    blocks: list[FusedOptimizerBlock] = []
+    for index, gradients in enumerate(sets):
+        own = [node for node in block.nodes if index in found.groups(node)]
+        parts = {node: divided[node][index][0] if node in divided else node for node in own}
+        stored = [copies[c] for c in block.optim.copies if found.set_of(c) == index]
+        blocks.append(_part(block, parts, set(gradients), stored))
+    return tuple(blocks)
+
+
+def _divide(graph: fx.Graph, found: Descendants, nodes: Iterable[fx.Node]) -> Parts:
+    """Divide list operators whose entries belong to several sets, or to one and none.
+
+    Raises:
+        OptimizerSplitError: late nodes are involved. Nothing is changed.
+    """
+    groups = {node: found.groups(node) for node in nodes}
+    groups = {node: by_set for node, by_set in groups.items() if len(by_set) > 1}
+    _refuse_late(graph, groups)
+    parts: Parts = {}
+    for node, by_set in groups.items():
+        new = divide(found.elements.lists[node], list(by_set.values()))
+        parts[node] = dict(zip(by_set, new, strict=True))
+    return parts
+
+
+def _refuse_late(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Refuse to replace nodes that run one iteration late, or before which late nodes run."""
+    if not isinstance(graph, IterGraph):
+        return
+    destinations = set(graph.late.values())
+    for node in nodes:
+        if graph.is_late(node):
+            raise OptimizerSplitError(
+                f"%{node.name} runs one iteration late: split the optimizer before it is moved"
+            )
+        if node in destinations:
+            raise OptimizerSplitError(
+                f"late nodes run before %{node.name}: split the optimizer before they are moved"
+            )
 
 
 def _gradient_sets(block: FusedOptimizerBlock, split_gradients: Any) -> list[list[fx.Node]]:
@@ -126,24 +165,21 @@ def _check_present(graph: fx.Graph, block: FusedOptimizerBlock) -> None:
     for node in (*block.nodes, *block.copies):
         if node not in present:
             raise OptimizerSplitError(f"%{node.name} of the block is not in this graph any more")
-    refuse_late(graph, (*block.nodes, *block.copies))
+    _refuse_late(graph, (*block.nodes, *block.copies))
 
 
-def _check_separate(
-    division: Division, block: FusedOptimizerBlock, sets: Sequence[Sequence[fx.Node]]
-) -> None:
-    components = division.components
-    for where in components.meetings.values():
+def _check_separate(found: Descendants, block: FusedOptimizerBlock) -> None:
+    for where in found.meetings:
         raise OptimizerSplitError(
             "the updates depend on gradients of several sets, as with clipping by the norm of all"
             f"\n  > {where.format_node()}"
         )
     for node in block.nodes:
-        if node not in division.elements.lists:
+        if node not in found.elements.lists:
             raise OptimizerSplitError(
                 f"the results of %{node.name} are not read entry by entry\n  > {node.format_node()}"
             )
-        if NONE in division.entries(node):
+        if NONE in found.groups(node):
             raise OptimizerSplitError(
                 f"an entry of %{node.name} does not belong to the gradients of one set: several"
                 f" need it, or something outside of the optimizer\n  > {node.format_node()}"
@@ -170,31 +206,16 @@ def _renew(graph: fx.Graph, copies: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]
 
 def _part(
     block: FusedOptimizerBlock,
-    division: Division,
-    copies: dict[fx.Node, fx.Node],
-    index: int,
-    gradients: Sequence[fx.Node],
+    parts: dict[fx.Node, fx.Node],
+    gradients: set[fx.Node],
+    copies: list[fx.Node],
 ) -> FusedOptimizerBlock:
-    """The block of one set after the division."""
-    nodes = {node: part for node in block.nodes if (part := _part_of(division, node, index))}
-    step = block.step
-    count = nodes.get(step.add_node) if step else None
-    new_step = None if count is None else ForeachAddBlock.from_node(count)
-    optim_nodes = [nodes[node] for node in block.optim.nodes if node in nodes]
-    if is_operator(optim_nodes[-1].target, *FUSED_ADAM):
-        return FusedOptimizerBlock(new_step, FusedAdamBlock.from_node(optim_nodes[-1]))
-    owned = [
-        copies[copy]
-        for copy in block.optim.copies
-        if division.components.set_of(division.elements.number[copy]) == index
-    ]
-    chosen = set(gradients)
-    grads = [gradient for gradient in block.optim.grads if gradient in chosen]
-    return FusedOptimizerBlock(new_step, ListOptimizerBlock(optim_nodes, grads, owned))
-
-
-def _part_of(division: Division, node: fx.Node, index: int) -> fx.Node | None:
-    """The call that a list operator became for one set: itself, if it was that set's alone."""
-    if node in division.parts:
-        return division.parts[node].get(index)
-    return node if division.components.set_of(division.elements.number[node]) == index else None
+    """The block of one set after the division. `parts`: the calls that those of the block became
+    for it, those that were its alone included."""
+    counter = parts.get(block.step.add_node) if block.step else None
+    step = None if counter is None else ForeachAddBlock.from_node(counter)
+    nodes = [parts[node] for node in block.optim.nodes if node in parts]
+    if isinstance(block.optim, FusedAdamBlock):
+        return FusedOptimizerBlock(step, FusedAdamBlock.from_node(nodes[-1]))
+    grads = [gradient for gradient in block.optim.grads if gradient in gradients]
+    return FusedOptimizerBlock(step, ListOptimizerBlock(nodes, grads, copies))

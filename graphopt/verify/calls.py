@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.ir.entries import list_positions
 from graphopt.verify.terms import (
     Pending,
     ScalarValue,
@@ -24,11 +25,9 @@ from graphopt.verify.terms import (
 
 def entries(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> Any:
     """A list operator as one call for each entry; None where entries cannot be told apart."""
-    lists = {
-        name: value
-        for name, value in arguments.items()
-        if isinstance(value, tuple) and name in list_parameters(target)
-    }
+    names = list(arguments)
+    given = {name: arguments[name] for name in map(names.__getitem__, list_positions(target))}
+    lists = {name: value for name, value in given.items() if isinstance(value, tuple)}
     length = len(next(iter(lists.values()), ()))
     if any(value and len(value) != length for value in lists.values()):
         return None
@@ -142,14 +141,4 @@ def parameters(target: Any) -> tuple[tuple[str, Any], ...]:
         (argument.name, tuple(default) if isinstance(default, list) else default)
         for argument in target._schema.arguments
         for default in [argument.default_value]
-    )
-
-
-@lru_cache(maxsize=4096)
-def list_parameters(target: Any) -> frozenset[str]:
-    """The arguments of an operator that are lists."""
-    return frozenset(
-        argument.name
-        for argument in target._schema.arguments
-        if isinstance(argument.type, torch.ListType)
     )

@@ -14,8 +14,14 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_output, written
 from graphopt.host import is_host_call
-from graphopt.ir.operators import aliased, calls_of, draws, first_argument, is_random
-from graphopt.optim.lists import list_schema
+from graphopt.ir.operators import (
+    aliased,
+    calls_of,
+    draws,
+    first_argument,
+    is_list_operator,
+    is_random,
+)
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, has_empty, named
 from graphopt.verify.communicating import Communication
@@ -273,7 +279,7 @@ class _Evaluator:
             several = self._sent_constants[node]
             return sent_constant(self._terms, node, arguments, by_name=several)
         found = None
-        if list_schema(node) is not None:
+        if is_list_operator(node):
             found = entries(self._terms, node.target, arguments, node.meta["val"])
         if found is None:
             found = self._applied(node, node.target, arguments)

@@ -11,12 +11,12 @@ list or a concatenation, several.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from graphopt.ir.accesses import MemoryOrder, Write
+from graphopt.ir.accesses import MemoryOrder
+from graphopt.ir.entries import list_call
 from graphopt.ir.reads import values_read
 from graphopt.verify.labels import Labels, signature_of
 from graphopt.verify.segments import (
@@ -61,16 +61,19 @@ class Flow:
         self._memory = memory
         self._labels = labels
         self._values: dict[fx.Node, Value] = {}
-        self._elements: dict[fx.Node, list[int]] = {}
+        self._entries: dict[fx.Node, list[int]] = {}
         for node in graph.nodes:
             if node.op != "output" and node not in cut and (needed is None or node in needed):
                 self._values[node] = self._compute(node)
 
     def vertex(self, node: fx.Node, item: int | None = None) -> int:
-        """The vertex of a node as a whole, or of one element of a list operator."""
-        if item is not None and node in self._elements:
-            return self._elements[node][item]
-        return self._whole(self._value(node))
+        """The vertex of a node as a whole, or of one entry of a list."""
+        if item is None:
+            return self._whole(self._value(node))
+        if node in self._entries:
+            return self._entries[node][item]
+        value = self._value(node)
+        return self._whole(value.values[item] if isinstance(value, Items) else value)
 
     def known(self, node: fx.Node) -> int | None:
         """The vertex of a node as a whole; None if nothing that is needed reads it."""
@@ -124,44 +127,22 @@ class Flow:
         return self._whole(value)
 
     def _list(self, node: fx.Node) -> Value:
-        """Element number i needs element i of each list, and all that is not a list."""
-        updated = self._memory.implicit.get(node, {})
-        needs = self._entries(node.args[0], updated)
-        if needs is None:
+        """Each entry of a list operator needs what it is given, and what all are given."""
+        call = list_call(node)
+        if call is None:
             return self._computed(node, self.sources(node))
-        shared: list[int] = []
-        for argument in (*node.args[1:], *node.kwargs.values()):
-            entries = self._entries(argument, updated)
-            if entries is None or len(entries) != len(needs):
-                fx.node.map_arg(argument, lambda n: shared.append(self.vertex(n)))
-                continue
-            for need, entry in zip(needs, entries, strict=True):
-                need += entry
-        if len(shared) > 1:
-            shared = [self._new(shared)]
-        elements = [self._computed(node, [*need, *shared]) for need in needs]
-        self._elements[node] = elements
-        several = node.meta.get("val")
-        if isinstance(several, (list, tuple)) and several and isinstance(several[0], (list, tuple)):
-            return Items([Items(elements)] * len(several))
-        return Items(elements)
-
-    def _entries(self, argument: Any, updated: dict[fx.Node, Write]) -> list[list[int]] | None:
-        """The vertices of each entry of a list, or of a node that is one; None for other values."""
-        if isinstance(argument, fx.Node):
-            value = self._value(argument)
-            if not isinstance(value, Items):
-                return None
-            return [[self._whole(part)] for part in value.values]
-        if not isinstance(argument, (list, tuple)):
-            return None
-        entries: list[list[int]] = []
-        for entry in argument:
-            vertices = [self.vertex(entry)] if isinstance(entry, fx.Node) else []
-            if entry in updated:
-                vertices.append(self.vertex(*updated[entry]))
-            entries.append(vertices)
-        return entries
+        written = self._memory.implicit.get(node, {})
+        shared = [self.vertex(source) for source in call.shared]
+        shared += [self.vertex(*written[source]) for source in call.shared if source in written]
+        entries: list[int] = []
+        for item in range(call.count):
+            read = call.reads(item)
+            needs = [self.vertex(*source) for source in read]
+            if written:
+                needs += [self.vertex(*written[source]) for source, _ in read if source in written]
+            entries.append(self._computed(node, needs + shared))
+        self._entries[node] = entries
+        return Items([Items(entries)] * len(node.meta["val"]) if call.several else entries)
 
     def _by_element(self, node: fx.Node) -> Value | None:
         """The value of an operator that keeps elements apart; None where it does not."""

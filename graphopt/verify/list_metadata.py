@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.verify.calls import list_parameters, named
+from graphopt.ir.entries import list_positions
+from graphopt.verify.calls import named, parameters
 
 Evaluated = Callable[[Any, dict[str, Any]], Any]
 """(operator, arguments by name) -> what it gives."""
@@ -26,7 +27,9 @@ def entries_of(node: fx.Node, evaluated: Evaluated) -> Iterator[tuple[Any, Any]]
         return
     values = fx.node.map_arg((node.args, node.kwargs), _value)
     arguments = named(node.target, *values)
-    names = [n for n in list_parameters(node.target) if isinstance(arguments[n], (list, tuple))]
+    known = [name for name, _ in parameters(node.target)]
+    names = [known[position] for position in list_positions(node.target)]
+    names = [name for name in names if isinstance(arguments[name], (list, tuple))]
     lists = {name: arguments[name] for name in names if len(arguments[name])}
     columns = says if isinstance(says[0], (list, tuple)) else [says]
     for index in range(max(map(len, lists.values()), default=0)):

@@ -14,7 +14,8 @@ from typing import Any
 from torch import fx
 
 from graphopt.graph_utils import get_outputs
-from graphopt.ir.accesses import MemoryOrder, Write
+from graphopt.ir.accesses import MemoryOrder
+from graphopt.ir.entries import Entry
 from graphopt.verify.segments import segmented
 from graphopt.verify.traits import traits_of
 
@@ -30,8 +31,8 @@ class Sink:
     values that leave the graph for an end.
     """
 
-    before: Write
-    after: Write
+    before: Entry
+    after: Entry
     end: End | None = None
 
 
@@ -82,7 +83,7 @@ class Matching:
         settled = self._reads_the_same(node, old)
         if node in self.anchors:
             if not settled:
-                self.sinks.append(Sink(Write(old), Write(node)))
+                self.sinks.append(Sink(Entry(old), Entry(node)))
         elif settled and self._equal(node.args, old.args) and self._equal(node.kwargs, old.kwargs):
             self._settled.add(node)
 
@@ -117,7 +118,7 @@ class Matching:
         ):
             for slot, (was, now) in enumerate(zip(olds, news, strict=False)):
                 if isinstance(was, fx.Node) and isinstance(now, fx.Node):
-                    self._compare_end((name, slot), Write(was), Write(now))
+                    self._compare_end((name, slot), Entry(was), Entry(now))
                 elif not self._equal(now, was):
                     self.constants.append((name, slot))
 
@@ -127,7 +128,7 @@ class Matching:
             if placeholder.target in now:
                 self._compare_end(("state", placeholder), write, now[placeholder.target])
 
-    def _compare_end(self, end: End, old: Write, new: Write) -> None:
+    def _compare_end(self, end: End, old: Entry, new: Entry) -> None:
         if not (self._is_settled(new.node, old.node) and new.item == old.item):
             self.sinks.append(Sink(old, new, end))
 

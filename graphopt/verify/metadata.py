@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import evaluate, tensors_in, written
-from graphopt.optim.lists import list_schema
+from graphopt.graph_utils import evaluate, is_list_operator, tensors_in, written
 from graphopt.verify.list_metadata import entries_of
 from graphopt.verify.module_constants import attribute
 from graphopt.verify.problems import Problem
@@ -195,7 +194,7 @@ def _of_value(
 ) -> Iterator[Problem]:
     if node.op != "call_function" or "val" not in node.meta or _has_no_rule(node):
         return
-    if list_schema(node) is not None:
+    if is_list_operator(node):
         yield from _of_entries(node, kinds)
         return
     if _is_an_item(node, node.meta["val"]):

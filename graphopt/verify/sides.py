@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphopt.ir.accesses import MemoryOrder, Write
+from graphopt.ir.accesses import MemoryOrder
+from graphopt.ir.entries import Entry
 from graphopt.verify.flow import Flow
 from graphopt.verify.labels import Labels
 from graphopt.verify.reach import Reach, union
@@ -17,7 +18,7 @@ from graphopt.verify.reach import Reach, union
 class Place:
     """Where sources are asked for: at a node, or `end`: at a value that leaves the graph."""
 
-    write: Write
+    write: Entry
     end: bool
 
 

@@ -11,7 +11,8 @@ from torch import fx
 
 from graphopt.graph_utils import get_output, get_outputs
 from graphopt.host import is_host_call
-from graphopt.ir.accesses import MemoryOrder, Write
+from graphopt.ir.accesses import MemoryOrder
+from graphopt.ir.entries import Entry
 from graphopt.ir.operators import calls_of, draws
 from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import IterGraph
@@ -290,5 +291,5 @@ def _stale_reads(before: MemoryOrder, after: MemoryOrder, same: Same) -> Iterato
             )
 
 
-def _is_same_write(old: Write | None, new: Write, same: Same) -> bool:
+def _is_same_write(old: Entry | None, new: Entry, same: Same) -> bool:
     return old is not None and same.get(new.node) is old.node and new.item == old.item

@@ -8,8 +8,8 @@ from typing import Any, cast
 from torch import fx
 
 from graphopt.graph_utils import written
-from graphopt.ir.operators import argument, fused_optimizer, nodes_in, updated_lists
-from graphopt.optim.lists import list_schema
+from graphopt.ir.entries import ListCall, list_call
+from graphopt.ir.operators import fused_optimizer, is_list_operator, written_positions
 from graphopt.verify.axioms import cast_segments
 from graphopt.verify.calls import entries
 from graphopt.verify.communicating import ELEMENTWISE, Communication
@@ -77,13 +77,13 @@ class Updates:
             raise NotDecidedError("it updates an argument in place, in a way that is unknown", node)
         self._reading.refuse_pending(node)
         arguments = self._reading.arguments(node)
-        if list_schema(node) is None:
+        if not is_list_operator(node):
             (destination,) = written(node)
             return self.written(node, destination, self._applied(node, target, arguments))
         return self._in_place_lists(node, target, arguments)
 
     def _functional_form(self, node: fx.Node) -> Any:
-        if list_schema(node) is not None:
+        if is_list_operator(node):
             return functional_form(node.target)
         return functional_form_for(node.target, written(node)[0].meta["val"])
 
@@ -112,27 +112,26 @@ class Updates:
         first = cast(Sequence[fx.Node], node.args[0])  # what it gives itself is nothing
         held = node.meta["val"] or [destination.meta["val"] for destination in first]
         found = entries(self._terms, target, arguments, held)
-        if found is None:
+        call = list_call(node)
+        if found is None or call is None:
             raise NotDecidedError("entries of its lists cannot be told apart", node)
-        self._refuse_entries_of_one_storage(node)
-        several = fused_optimizer(node.target)
-        columns = found if several else (found,)
-        lists = updated_lists(several, argument(node, "grad_scale")) if several else (0,)
-        for position in lists:
+        self._refuse_entries_of_one_storage(call)
+        columns = (found,) if fused_optimizer(node.target) is None else found
+        for position in written_positions(node):
             destinations = cast(Sequence[Any], node.args[position])
             for destination, value in zip(destinations, columns[position], strict=True):
                 self.written(node, destination, value)
         return found
 
-    def _refuse_entries_of_one_storage(self, node: fx.Node) -> None:
+    def _refuse_entries_of_one_storage(self, call: ListCall) -> None:
         """Entries are updated one after the other, or all at once: none may read what another one
         writes."""
+        node = call.node
         places: dict[fx.Node, dict[fx.Node, set[int]]] = {}
-        for row in node.args:
-            for index, entry in enumerate(row if isinstance(row, (list, tuple)) else ()):
-                for read in nodes_in(entry):
-                    there = places.setdefault(self._contents.owner(read), {})
-                    there.setdefault(read, set()).add(index)
+        for item in range(call.count):
+            for read, _ in call.reads(item):
+                there = places.setdefault(self._contents.owner(read), {})
+                there.setdefault(read, set()).add(item)
         for destination in written(node):
             there = places[self._contents.owner(destination)]
             mine = there[destination]

@@ -1,0 +1,75 @@
+"""Finding and moving the nodes of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import fx
+
+
+def find_nodes(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Nodes for which `predicate` holds, in graph order.
+
+    >>> from graphopt.graph_utils import find_nodes, is_wait
+    >>> find_nodes(gm.graph, is_wait)
+    [wait_tensor, wait_tensor_1]
+    """
+    return [node for node in graph.nodes if predicate(node)]
+
+
+def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All direct and indirect users of `nodes`, without `nodes` themselves and the output.
+
+    >>> from graphopt.graph_utils import find_all_descendants, find_nodes, is_copy, is_wait
+    >>> found = find_all_descendants(find_nodes(gm.graph, is_wait)[:1])
+    >>> any(map(is_copy, found))
+    True
+    """
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def move_before(nodes: Sequence[fx.Node], target: fx.Node) -> None:
+    """Move `nodes` to just before `target`, in the order given.
+
+    >>> from graphopt.graph_utils import find_nodes, is_wait, move_before
+    >>> waits = find_nodes(gm.graph, is_wait)
+    >>> move_before(waits[:1], waits[1])
+    >>> waits[0].next is waits[1]
+    True
+    """
+    for node in nodes:
+        target.prepend(node)
+
+
+def move_after(nodes: Sequence[fx.Node], target: fx.Node) -> None:
+    """Move `nodes` to just after `target`, in the order given.
+
+    >>> from graphopt.graph_utils import find_nodes, is_collective, move_after
+    >>> first, second = find_nodes(gm.graph, is_collective)
+    >>> move_after([first], second)
+    >>> second.next is first
+    True
+    """
+    for node in nodes:
+        target.append(node)
+        target = node
+
+
+def after_placeholders(node: fx.Node) -> fx.Node:
+    """`node`, or the last placeholder where it is one of them: the place after which to insert.
+
+    >>> from graphopt.graph_utils import after_placeholders
+    >>> first = next(iter(gm.graph.nodes))
+    >>> after_placeholders(first).op, after_placeholders(first).next.op
+    ('placeholder', 'call_function')
+    """
+    while node.next.op == "placeholder":
+        node = node.next
+    return node

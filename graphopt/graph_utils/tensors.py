@@ -1,0 +1,65 @@
+"""What the metadata of nodes says of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors among the leaves of a nest.
+
+    >>> from graphopt.graph_utils import tensors_in
+    >>> [len(t) for t in tensors_in(([torch.ones(2)], {"other": torch.ones(3)}, 4))]
+    [2, 3]
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple):  # of torch's ways through a nest none is as short
+        for entry in value:
+            yield from tensors_in(entry)
+    elif value is not None:
+        for leaf in _compat.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie side by side in memory, each once.
+
+    >>> from graphopt.graph_utils import is_dense
+    >>> is_dense(torch.ones(2, 3).t()), is_dense(torch.ones(3)[::2])
+    (True, False)
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_kind(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes hold tensors of one shape, stride, dtype and device.
+
+    >>> from graphopt.graph_utils import find_nodes, is_copy, same_kind
+    >>> update = find_nodes(gm.graph, is_copy)[0]
+    >>> same_kind(*update.args[:2])
+    True
+    """
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    return (
+        x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.dtype == y.dtype
+        and x.device == y.device
+    )

@@ -1,0 +1,253 @@
+"""The entries of list operators, and how a call is divided between them.
+
+    a, b = _foreach_mul([x, y], [z, w], 2)     entry 0 reads x, z and 2; entry 1 reads y, w and 2
+
+`_foreach_*`, the fused optimizers and coalesced collectives do the same for each entry of their
+lists, and entries do not depend on one another. So whoever asks what reads, writes or follows from
+what asks for entries, and a call can be divided into several without a change in any bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import fx
+
+from graphopt.ir.operators import (
+    argument_at,
+    is_list_of_tensors,
+    nodes_in,
+    operator_of,
+    written_positions,
+)
+
+
+class Entry(NamedTuple):
+    """What a node computes or writes; `item`: of a list operator, which of its entries does."""
+
+    node: fx.Node
+    item: int | None = None
+
+    def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Entry:
+        """The same in a copy of the graph."""
+        return Entry(copies[self.node], self.item)
+
+
+@dataclass(eq=False)
+class ListCall:
+    """A call of a list operator, in place or not, as a row of entries.
+
+    Attributes:
+        node: the call.
+        count: number of entries.
+        lists: by position in the schema, the arguments with one value for each entry: a list, or a
+            node whose value is one.
+    """
+
+    node: fx.Node
+    count: int
+    lists: dict[int, Any]
+
+    @cached_property
+    def shared(self) -> list[fx.Node]:
+        """Nodes among the arguments that all entries have in common."""
+        others = (value for position, value in _given(self.node) if position not in self.lists)
+        return [node for value in others for node in nodes_in(value)]
+
+    def reads(self, item: int) -> list[tuple[fx.Node, int | None]]:
+        """What one entry is given alone: nodes, and entries of a list that is given as a whole."""
+        found: list[tuple[fx.Node, int | None]] = []
+        for value in self.lists.values():
+            if isinstance(value, fx.Node):
+                found.append((value, item))
+            elif isinstance(value[item], fx.Node):
+                found.append((value[item], None))
+        return found
+
+    def writes(self, item: int) -> list[fx.Node]:
+        """What one entry updates in place."""
+        values = (v if isinstance(v, fx.Node) else v[item] for v in self._updated)
+        return [node for value in values for node in nodes_in(value)]
+
+    @cached_property
+    def _updated(self) -> list[Any]:
+        """The lists that the call updates in place."""
+        positions = written_positions(self.node)
+        return [self.lists[position] for position in positions if position in self.lists]
+
+    @property
+    def several(self) -> bool:
+        """Whether the call returns several lists, as fused optimizers do, instead of one."""
+        return len(operator_of(self.node).aliases) > 1
+
+    def results(self, number: int = 0) -> dict[int, list[fx.Node]]:
+        """By entry, the nodes that pick its value out of result list number `number`."""
+        found: dict[int, list[fx.Node]] = {}
+        for container in self.containers():
+            if not self.several or container.args[1] == number:
+                for user in container.users:
+                    if _picks(user, self.count):
+                        found.setdefault(cast(int, user.args[1]), []).append(user)
+        return found
+
+    def containers(self) -> list[fx.Node]:
+        """The nodes that hold a list of results."""
+        return [user for user in self.node.users if _picks(user)] if self.several else [self.node]
+
+    @property
+    def read_by_entry(self) -> bool:
+        """Whether whatever reads results picks one of one entry."""
+        if self.several and not all(map(_picks, self.node.users)):
+            return False
+        return all(_picks(user, self.count) for c in self.containers() for user in c.users)
+
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether the call works out of place, is read by entry, and nothing that differs between
+        entries is given as one value, such as a vector of numbers."""
+        if operator_of(self.node).writes or not _returns_lists(self.node.target):
+            return False
+        if any(isinstance(value, fx.Node) for value in self.lists.values()):
+            return False
+        if any(_holds_several(node.meta.get("val")) for node in self.shared):
+            return False
+        return self.read_by_entry
+
+
+def list_call(node: fx.Node) -> ListCall | None:
+    """A call of a list operator as a row of entries; None for other nodes, and where nothing says
+    which values of its lists belong together.
+
+    >>> from graphopt.graph_utils import find_nodes, is_list_operator
+    >>> from graphopt.ir.entries import list_call
+    >>> calls = map(list_call, find_nodes(gm.graph, is_list_operator))
+    >>> [(call.node, call.count, call.can_be_divided) for call in calls]
+    [(_foreach_add, 2, True), (_fused_adam, 2, True)]
+    """
+    if not operator_of(node).listed:
+        return None
+    lists: dict[int, Any] = {}
+    count = 0
+    for position in list_positions(node.target):
+        value = argument_at(node, position)
+        length = _length(value)
+        if length and count not in (0, length):
+            return None
+        if length:
+            lists[position], count = value, length
+    return ListCall(node, count, lists) if 0 in lists else None
+
+
+def divide(call: ListCall, groups: Sequence[Sequence[int]]) -> list[list[fx.Node]]:
+    """Replace a call by one for each group of its entries.
+
+    Args:
+        call: one that can be divided; it leaves its graph.
+        groups: each entry in one of them.
+
+    Returns:
+        Per group the new nodes, in graph order: the call, and what holds its lists of results.
+    """
+    graph, node, containers = call.node.graph, call.node, call.containers()
+    new: list[list[fx.Node]] = []
+    place: dict[int, tuple[int, int]] = {}
+    for number, group in enumerate(groups):
+        with graph.inserting_before(node):
+            part = graph.call_function(cast(Any, node.target), *_arguments_of(call, group))
+        part.meta = {**node.meta, "val": _value_of(call, group)}
+        new.append([part])
+        place.update({item: (number, index) for index, item in enumerate(group)})
+    for container in containers:
+        parts = _parts(container, new) if call.several else [nodes[0] for nodes in new]
+        for picked in list(container.users):
+            number, index = place[cast(int, picked.args[1])]
+            picked.args = (parts[number], index)
+        if call.several:
+            graph.erase_node(container)
+    graph.erase_node(node)
+    return new
+
+
+def _parts(container: fx.Node, new: list[list[fx.Node]]) -> list[fx.Node]:
+    """What holds, of each of the new calls, the results that `container` held of the whole."""
+    number = cast(int, container.args[1])
+    for nodes in new:
+        with container.graph.inserting_before(container):
+            part = container.graph.call_function(operator.getitem, (nodes[0], number))
+        part.meta = {**container.meta, "val": nodes[0].meta["val"][number]}
+        nodes.append(part)
+    return [nodes[-1] for nodes in new]
+
+
+def _arguments_of(call: ListCall, group: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call for some of the entries."""
+    given = [
+        [call.lists[position][item] for item in group] if position in call.lists else value
+        for position, value in _given(call.node)
+    ]
+    count = len(call.node.args)
+    return tuple(given[:count]), dict(zip(call.node.kwargs, given[count:], strict=True))
+
+
+def _value_of(call: ListCall, group: Sequence[int]) -> Any:
+    """`meta["val"]` of a call for some of the entries. To compute it anew would take longer than
+    all else, and give what the whole call has."""
+    whole = call.node.meta["val"]
+    if not call.several:
+        return [whole[item] for item in group]
+    return tuple([results[item] for item in group] if results else [] for results in whole)
+
+
+def _given(node: fx.Node) -> Iterator[tuple[int, Any]]:
+    """The arguments of a call by their position in the schema."""
+    yield from enumerate(node.args)
+    for name, value in node.kwargs.items():
+        yield _positions(node.target)[name], value
+
+
+# Schemas are slow to read, and graphs have many calls of few operators.
+
+
+@lru_cache(maxsize=4096)
+def _positions(target: Any) -> dict[str, int]:
+    """Position of each argument of an operator, by name."""
+    return {argument.name: index for index, argument in enumerate(target._schema.arguments)}
+
+
+@lru_cache(maxsize=4096)
+def _returns_lists(target: Any) -> bool:
+    """Whether an operator returns lists of tensors, and nothing else."""
+    return all(is_list_of_tensors(result.type) for result in target._schema.returns)
+
+
+@lru_cache(maxsize=4096)
+def list_positions(target: Any) -> tuple[int, ...]:
+    """Positions of the arguments of an operator that are lists."""
+    kinds = enumerate(argument.type for argument in target._schema.arguments)
+    return tuple(position for position, kind in kinds if isinstance(kind, torch.ListType))
+
+
+def _length(value: Any) -> int:
+    """Length of a list, or of the list that a node holds."""
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    return len(value) if isinstance(value, (list, tuple)) else 0
+
+
+def _holds_several(value: Any) -> bool:
+    """Whether a value may hold something for each entry."""
+    return isinstance(value, (list, tuple)) or (
+        isinstance(value, torch.Tensor) and value.numel() > 1
+    )
+
+
+def _picks(node: fx.Node, count: int | None = None) -> bool:
+    """Whether a node takes one item, of a list of `count`, by its position."""
+    if node.target is not operator.getitem or not isinstance(node.args[1], int):
+        return False
+    return node.args[1] >= 0 and (count is None or node.args[1] < count)

@@ -1,0 +1,74 @@
+"""What operators do besides computing their result: one row per operator.
+
+Capture, passes, verifier, finalizer, lowering and pipelining all ask here which operators are
+views, work on lists, in place, at random, element by element, or communicate. An operator that no
+family (`graphopt.ir.families`) names aliases and writes what its schema says.
+"""
+
+from graphopt.ir.operators.calls import (
+    aliased,
+    argument,
+    argument_at,
+    calls_of,
+    draws,
+    first_argument,
+    nodes_in,
+    overwritten,
+    writers,
+    written,
+    written_positions,
+)
+from graphopt.ir.operators.kinds import (
+    fused_optimizer,
+    is_collective,
+    is_copy,
+    is_fused_optimizer,
+    is_item,
+    is_list_operator,
+    is_marker,
+    is_operator,
+    is_pointwise,
+    is_random,
+    is_wait,
+    may_alias,
+    rounds_in_place,
+    updated_lists,
+)
+from graphopt.ir.operators.table import (
+    Operator,
+    is_list_of_tensors,
+    operator_of,
+    row,
+)
+
+__all__ = [
+    "Operator",
+    "aliased",
+    "argument",
+    "argument_at",
+    "calls_of",
+    "draws",
+    "first_argument",
+    "fused_optimizer",
+    "is_collective",
+    "is_copy",
+    "is_fused_optimizer",
+    "is_item",
+    "is_list_of_tensors",
+    "is_list_operator",
+    "is_marker",
+    "is_operator",
+    "is_pointwise",
+    "is_random",
+    "is_wait",
+    "may_alias",
+    "nodes_in",
+    "operator_of",
+    "overwritten",
+    "rounds_in_place",
+    "row",
+    "updated_lists",
+    "writers",
+    "written",
+    "written_positions",
+]

@@ -1,0 +1,139 @@
+"""What a call does with its arguments, and the calls of a graph that do something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.ir.families import WRITES_WHERE
+from graphopt.ir.operators.kinds import is_random
+from graphopt.ir.operators.table import Operator, operator_of, row
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of an operator call that its schema calls `name`: its default, where it is not
+    given; None if the operator has none such.
+
+    >>> from graphopt.comm import argument, get_all_comm_blocks
+    >>> argument(get_all_comm_blocks(gm)[0].comm_node, "reduce_op")
+    'sum'
+    """
+    assert isinstance(node.target, _compat.OpOverload)
+    for index, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name != name:
+            continue
+        if index < len(node.args):
+            return node.args[index]
+        default = parameter.default_value if parameter.has_default_value() else None
+        return node.kwargs.get(name, default)
+    return None
+
+
+def argument_at(node: fx.Node, index: int) -> Any:
+    """The argument that a schema has at a position, given by position or by name."""
+    if index < len(node.args):
+        return node.args[index]
+    assert isinstance(node.target, _compat.OpOverload)
+    return node.kwargs.get(node.target._schema.arguments[index].name)
+
+
+def first_argument(node: fx.Node) -> Any:
+    """The argument that comes first, given by position or by name; None where there is none."""
+    if node.args or not isinstance(node.target, _compat.OpOverload):
+        return node.args[0] if node.args else None
+    return argument_at(node, 0) if node.target._schema.arguments else None
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, or touches a generator: attention without dropout does
+    not, although its operator may."""
+    if not is_random(node):
+        return False
+    return argument(node, "dropout_p") != 0.0 and argument(node, "train") is not False
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """Arguments that a node updates in place; of a call of compiled code by `meta["writes"]`,
+    positions of arguments.
+
+    >>> from graphopt.graph_utils import find_nodes, is_copy, written
+    >>> update = find_nodes(gm.graph, is_copy)[0]
+    >>> list(written(update))
+    [weight]
+    """
+    if node.op in ("call_module", "call_method"):
+        return [node.args[index] for index in node.meta.get("writes", ())]
+    found: list[fx.Node] = []
+    if operator_of(node).writes:  # of few nodes, and this is asked of all
+        for index in written_positions(node):
+            found += nodes_in(argument_at(node, index))
+    return found
+
+
+def written_positions(node: fx.Node) -> list[int]:
+    """Positions of the arguments that the operator of a node updates in place."""
+    return [index for index in operator_of(node).writes if _is_written(node, index)]
+
+
+def overwritten(node: fx.Node) -> list[fx.Node]:
+    """What `written` says, and the workspaces that the node computes in."""
+    found = written(node)
+    for index in operator_of(node).workspaces:
+        found += nodes_in(argument_at(node, index))
+    return found
+
+
+def _is_written(node: fx.Node, index: int) -> bool:
+    conditions = WRITES_WHERE.get(node.target._schema.name)  # type: ignore[union-attr]
+    if conditions is None or index not in conditions:
+        return True
+    return argument(node, conditions[index]) not in (None, False)
+
+
+def aliased(node: fx.Node) -> list[fx.Node]:
+    """Arguments whose memory the result of a node, or an item of it, may share."""
+    known = operator_of(node)
+    if known.item:
+        return node.all_input_nodes[:1]
+    if not known.may_alias:
+        return []
+    if known.drops and argument(node, "train") and argument(node, "p"):
+        return []
+    found: list[fx.Node] = []
+    for index in known.aliased:
+        value = argument_at(node, index)
+        found += [value] if isinstance(value, fx.Node) else nodes_in(value)
+    return found
+
+
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """Nodes among the leaves of a nest."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from nodes_in(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from nodes_in(entry)
+
+
+def calls_of(graph: fx.Graph, has: Callable[[Operator], object]) -> list[fx.Node]:
+    """The calls of operators for whose rows `has` holds, in graph order.
+
+    The graph is asked by targets, of which there are few: no walk over its nodes.
+    """
+    known = _compat.calls_by_target(graph)
+    return sorted(node for target, nodes in known if has(row(target)) for node in nodes)
+
+
+def writers(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that update arguments in place, or may; see `written`. In graph order."""
+    found = calls_of(graph, attrgetter("writes"))
+    for op in ("call_module", "call_method"):
+        found += graph.find_nodes(op=op, sort=False)
+    return sorted(found)

@@ -1,0 +1,222 @@
+"""One row per operator: what it does besides computing its result."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.ir.families import (
+    COLLECTIVE_NAMESPACE,
+    COPIES,
+    COPY_WHAT_THEY_SEND,
+    DROPOUTS,
+    ELEMENT_COLLECTIVES,
+    LISTED_FAMILIES,
+    MARKERS,
+    MAY_COPY,
+    METADATA_ONLY,
+    ONE_TENSOR_TWICE,
+    ROUNDS_IN_PLACE,
+    SAME_ELEMENTS,
+    SPLITS,
+    UNDECLARED_ALIASES,
+    UNDECLARED_WRITES,
+    WAITS,
+    WORKSPACES,
+    WRITES_WHERE,
+)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is known of the target of a node.
+
+    Attributes:
+        aliases: per result, positions of the arguments whose memory it may share. An operator that
+            returns lists has one entry per list.
+        view: each result is a view of the first argument for certain, and nothing is computed.
+        item: it picks one of several results.
+        writes: positions of the arguments that it may update in place; see `written`.
+        workspaces: positions of the arguments that it computes in, and leaves without a meaning.
+        copies: it does not read what it writes, all of which it replaces.
+        random: it draws random numbers, or reads or writes the state of a generator.
+        wait, collective: it ends or launches a collective.
+        marker: it stands for communication that is still to be inserted.
+        reads_until_wait: of a collective: it reads what it sends until its wait.
+        reduction: of a collective: its name without the marks of variants, such as "all_reduce".
+        listed: a list of independent operations, one for each entry of its list arguments.
+        pointwise: each element of the result is computed from one of each operand.
+        elements: how the elements of a concatenation go through it: "cat", "same", "split",
+            "slice", "pointwise", or "" where they mix.
+        metadata_only: of its tensor arguments it reads only what is known without their values.
+        one_tensor_twice: several of its results may be one tensor.
+        drops: it gives its argument itself where it drops nothing.
+        rounds: of an in-place operator: the kinds of numbers that it rounds otherwise than its
+            functional form does; see `rounds_in_place`.
+    """
+
+    aliases: tuple[tuple[int, ...], ...] = ()
+    view: bool = False
+    item: bool = False
+    writes: tuple[int, ...] = ()
+    workspaces: tuple[int, ...] = ()
+    copies: bool = False
+    random: bool = False
+    wait: bool = False
+    collective: bool = False
+    marker: bool = False
+    reads_until_wait: bool = False
+    reduction: str = ""
+    listed: bool = False
+    pointwise: bool = False
+    elements: str = ""
+    metadata_only: bool = False
+    one_tensor_twice: bool = False
+    drops: bool = False
+    rounds: tuple[str, ...] = ()
+
+    @cached_property
+    def may_alias(self) -> bool:
+        """Whether a result may share memory with an argument."""
+        return any(self.aliases)
+
+    @cached_property
+    def own_memory(self) -> bool:
+        """Whether no result shares memory with an argument, nor another result."""
+        return not (self.may_alias or self.one_tensor_twice)
+
+    @cached_property
+    def aliased(self) -> tuple[int, ...]:
+        """Positions of the arguments whose memory a result may share."""
+        return tuple(dict.fromkeys(index for result in self.aliases for index in result))
+
+
+_PLAIN = Operator()
+_GETITEM = Operator(aliases=((0,),), view=True, item=True)
+
+
+def operator_of(node: fx.Node) -> Operator:
+    """The row of what a node calls. Modules and methods have none of their own."""
+    known = _ROWS.get(id(node.target))
+    if known is not None:
+        return known
+    return row(node.target) if node.op == "call_function" else _PLAIN
+
+
+def row(target: Any) -> Operator:
+    """The row of a target; a row without effects where it is no operator of torch's."""
+    known = _ROWS.get(id(target))
+    if known is not None:
+        return known
+    if isinstance(target, _compat.OpOverload):
+        _TARGETS.append(target)
+        return _ROWS.setdefault(id(target), _row(target))
+    return _GETITEM if target is operator.getitem else _PLAIN
+
+
+_ROWS: dict[int, Operator] = {id(operator.getitem): _GETITEM}
+"""Rows made so far, by the identity of their targets: to hash an `OpOverload` runs Python code. All
+but those of calls of functions are names, and have no row."""
+
+_TARGETS: list[_compat.OpOverload] = []
+"""The targets of these rows, held, since another object may have the identity of one that is gone.
+"""
+
+
+def _row(target: _compat.OpOverload) -> Operator:
+    schema = target._schema
+    name = schema.name
+    wait = name in WAITS
+    collective = target.namespace == COLLECTIVE_NAMESPACE and not wait
+    marker, reduction = name in MARKERS, ""
+    if collective:
+        reduction = name.split("::")[1].removesuffix("_").removesuffix("_coalesced")
+    aliases, writes = _aliases(schema), _writes(schema)
+    pointwise = torch.Tag.pointwise in target.tags
+    return Operator(
+        aliases=aliases,
+        view=any(aliases) and not writes and not wait and name not in MAY_COPY,
+        writes=writes,
+        workspaces=WORKSPACES.get(name, ()),
+        copies=name in COPIES,
+        random=torch.Tag.nondeterministic_seeded in target.tags
+        or (target.namespace == "graphopt" and not marker),
+        wait=wait,
+        collective=collective,
+        marker=marker,
+        reads_until_wait=collective and not writes and name not in COPY_WHAT_THEY_SEND,
+        reduction=reduction,
+        listed=_is_listed(schema, collective or wait),
+        pointwise=pointwise,
+        elements=_elements(name, wait, reduction, pointwise),
+        metadata_only=name in METADATA_ONLY,
+        one_tensor_twice=name in ONE_TENSOR_TWICE,
+        drops=name in DROPOUTS,
+        rounds=ROUNDS_IN_PLACE.get(_name_with_overload(target), ()),
+    )
+
+
+def _name_with_overload(target: _compat.OpOverload) -> str:
+    overload = target._schema.overload_name
+    return f"{target._schema.name}.{overload}" if overload else str(target._schema.name)
+
+
+def _aliases(schema: Any) -> tuple[tuple[int, ...], ...]:
+    undeclared = UNDECLARED_ALIASES.get(schema.name)
+    if undeclared is not None:
+        return (undeclared,) * len(schema.returns)
+    return tuple(_aliased_by(result.alias_info, schema) for result in schema.returns)
+
+
+def _aliased_by(result: Any, schema: Any) -> tuple[int, ...]:
+    """Positions of arguments in an alias set of a result; those in any, where it is of a list:
+    torch does not say in which."""
+    if result is None:
+        return ()
+    marked = [(i, a.alias_info) for i, a in enumerate(schema.arguments) if a.alias_info is not None]
+    return tuple(
+        index
+        for index, argument in marked
+        if not result.before_set or not result.before_set.isdisjoint(argument.before_set)
+    )
+
+
+def _writes(schema: Any) -> tuple[int, ...]:
+    declared = {
+        index
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    undeclared = *UNDECLARED_WRITES.get(schema.name, ()), *WRITES_WHERE.get(schema.name, ())
+    return tuple(sorted(declared.union(undeclared)))
+
+
+def _is_listed(schema: Any, communicates: bool) -> bool:
+    """List operators are known by their first argument, a list of tensors, and by their family:
+    `cat` takes a list as well, and an operator like `_fused_rms_norm` does not."""
+    if not schema.arguments or not is_list_of_tensors(schema.arguments[0].type):
+        return False
+    return communicates or schema.name.startswith(LISTED_FAMILIES)
+
+
+def is_list_of_tensors(kind: Any) -> bool:
+    """Whether the type of an argument in a schema is a list of tensors."""
+    return isinstance(kind, torch.ListType) and isinstance(kind.getElementType(), torch.TensorType)
+
+
+def _elements(name: str, wait: bool, reduction: str, pointwise: bool) -> str:
+    if name == "aten::cat":
+        return "cat"
+    if wait or name in SAME_ELEMENTS:
+        return "same"
+    if name in SPLITS:
+        return "split"
+    if name == "aten::slice":
+        return "slice"
+    return "pointwise" if pointwise or reduction in ELEMENT_COLLECTIVES else ""
