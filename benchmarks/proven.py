@@ -21,7 +21,7 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,8 +40,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt.errors import GraphOptError, PassError, VerificationError
 from graphopt.manager import records_of
+from graphopt.parallel import resolve
+from graphopt.parallel.parallelize import parallelize
 from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import capture_call, communication_for
 
 RANKS = (1, 2, 4)
 OPTIMIZERS = ("fused", "foreach", "loop")
@@ -79,8 +83,15 @@ class Undecided(logging.Handler):
             self.lines.append(text)
 
 
-def judged(name: str, build: Build, ranks: int, optimizers: str) -> Outcome:
-    """Take a case through all passes and stages."""
+def judged(
+    name: str, build: Build, ranks: int, optimizers: str, settled: set[str] | None = None
+) -> Outcome:
+    """Take a case through all passes and stages.
+
+    Args:
+        settled: fingerprints of captures of this case on as many ranks, to which that of this one
+            is added: what is outside the optimizers is not traced once more where it was before.
+    """
     logger, undecided = logging.getLogger("graphopt"), Undecided()
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -88,7 +99,7 @@ def judged(name: str, build: Build, ranks: int, optimizers: str) -> Outcome:
     outcome = Outcome(name, ranks, optimizers, "proven")
     try:
         with group_of(ranks), looping_as(optimizers):
-            outcome.stages = _stages_run(build, ranks)
+            outcome.stages = _stages_run(build, ranks, set() if settled is None else settled)
     except (VerificationError, PassError) as error:
         outcome.verdict, outcome.reason = "not proven", str(error)
     except GraphOptError as error:
@@ -102,12 +113,15 @@ def judged(name: str, build: Build, ranks: int, optimizers: str) -> Outcome:
     return outcome
 
 
-def _stages_run(build: Build, ranks: int) -> int:
+def _stages_run(build: Build, ranks: int, settled: set[str]) -> int:
     torch.manual_seed(0)
     case = build()
     case.step(*case.calls[0])  # optimizers make their state
     parallel = graphopt.DataParallel() if ranks > 1 else graphopt.Manual()
-    captured = graphopt.capture(case.step, *case.calls[1], parallel=parallel)
+    call = Call(case.step, case.calls[1], {})
+    captured = capture_call(call, communication_for(resolve(parallel)), settled)
+    settled.add(captured.fingerprint)
+    parallelize(captured.graph_module, captured.parallel)
     stages = Stages(graphopt.PassManager(default_pipeline()), None)
     step = stages.apply_passes(captured)
     stages.derive(step)
@@ -148,8 +162,9 @@ def looping_as(kind: str) -> Iterator[None]:
 
 def _child(name: str, build: Build, wanted: Sequence[tuple[int, str]], end: Connection) -> None:
     torch.set_num_threads(1)
+    settled: dict[int, set[str]] = defaultdict(set)
     for ranks, optimizers in wanted:
-        end.send(asdict(judged(name, build, ranks, optimizers)))
+        end.send(asdict(judged(name, build, ranks, optimizers, settled[ranks])))
 
 
 def in_process(name: str, build: Build, wanted: Sequence[tuple[int, str]]) -> list[Outcome]:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,7 +18,9 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 import torch
 from hypothesis import settings
 
+import slices
 from deep import watch_captures
+from gloo import Pool, pool
 
 # Capturing takes as long as it takes, and a failure must come back on the next run.
 settings.register_profile("graphopt", deadline=None, derandomize=True)
@@ -47,6 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="what random cases are made from")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A run without tests marked `full` makes fewer random cases."""
+    slices.choose("not full" not in config.getoption("markexpr"))
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Longest files first. `sliced(n)`: of a test's cases, one in n belongs to the normal run, the
@@ -70,10 +78,33 @@ def seed(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--seed"))
 
 
-def pytest_collection_finish() -> None:
-    """Leave what imports made, a million objects, out of every later garbage collection."""
+@pytest.fixture(scope="module", autouse=True)
+def _left_to_itself() -> None:
+    """Leave what imports and the files before made, a million objects, out of every garbage
+    collection, and out of what a capture looks at."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Pool]:
+    """Two gloo ranks, for all tests of this process: starting them takes longer than most tests."""
+    with pool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Pool]:
+    """As `two_ranks`, three of them."""
+    with pool(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Pool]:
+    """As `two_ranks`, four of them."""
+    with pool(4) as ranks:
+        yield ranks
 
 
 @pytest.fixture(autouse=True)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.comm import get_all_comm_blocks
 from graphopt.passes import compress_gradients
 from graphopt.stages.pipelines import default_pipeline
 from sketch import gradients, one_rank
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:

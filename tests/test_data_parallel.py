@@ -5,7 +5,7 @@ Ranks start from different weights, draw different random numbers and see differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from steps import (
     GRADIENT_STEPS,
     accumulate,
@@ -33,12 +33,6 @@ from zoo import MLP, MODELS, train_step
 pytestmark = pytest.mark.slow
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def twins_on(rank: int, build: Callable[[], World], **options: Any) -> Twins:
@@ -77,7 +71,7 @@ def run_model(rank: int, model: str) -> dict[str, int]:
 
 
 # All models: benchmarks/exactness.py. A GPT: test_pipelines_ranks.py.
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "model", ["convnet", "reused", "partial", "checkpointed", "shared-storage"]
 )

@@ -28,6 +28,7 @@ from graphopt.verify import check_dependencies, dependency_graph
 from graphopt.verify.traits import traits_of
 from graphs import inputs_of, training_step
 from rewrites import fuse, in_order, reduced, snapshot
+from slices import examples
 from twins import assert_same
 from zoo import MLP, MODELS, train_step
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.slow
 aten = torch.ops.aten
 OPTIMIZERS = ("fused", "foreach", "loop")
 MODELS_TRIED = ("mlp", pytest.param("convnet", marks=pytest.mark.slow))
-EXAMPLES = settings(max_examples=8)
+EXAMPLES = settings(max_examples=examples(8))
 
 
 @cache
@@ -85,7 +86,7 @@ def shuffled(graph_module: fx.GraphModule, seed: int) -> list[fx.Node]:
     return order
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("model", MODELS_TRIED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EXAMPLES
@@ -118,6 +119,7 @@ def run(step: fx.GraphModule) -> Any:
     return step(*inputs), inputs
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EXAMPLES
 @given(data=st.data())

@@ -3,7 +3,7 @@ graph finds, is made beforehand and seen when the step has succeeded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from first_step_cases import ONCE, TWICE, Rule, one_for_all, python_count, replaced
-from gloo import Pool, pool
+from gloo import Pool
 from refusal import Snapshot
 from twins import SEED, Twins, World, world
 from zoo import MODELS, train_step
@@ -219,12 +219,6 @@ def test_passes_meet_the_steady_step_at_once() -> None:
     (captured,) = compiled.captures
     assert any(spec.kind == "optimizer_state" for spec in captured.inputs)
     assert captured.state is None
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def _train(rank: int, optimizer: str) -> int:

@@ -147,9 +147,8 @@ def on_ranks(rank: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
 
 
 @pytest.mark.slow
-def test_on_real_ranks() -> None:
-    with gloo.pool(2) as pool:
-        (first, mine), (second, theirs) = pool.run(on_ranks)
+def test_on_real_ranks(two_ranks: gloo.Pool) -> None:
+    (first, mine), (second, theirs) = two_ranks.run(on_ranks)
     assert len(first) == 2
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)

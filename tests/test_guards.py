@@ -372,6 +372,7 @@ def test_earlier_captures_stay_cached() -> None:
     assert run.captures() == 3
 
 
+@pytest.mark.full
 def test_many_shapes_lead_to_one_advice(caplog: pytest.LogCaptureFixture) -> None:
     """The advice comes once, and the steps go on."""
     run = Run()

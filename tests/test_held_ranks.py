@@ -6,7 +6,7 @@ import gc
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.graph_utils import written
 from held_cases import (
     HOLDERS,
@@ -118,12 +118,6 @@ def run_cases(rank: int, names: list[str], pipeline: str) -> dict[str, str]:
             ways.twins.compiled.reset()
     ways.twins.finish()
     return found
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def check(two_ranks: Pool, names: list[str], pipeline: str = "default") -> Counter[str]:

@@ -72,7 +72,7 @@ def trained(use: Callable[[int, Tensor], Any], compiled: bool, numbers: list[Any
 _ALWAYS = {"arithmetic", "math", "every second", "size", "type", "of integers", "returned"}
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in _ALWAYS else [pytest.mark.full]) for n in USES]
 )

@@ -98,7 +98,7 @@ def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor
     return loss
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("flag", ["attribute", "object", "deep", "table"])
 @pytest.mark.parametrize("install", [hook, hook_with_kwargs, pre_hook, containers])
 def test_what_a_first_forward_installs_is_there_once(
@@ -248,7 +248,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("ends", REFUSED, ids=lambda ends: ends.__name__)
 def test_a_refused_step_leaves_nothing(ends: Callable[..., Any]) -> None:
     """The deep snapshots of conftest.py see the arguments and what the closure holds."""

@@ -28,6 +28,7 @@ from optim_cases import (
     gradients,
 )
 from sketch import one_rank
+from slices import examples
 from steps import clip_loop, clip_norm, clip_value, manual_update, step_keeping_gradients
 from zoo import MODELS, OPTIMIZERS, train_step
 
@@ -99,7 +100,7 @@ def test_the_others_stay_together(name: str) -> None:
     assert_same_run(gm, case[0], case)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(st.lists(st.integers(0, 3), min_size=6, max_size=6), st.data())
 def test_any_partition(owners: list[int], data: st.DataObject) -> None:
     """Gradients with owner 0 are in no set."""

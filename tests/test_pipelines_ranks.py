@@ -11,7 +11,6 @@ import copy
 import gc
 import io
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +20,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from scenario import NO_ACCUMULATION, PIPELINES, Scenario
 from twins import assert_same
 from zoo import MODELS, train_step
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def run_scenario(rank: int, model: str, optimizer: str, pipeline: str, accumulates: bool) -> int:

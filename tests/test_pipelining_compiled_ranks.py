@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +20,6 @@ from twins import assert_same
 from zoo import MODELS
 
 SMALL_BUCKETS = "comm_fusion_with_concat(bucket_size_mb=0.004) -> schedule_comm_wait"
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[gloo.Pool]:
-    with gloo.pool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[gloo.Pool]:
-    with gloo.pool(4) as pool:
-        yield pool
 
 
 def stages_of(rank: int, schedule: str) -> list[int]:

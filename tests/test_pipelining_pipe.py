@@ -52,6 +52,7 @@ def check_gradients(model: nn.Module, reference: nn.Module) -> None:
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("sharing", MultiUseParameterConfig)
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("stages", [2, 4])

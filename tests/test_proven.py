@@ -41,6 +41,7 @@ def test_a_slice(name: str, ranks: int, optimizers: str) -> None:
 @pytest.mark.parametrize("name", sorted(cases()))
 def test_all(name: str) -> None:
     for ranks in RANKS:
+        settled: set[str] = set()
         for optimizers in OPTIMIZERS:
-            outcome = judged(name, cases()[name], ranks, optimizers)
+            outcome = judged(name, cases()[name], ranks, optimizers, settled)
             assert outcome.verdict in ("proven", "not captured", "failed"), outcome.reason

@@ -310,6 +310,7 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize(
     ("function", "options", "message"), WRONG, ids=[entry[0].__name__ for entry in WRONG]
 )

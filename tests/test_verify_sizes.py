@@ -28,7 +28,7 @@ from replica_runs import random_inputs, run_steps
 from size_edits import SIZE_EDITS
 from test_sizes_by_value import OPTIMIZERS, STEPS, Net, Step, batches
 
-FEW = 20
+FEW = 8
 MANY = 120
 
 MOVES = {
@@ -82,7 +82,7 @@ def case(step: Step, dialect: str = "captured", trials: int = 2) -> Case:
     raise AssertionError("no inputs that the graph was captured for")
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("step", STEPS)
 def test_passes_and_stages_are_proven(
