@@ -21,10 +21,10 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,18 +34,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from cases import Build, cases
+from cases import Build, Case, cases
+from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt.errors import GraphOptError, PassError, VerificationError
+from graphopt.iter_graph import copy_graph
 from graphopt.manager import records_of
-from graphopt.parallel import resolve
+from graphopt.parallel import Parallel, resolve
+from graphopt.parallel.markers import markers_of
 from graphopt.parallel.parallelize import parallelize
 from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import capture_call, communication_for
+from graphopt.tracing.capture import CapturedStep, capture_call, communication_for
 
 RANKS = (1, 2, 4)
 OPTIMIZERS = ("fused", "foreach", "loop")
@@ -83,14 +86,50 @@ class Undecided(logging.Handler):
             self.lines.append(text)
 
 
+class Captures:
+    """What the combinations of one case share.
+
+    What is outside the optimizers is traced a second time, to see that nothing else decides it,
+    for the first way through the parameters alone. A capture says of the ranks how many there are,
+    in its markers, and nothing else: one for several ranks serves for every number of them.
+    """
+
+    def __init__(self) -> None:
+        self._settled: dict[bool, set[str]] = {False: set(), True: set()}
+        self._of_several: dict[str, tuple[Case, CapturedStep]] = {}
+
+    def step(self, build: Build, ranks: int, optimizers: str) -> CapturedStep:
+        """A capture of the second call, with markers, for as many ranks as there are now."""
+        if ranks == 1:
+            return self._captured(build, graphopt.Manual())[1]
+        if optimizers not in self._of_several:
+            self._of_several[optimizers] = self._captured(build, graphopt.DataParallel())
+        _, captured = self._of_several[optimizers]
+        graph, _ = copy_graph(captured.graph_module.graph)
+        named = communication_for(resolve(captured.parallel))
+        assert named is not None
+        for marker in markers_of(graph):
+            marker.args = (*marker.args[:2], named.group.ranks, named.group.name)
+        return replace(captured, graph_module=fx.GraphModule(captured.graph_module, graph))
+
+    def _captured(self, build: Build, parallel: Parallel) -> tuple[Case, CapturedStep]:
+        torch.manual_seed(0)
+        case = build()
+        case.step(*case.calls[0])  # optimizers make their state
+        communication = communication_for(resolve(parallel))
+        settled = self._settled[communication is not None]
+        captured = capture_call(Call(case.step, case.calls[1], {}), communication, settled)
+        settled.add(captured.fingerprint)
+        return case, captured
+
+
 def judged(
-    name: str, build: Build, ranks: int, optimizers: str, settled: set[str] | None = None
+    name: str, build: Build, ranks: int, optimizers: str, captures: Captures | None = None
 ) -> Outcome:
     """Take a case through all passes and stages.
 
     Args:
-        settled: fingerprints of captures of this case on as many ranks, to which that of this one
-            is added: what is outside the optimizers is not traced once more where it was before.
+        captures: those of this case that other combinations have made.
     """
     logger, undecided = logging.getLogger("graphopt"), Undecided()
     logger.setLevel(logging.INFO)
@@ -99,7 +138,8 @@ def judged(
     outcome = Outcome(name, ranks, optimizers, "proven")
     try:
         with group_of(ranks), looping_as(optimizers):
-            outcome.stages = _stages_run(build, ranks, set() if settled is None else settled)
+            captured = (captures or Captures()).step(build, ranks, optimizers)
+            outcome.stages = _stages_run(captured)
     except (VerificationError, PassError) as error:
         outcome.verdict, outcome.reason = "not proven", str(error)
     except GraphOptError as error:
@@ -113,14 +153,7 @@ def judged(
     return outcome
 
 
-def _stages_run(build: Build, ranks: int, settled: set[str]) -> int:
-    torch.manual_seed(0)
-    case = build()
-    case.step(*case.calls[0])  # optimizers make their state
-    parallel = graphopt.DataParallel() if ranks > 1 else graphopt.Manual()
-    call = Call(case.step, case.calls[1], {})
-    captured = capture_call(call, communication_for(resolve(parallel)), settled)
-    settled.add(captured.fingerprint)
+def _stages_run(captured: CapturedStep) -> int:
     parallelize(captured.graph_module, captured.parallel)
     stages = Stages(graphopt.PassManager(default_pipeline()), None)
     step = stages.apply_passes(captured)
@@ -162,9 +195,9 @@ def looping_as(kind: str) -> Iterator[None]:
 
 def _child(name: str, build: Build, wanted: Sequence[tuple[int, str]], end: Connection) -> None:
     torch.set_num_threads(1)
-    settled: dict[int, set[str]] = defaultdict(set)
+    captures = Captures()
     for ranks, optimizers in wanted:
-        end.send(asdict(judged(name, build, ranks, optimizers, settled[ranks])))
+        end.send(asdict(judged(name, build, ranks, optimizers, captures)))
 
 
 def in_process(name: str, build: Build, wanted: Sequence[tuple[int, str]]) -> list[Outcome]:

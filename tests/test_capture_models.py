@@ -137,13 +137,14 @@ def seeded(seed: int, model: str = "mlp") -> World:
     return world(model=model)
 
 
-def test_one_model_captured_twice() -> None:
+@pytest.mark.parametrize("model", ["mlp", pytest.param("convnet", marks=pytest.mark.full)])
+def test_one_model_captured_twice(model: str) -> None:
     """Two compiled steps train one model in turn, over one optimizer."""
-    eager, captured = seeded(5, "convnet"), seeded(5, "convnet")
+    eager, captured = seeded(5, model), seeded(5, model)
     functions = [train_step, step_keeping_gradients]
     steps = [graphopt.compile(function, pipeline="none") for function in functions]
     for i in range(2 * STEPS):
-        batch = MODELS["convnet"].batch(i)
+        batch = MODELS[model].batch(i)
         expected = functions[i % 2](eager.model, eager.optimizer, *batch)
         actual = steps[i % 2](captured.model, captured.optimizer, *batch)
         assert_same(actual, expected, "loss")

@@ -73,7 +73,7 @@ def run_model(rank: int, model: str) -> dict[str, int]:
 # All models: benchmarks/exactness.py. A GPT: test_pipelines_ranks.py.
 @pytest.mark.sliced(6)
 @pytest.mark.parametrize(
-    "model", ["convnet", "reused", "partial", "checkpointed", "shared-storage"]
+    "model", ["partial", "reused", "convnet", "checkpointed", "shared-storage"]
 )
 def test_model(two_ranks: Pool, model: str) -> None:
     for counts in two_ranks.run(run_model, model):
@@ -145,7 +145,7 @@ def test_step(two_ranks: Pool, step: Callable[..., Any]) -> None:
 
 
 @pytest.mark.sliced(3)
-@pytest.mark.parametrize("model", ["gpt", "reused", "convnet"])
+@pytest.mark.parametrize("model", ["reused", "gpt", "convnet"])
 def test_autocast(two_ranks: Pool, model: str) -> None:
     two_ranks.run(run_step, autocast_step, model)
 

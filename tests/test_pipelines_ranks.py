@@ -50,7 +50,7 @@ def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     assert min(flights) > 0
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("pipeline", ["copies", "fusion", "waits", "moves"])
 def test_each_pass_alone(two_ranks: Pool, pipeline: str) -> None:
     flights = two_ranks.run(run_scenario, "mlp", "adamw-foreach", PIPELINES[pipeline], True)

@@ -93,13 +93,19 @@ def test_two_ranks_have_the_gradients_of_one_process(
     check(two_ranks.run(train_rank, case, schedule, 2), expected)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.slow
-def test_four_ranks_have_the_gradients_of_one_process(four_ranks: gloo.Pool) -> None:
-    for case, schedule in [
-        ("skips", "gpipe"),
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [
         ("tied replicated", "1f1b"),
+        ("skips", "gpipe"),
         ("buffers", "interleaved"),
         ("shared later, transmitted", "zero bubble"),
-    ]:
-        expected = reference_gradients(CASES[case], 8 if schedule in MULTI else 4, MICROBATCHES)
-        check(four_ranks.run(train_rank, case, schedule, 4), expected)
+    ],
+)
+def test_four_ranks_have_the_gradients_of_one_process(
+    four_ranks: gloo.Pool, case: str, schedule: str
+) -> None:
+    expected = reference_gradients(CASES[case], 8 if schedule in MULTI else 4, MICROBATCHES)
+    check(four_ranks.run(train_rank, case, schedule, 4), expected)
