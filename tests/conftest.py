@@ -18,6 +18,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 import torch
 from hypothesis import settings
 
+import durations
 import slices
 from deep import watch_captures
 from gloo import Pool, pool
@@ -33,18 +34,6 @@ pytest.register_assert_rewrite("twins", "refusal")
 logging.getLogger("torch.__trace").propagate = True
 
 
-# Workers take one file after another: those that take minutes go first, or one worker would be left
-# with one of them at the end. What `pytest --durations=0` says, in order.
-LONGEST = (
-    "test_outside_reads", "test_demo", "test_capture_training", "test_rewrite",
-    "test_pipelining_compiled", "test_data_parallel", "test_guards", "test_pretended",
-    "test_lowering_updates", "test_callback_ranks", "test_properties", "test_lowering",
-    "test_decisions", "test_pipelines_ranks", "test_first_step", "test_verify_narrow",
-    "test_layouts", "test_capture_optimizers", "test_held_ranks", "test_recurrent",
-    "test_callback", "test_api", "test_stages", "test_cudagraphs", "test_rank_faults",
-)  # fmt: skip
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--seed`: what tests marked `full` make their random cases from."""
     parser.addoption("--seed", type=int, default=0, help="what random cases are made from")
@@ -57,12 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest files first. `sliced(n)`: of a test's cases, one in n belongs to the normal run, the
-    others are `full`."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    """Longest files first: workers take one after another, and one that takes minutes would be
+    left alone at the end. `sliced(n)`: of a test's cases, one in n belongs to the normal run, the
+    others are `full`. What takes long is `slow`."""
+    seconds = durations.listed()
+    items.sort(key=lambda item: -seconds.get(item.path.stem, 0.0))
     seen: Counter[str] = Counter()
     for item in items:
+        if f"{item.path.stem}::{item.name.partition('[')[0]}" in seconds:
+            item.add_marker("slow")
         mark = item.get_closest_marker("sliced")
         if mark is None:
             continue

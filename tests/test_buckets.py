@@ -25,7 +25,7 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("kilobytes", "bucket_size_mb", "expected"),
     [

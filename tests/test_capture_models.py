@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 STEPS = 5
 
 
-@pytest.mark.sliced(6)
+@pytest.mark.sliced(12)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str) -> None:
     case = MODELS[name]

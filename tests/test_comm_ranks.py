@@ -101,7 +101,7 @@ def run_built(rank: int, make: Callable[[], nn.Module], step: Any, data: str) ->
     return launches(twins)
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("make", "step", "data"),
     [
@@ -128,7 +128,7 @@ def run_step(rank: int, step: Callable[..., Any], model: str) -> None:
     twins.finish(captures=2 if step is zero_not_none else 1)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("step", "model"),
     [

@@ -97,7 +97,7 @@ def run_optimizer(rank: int, optimizer: str) -> None:
 
 
 # Each averages the same way; benchmarks/exactness.py trains with all of them on several ranks.
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("optimizer", SEVERAL)
 def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     two_ranks.run(run_optimizer, optimizer)
@@ -116,6 +116,7 @@ def run_schedule(rank: int, optimizer: str) -> None:
     twins.finish(captures=1)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach"])
 def test_schedule(two_ranks: Pool, optimizer: str) -> None:
     two_ranks.run(run_schedule, optimizer)
@@ -134,7 +135,7 @@ def run_step(rank: int, step: Callable[..., Any], model: str) -> None:
     twins.finish(captures=2 if step is zero_not_none else 1)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "step",
     [s for s in GRADIENT_STEPS if s.__name__ not in WITHOUT_COUNTERPART] + [dictionary],
@@ -351,7 +352,7 @@ def run_options(rank: int, ours: dict[str, bool], theirs: dict[str, bool]) -> in
     return count(twins.compiled.captures[-1], "broadcast")
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("ours", "theirs", "broadcasts"),
     [

@@ -125,6 +125,7 @@ def test_both_variants_end_with_the_same_bits() -> None:
     assert [int(size.replace(",", "")) for size in sent.groups()] == [expected, expected]
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_named_and_takes_the_others_with_it() -> None:
     with training_demo() as process:
         os.kill(ranks_of(process.pid)[1], signal.SIGKILL)

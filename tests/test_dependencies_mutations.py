@@ -151,6 +151,7 @@ def test_gradients_for_the_wrong_parameters_are_found(optimizer: str, data: st.D
     assert not check_dependencies(before, step, correspondence=correspondence).ok
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", MODELS_TRIED)
 @EXAMPLES
 @given(data=st.data())
@@ -185,6 +186,7 @@ def _is_alias(node: fx.Node) -> bool:
     return is_operator(node.target, "aten::copy_") or traits_of(node).view
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EXAMPLES
 @given(data=st.data())
@@ -219,7 +221,7 @@ def test_random_numbers_in_another_order_are_found(data: st.DataObject) -> None:
 
 @pytest.mark.sliced(6)
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt", "convnet", "checkpointed", "shared-storage"])
+@pytest.mark.parametrize("model", ["checkpointed", "convnet", "gpt", "shared-storage"])
 def test_buckets_of_models(model: str) -> None:
     for size, optimizer in ((1, "loop"), (3, "fused"), (1000, "foreach")):
         before, step, correspondence = captured(model, optimizer)

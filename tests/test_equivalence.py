@@ -68,7 +68,7 @@ def bucketed(plain: IterGraphModule) -> IterGraphModule:
     return gm
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [

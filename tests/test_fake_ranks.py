@@ -255,7 +255,7 @@ SAID = {
 }
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("wrong", SAID)
 @pytest.mark.parametrize("optimizer", [1, 2])
 def test_wrong_communication_shows_though_numerics_may_change(

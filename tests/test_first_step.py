@@ -76,7 +76,7 @@ def test_state_is_made_beforehand(rule: Callable[..., None]) -> None:
     trained(by_rule(rule)).finish(captures=1)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("rule", TWICE.values(), ids=lambda rule: rule.__name__)
 def test_a_first_step_that_differs_is_captured_for_itself(rule: Callable[..., None]) -> None:
     trained(by_rule(rule)).finish(captures=2)
@@ -188,6 +188,7 @@ def test_an_exception_in_the_first_step_leaves_no_state() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("toggles", [False, True])
 def test_attributes_that_the_first_step_sets(toggles: bool) -> None:
     """An attribute set once is set by the first call; one that changes in every call is refused or

@@ -64,7 +64,7 @@ def expected_norms(net: nn.Module, optimizer: Any, batches: list[Tensor], clip: 
     return found
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("function", [step, clipped])
 def test_norms_are_eagers(name: str, function: Callable[..., Any]) -> None:

@@ -93,7 +93,7 @@ def leave_a_gradient(run: Run) -> None:
     run.world.model.head.bias.grad = torch.ones(4)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -133,7 +133,7 @@ def test_new_dtype_of_the_model_is_captured_and_named(caplog: pytest.LogCaptureF
     assert "features" in message
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -264,7 +264,7 @@ def with_a_list_edited(model: nn.Module) -> None:
     model.factors.append(2.0)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "change",
     [

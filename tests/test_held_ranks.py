@@ -173,6 +173,7 @@ def one_bucket_held(rank: int, name: str) -> list[str]:
     return [str(state.meta["fqn"]) for state in updated if state.meta["kind"] == "parameter"]
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", ["head.weight", "head.bias"])
 def test_the_schedule_is_made_knowing_what_is_held(two_ranks: Pool, name: str) -> None:
     """A small one shares its bucket with what is near it, and not with all that are small."""

@@ -444,7 +444,7 @@ def foreach_adam(parameters: Iterator[Tensor]) -> Optimizer:
     return Adam(parameters, lr=0.01, foreach=True)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", FEW)
 def test_models(name: str) -> None:
     train(name, foreach_adam, pipeline="default")

@@ -394,6 +394,7 @@ def test_what_cannot_be_put_into_an_argument(put: str) -> None:
     assert meter.last is None
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("number", [float, bool])
 def test_large_and_cyclic_containers(number: type) -> None:
     """Tens of thousands of items are not looked into, but the container itself is put back."""

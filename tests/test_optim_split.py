@@ -99,7 +99,7 @@ def test_golden() -> None:
     assert text(gm) == DIVIDED
 
 
-@pytest.mark.sliced(10)
+@pytest.mark.sliced(20)
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OF_LISTS],

@@ -54,7 +54,7 @@ def by_parts(found: Sequence[fx.Node], parts: int) -> list[list[fx.Node]]:
     return [list(found[index::parts]) for index in range(parts)]
 
 
-@pytest.mark.sliced(10)
+@pytest.mark.sliced(20)
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],

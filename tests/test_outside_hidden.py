@@ -80,7 +80,7 @@ def hide_all(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         hidden(monkeypatch, owner, name)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_wrapper_is_no_change(kind: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def compare(rank: int, name: str, schedule: str) -> None:
     assert_same(states[1], states[0], f"{name} under {schedule}")
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -155,7 +155,7 @@ def train_replica(
     return gradients, states, losses
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"), [("gpt", "1f1b"), ("gpt", "zero bubble"), ("convnet", "gpipe")]
@@ -324,6 +324,7 @@ def train_with_unlike_losses(rank: int, layouts: bool) -> None:
     torch.testing.assert_close(compiled, eager)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [False, True])
 def test_replicas_agree_where_their_losses_differ(two_ranks: gloo.Pool, layouts: bool) -> None:

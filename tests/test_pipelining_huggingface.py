@@ -70,7 +70,7 @@ def batch(microbatches: int = 1) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("sharing", MultiUseParameterConfig)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_divided_model_is_the_model(name: str, sharing: MultiUseParameterConfig) -> None:

@@ -83,7 +83,7 @@ def combinations() -> list[Any]:
     ]
 
 
-@pytest.mark.sliced(7)
+@pytest.mark.sliced(14)
 @pytest.mark.parametrize(("case", "schedule"), combinations())
 def test_two_ranks_have_the_gradients_of_one_process(
     two_ranks: gloo.Pool, case: str, schedule: str

@@ -36,7 +36,9 @@ def test_a_slice(name: str, ranks: int, optimizers: str) -> None:
     assert outcome.stages >= 2
 
 
-@pytest.mark.parametrize("name", ["vision.focal_loss", "optimizers.lookahead"])
+@pytest.mark.parametrize(
+    "name", ["optimizers.lookahead", pytest.param("vision.focal_loss", marks=pytest.mark.full)]
+)
 def test_a_capture_says_of_other_ranks_how_many_there_are_alone(name: str) -> None:
     """So that one serves for every number of them."""
     shared, texts = Captures(), []

@@ -80,6 +80,7 @@ def attention_arguments(*options: Any, layers: int = 1) -> tuple[Any, ...]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01), torch.randn(2, 6, 16)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "options",
     [

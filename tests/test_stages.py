@@ -183,6 +183,7 @@ def crashing(gm: fx.GraphModule) -> fx.GraphModule:
     raise ZeroDivisionError("no storage")
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("broken", "why"),
     [

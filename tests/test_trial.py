@@ -74,7 +74,7 @@ def double_and_halve(gm: fx.GraphModule) -> None:
     node.update_arg(0, again)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("edit", [negate_gradient, scale_result])
 def test_a_wrong_edit_is_said_to_give_other_numbers(
     captured: fx.GraphModule, edit: Callable[[fx.GraphModule], None]
