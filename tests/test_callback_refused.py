@@ -281,7 +281,7 @@ def reading() -> dict[str, Callable[[World, list[Tensor]], Any]]:
 def test_state_that_a_function_is_not_given(name: str, pipeline: str) -> None:
     read, w = reading()[name], fresh()
     held = [*w.model.parameters(), next(w.model.parameters()).data.view(-1)]
-    step = step_with(lambda loss, x: lambda value: read(w, held))
+    step = step_with(lambda loss, x, read=read, w=w, held=held: lambda value: read(w, held))
     compiled = graphopt.compile(step, pipeline=pipeline)
     with pytest.raises(graphopt.GraphOptError, match="give it the tensor"):
         compiled(w.model, w.optimizer, *CASE.batch(0))

@@ -247,7 +247,7 @@ def test_a_hung_rank_is_reported() -> None:
     with pool(2) as ranks:
         assert ranks.run(int) == [0, 1]  # they are there
         with pytest.raises(RankError, match="wait_for_ever"):
-            ranks.run(wait_for_ever, timeout=2)
+            ranks.run(wait_for_ever, timeout=6)
 
 
 def wait_for_ever(rank: int) -> None:
