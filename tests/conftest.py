@@ -76,7 +76,7 @@ def _left_to_itself() -> None:
     collection, and out of what a capture looks at; within a file, collect seldom."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000)
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(scope="session")

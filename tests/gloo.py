@@ -139,7 +139,7 @@ def _serve(
     # What imports and functions before made, a million objects, stays out of every garbage
     # collection.
     gc.freeze()
-    gc.set_threshold(100_000)
+    gc.set_threshold(10_000)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     with _stack_file(folder, rank).open("w") as stack:

@@ -319,7 +319,7 @@ def test_a_second_call_that_fails_is_refused_when_it_comes() -> None:
         compiled(w.model, w.optimizer, *CASE.batch(1))
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.full  # test_leftovers_ranks has one
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_hidden_states_of_a_fresh_huggingface_model(optimizer: type[Optimizer]) -> None:

@@ -43,7 +43,7 @@ def test_model(two_ranks: Pool, model: str) -> None:
     assert min(flights) > 0
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw-amsgrad-fused", "nadam-foreach"])
 def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     flights = two_ranks.run(run_scenario, "mlp", optimizer, PIPELINES["small buckets"], True)
