@@ -15,19 +15,22 @@ DOCUMENTED := graphopt graphopt.comm graphopt.cost graphopt.graph_utils graphopt
 	graphopt.rewriting graphopt.saved graphopt.schedule graphopt.testing graphopt.verify graphopt.viewing
 # What random cases of `make test-all` are made from.
 SEED ?= 0
+# Lint runs beside the tests: whichever finds something fails the whole.
+BESIDE := --jobs=2 --no-print-directory
 # Tests of one file share the ranks that they start, so a file is run by one process; the order of
 # files is that of tests/conftest.py.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-all check check-newest lint clean
+.PHONY: help demo docs test test-all check test-alone test-all-alone check-alone check-newest lint \
+	clean
 
 help:
 	@echo 'make demo    train a small GPT on two local ranks, eager DDP and graphopt side by side'
 	@echo '             (options: make demo ARGS="--ranks 2 --steps 60")'
-	@echo 'make test    lint, then the tests'
-	@echo 'make test-all SEED=7    lint, then the tests with their large matrices, random cases from SEED'
-	@echo 'make check   lint, then the quick tests'
+	@echo 'make test    lint and the tests, side by side'
+	@echo 'make test-all SEED=7    lint and the tests with their large matrices, random cases from SEED'
+	@echo 'make check   lint and the quick tests, side by side'
 	@echo 'make docs    the API reference, in docs/api'
 	@echo 'make check-newest    the quick tests with the newest torch, in an environment of its own'
 	@echo 'make lint    ruff and mypy'
@@ -36,13 +39,22 @@ help:
 demo: $(DEMO_READY)
 	$(RUN) -m graphopt demo $(ARGS)
 
-test: lint
+test: $(TEST_READY)
+	$(MAKE) $(BESIDE) lint test-alone
+
+test-all: $(TEST_READY)
+	$(MAKE) $(BESIDE) lint test-all-alone
+
+check: $(TEST_READY)
+	$(MAKE) $(BESIDE) lint check-alone
+
+test-alone: $(TEST_READY)
 	$(RUN) -m pytest $(PARALLEL) -m "not full"
 
-test-all: lint
+test-all-alone: $(TEST_READY)
 	$(RUN) -m pytest $(PARALLEL) --seed $(SEED)
 
-check: lint
+check-alone: $(TEST_READY)
 	$(RUN) -m pytest $(PARALLEL) -m "not slow and not hf and not full"
 
 check-newest:

@@ -24,7 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,14 +34,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from cases import Build, cases
+from cases import Build, Case, cases
+from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt.errors import GraphOptError, PassError, VerificationError
+from graphopt.iter_graph import copy_graph
 from graphopt.manager import records_of
+from graphopt.parallel import Parallel, resolve
+from graphopt.parallel.markers import markers_of
+from graphopt.parallel.parallelize import parallelize
 from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import CapturedStep, capture_call, communication_for
 
 RANKS = (1, 2, 4)
 OPTIMIZERS = ("fused", "foreach", "loop")
@@ -79,8 +86,51 @@ class Undecided(logging.Handler):
             self.lines.append(text)
 
 
-def judged(name: str, build: Build, ranks: int, optimizers: str) -> Outcome:
-    """Take a case through all passes and stages."""
+class Captures:
+    """What the combinations of one case share.
+
+    What is outside the optimizers is traced a second time, to see that nothing else decides it,
+    for the first way through the parameters alone. A capture says of the ranks how many there are,
+    in its markers, and nothing else: one for several ranks serves for every number of them.
+    """
+
+    def __init__(self) -> None:
+        self._settled: dict[bool, set[str]] = {False: set(), True: set()}
+        self._of_several: dict[str, tuple[Case, CapturedStep]] = {}
+
+    def step(self, build: Build, ranks: int, optimizers: str) -> CapturedStep:
+        """A capture of the second call, with markers, for as many ranks as there are now."""
+        if ranks == 1:
+            return self._captured(build, graphopt.Manual())[1]
+        if optimizers not in self._of_several:
+            self._of_several[optimizers] = self._captured(build, graphopt.DataParallel())
+        _, captured = self._of_several[optimizers]
+        graph, _ = copy_graph(captured.graph_module.graph)
+        named = communication_for(resolve(captured.parallel))
+        assert named is not None
+        for marker in markers_of(graph):
+            marker.args = (*marker.args[:2], named.group.ranks, named.group.name)
+        return replace(captured, graph_module=fx.GraphModule(captured.graph_module, graph))
+
+    def _captured(self, build: Build, parallel: Parallel) -> tuple[Case, CapturedStep]:
+        torch.manual_seed(0)
+        case = build()
+        case.step(*case.calls[0])  # optimizers make their state
+        communication = communication_for(resolve(parallel))
+        settled = self._settled[communication is not None]
+        captured = capture_call(Call(case.step, case.calls[1], {}), communication, settled)
+        settled.add(captured.fingerprint)
+        return case, captured
+
+
+def judged(
+    name: str, build: Build, ranks: int, optimizers: str, captures: Captures | None = None
+) -> Outcome:
+    """Take a case through all passes and stages.
+
+    Args:
+        captures: those of this case that other combinations have made.
+    """
     logger, undecided = logging.getLogger("graphopt"), Undecided()
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -88,7 +138,8 @@ def judged(name: str, build: Build, ranks: int, optimizers: str) -> Outcome:
     outcome = Outcome(name, ranks, optimizers, "proven")
     try:
         with group_of(ranks), looping_as(optimizers):
-            outcome.stages = _stages_run(build, ranks)
+            captured = (captures or Captures()).step(build, ranks, optimizers)
+            outcome.stages = _stages_run(captured)
     except (VerificationError, PassError) as error:
         outcome.verdict, outcome.reason = "not proven", str(error)
     except GraphOptError as error:
@@ -102,12 +153,8 @@ def judged(name: str, build: Build, ranks: int, optimizers: str) -> Outcome:
     return outcome
 
 
-def _stages_run(build: Build, ranks: int) -> int:
-    torch.manual_seed(0)
-    case = build()
-    case.step(*case.calls[0])  # optimizers make their state
-    parallel = graphopt.DataParallel() if ranks > 1 else graphopt.Manual()
-    captured = graphopt.capture(case.step, *case.calls[1], parallel=parallel)
+def _stages_run(captured: CapturedStep) -> int:
+    parallelize(captured.graph_module, captured.parallel)
     stages = Stages(graphopt.PassManager(default_pipeline()), None)
     step = stages.apply_passes(captured)
     stages.derive(step)
@@ -148,8 +195,9 @@ def looping_as(kind: str) -> Iterator[None]:
 
 def _child(name: str, build: Build, wanted: Sequence[tuple[int, str]], end: Connection) -> None:
     torch.set_num_threads(1)
+    captures = Captures()
     for ranks, optimizers in wanted:
-        end.send(asdict(judged(name, build, ranks, optimizers)))
+        end.send(asdict(judged(name, build, ranks, optimizers, captures)))
 
 
 def in_process(name: str, build: Build, wanted: Sequence[tuple[int, str]]) -> list[Outcome]:

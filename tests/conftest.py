@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,7 +18,10 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 import torch
 from hypothesis import settings
 
+import durations
+import slices
 from deep import watch_captures
+from gloo import Pool, pool
 
 # Capturing takes as long as it takes, and a failure must come back on the next run.
 settings.register_profile("graphopt", deadline=None, derandomize=True)
@@ -30,31 +34,27 @@ pytest.register_assert_rewrite("twins", "refusal")
 logging.getLogger("torch.__trace").propagate = True
 
 
-# Workers take one file after another: those that take minutes go first, or one worker would be left
-# with one of them at the end. What `pytest --durations=0` says, in order.
-LONGEST = (
-    "test_outside_reads", "test_demo", "test_capture_training", "test_rewrite",
-    "test_pipelining_compiled", "test_data_parallel", "test_guards", "test_pretended",
-    "test_lowering_updates", "test_callback_ranks", "test_properties", "test_lowering",
-    "test_decisions", "test_pipelines_ranks", "test_first_step", "test_verify_narrow",
-    "test_layouts", "test_capture_optimizers", "test_held_ranks", "test_recurrent",
-    "test_callback", "test_api", "test_stages", "test_cudagraphs", "test_rank_faults",
-)  # fmt: skip
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--seed`: what tests marked `full` make their random cases from."""
     parser.addoption("--seed", type=int, default=0, help="what random cases are made from")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A run without tests marked `full` makes fewer random cases."""
+    slices.choose("not full" not in config.getoption("markexpr"))
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest files first. `sliced(n)`: of a test's cases, one in n belongs to the normal run, the
-    others are `full`."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    """Longest files first: workers take one after another, and one that takes minutes would be
+    left alone at the end. `sliced(n)`: of a test's cases, one in n belongs to the normal run, the
+    others are `full`. What takes long is `slow`."""
+    seconds = durations.listed()
+    items.sort(key=lambda item: -seconds.get(item.path.stem, 0.0))
     seen: Counter[str] = Counter()
     for item in items:
+        if f"{item.path.stem}::{item.name.partition('[')[0]}" in seconds:
+            item.add_marker("slow")
         mark = item.get_closest_marker("sliced")
         if mark is None:
             continue
@@ -70,10 +70,34 @@ def seed(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--seed"))
 
 
-def pytest_collection_finish() -> None:
-    """Leave what imports made, a million objects, out of every later garbage collection."""
+@pytest.fixture(scope="module", autouse=True)
+def _left_to_itself() -> None:
+    """Leave what imports and the files before made, a million objects, out of every garbage
+    collection, and out of what a capture looks at; within a file, collect seldom."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Pool]:
+    """Two gloo ranks, for all tests of this process: starting them takes longer than most tests."""
+    with pool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Pool]:
+    """As `two_ranks`, three of them."""
+    with pool(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Pool]:
+    """As `two_ranks`, four of them."""
+    with pool(4) as ranks:
+        yield ranks
 
 
 @pytest.fixture(autouse=True)

@@ -38,14 +38,16 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`world_size` processes in one gloo group.
+    """`world_size` processes in one gloo group, whose collectives wait for `timeout`.
 
-    The first `run` starts them, and they serve many. After a failure other ranks may be stuck in a
+    The first `run` starts them, and they serve many; the fixtures `two_ranks`, `three_ranks` and
+    `four_ranks` serve all tests of a process. After a failure other ranks may be stuck in a
     collective, so the processes are ended then and the next `run` starts new ones.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
         self.world_size = world_size
+        self._timeout = timeout
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -84,7 +86,7 @@ class Pool:
         context.set_forkserver_preload(PRELOADED)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, self._folder.name, theirs)
+            args = (rank, self.world_size, self._folder.name, theirs, self._timeout)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -129,15 +131,17 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stack-{rank}.txt"
 
 
-def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> None:
+def _serve(
+    rank: int, world_size: int, folder: str, connection: Connection, timeout: timedelta
+) -> None:
     """What a rank does: run the functions that arrive until the other end is closed."""
     torch.set_num_threads(1)
-    # What imports made, a million objects, stays out of every garbage collection.
+    # What imports and functions before made, a million objects, stays out of every garbage
+    # collection.
     gc.freeze()
+    gc.set_threshold(10_000)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     with _stack_file(folder, rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         while True:
@@ -147,9 +151,11 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
                 return
             connection.send(_call(function, rank, args))
             gc.collect()
+            gc.freeze()
 
 
 def _call(function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> tuple[bool, Any]:
+    torch.manual_seed(0)  # whatever ran here before
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -161,9 +167,9 @@ def _call(function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> tup
 
 
 @contextmanager
-def pool(world_size: int) -> Iterator[Pool]:
-    """A pool that is closed at the end."""
-    ranks = Pool(world_size)
+def pool(world_size: int, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[Pool]:
+    """A pool that is closed at the end: for what leaves a group that serves nobody any more."""
+    ranks = Pool(world_size, timeout)
     try:
         yield ranks
     finally:

@@ -76,7 +76,7 @@ def names() -> list[Any]:
     ]
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(7)
 @pytest.mark.parametrize("name", names())
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "riton" in name and find_spec("triton") is None:

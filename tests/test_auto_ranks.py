@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.cost import Collective, CostModel, Transfer
 from graphopt.iter_graph import IterGraphModule
 from graphopt.stages.auto import BUCKETS, HELD_BACK, fastest
 from graphopt.stages.pipelines import pipeline_with
 from sketch import one_rank
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def made(layers: int = 4, width: int = 96) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -114,7 +107,7 @@ def constant_costs(overhead: float, rate: float) -> CostModel:
     return CostModel(lambda node: 1e-3 if "mm" in str(node.target) else 0.0, transfer)
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(("overhead", "rate"), [(1e-2, 1e12), (1e-6, 2e7), (1e-3, 1e8)])
 def test_the_fastest_of_all(overhead: float, rate: float) -> None:
     """Within 3 % of what trying everything finds."""

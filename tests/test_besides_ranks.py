@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,13 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
-from gloo import Pool, pool
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    with pool(2) as started:
-        yield started
+from gloo import Pool
 
 
 class Whole(nn.Module):
@@ -95,8 +88,8 @@ def accumulated(rank: int) -> tuple[list[Tensor], list[float]]:
     return [each.detach() for each in losses], model.weight.flatten().tolist()
 
 
-def test_all_begin_alike_where_the_first_call_averages_nothing(ranks: Pool) -> None:
-    (losses, mine), (others, theirs) = ranks.run(accumulated)
+def test_all_begin_alike_where_the_first_call_averages_nothing(two_ranks: Pool) -> None:
+    (losses, mine), (others, theirs) = two_ranks.run(accumulated)
     assert all(map(torch.equal, losses, others))  # of equal data
     assert mine == theirs
 
@@ -118,13 +111,13 @@ def in_backward(rank: int) -> str:
     return ""
 
 
-def test_an_optimizer_within_the_backward_is_refused(ranks: Pool) -> None:
-    assert all("within the backward" in said for said in ranks.run(in_backward))
+def test_an_optimizer_within_the_backward_is_refused(two_ranks: Pool) -> None:
+    assert all("within the backward" in said for said in two_ranks.run(in_backward))
 
 
 @pytest.mark.slow
-def test_closed_over_is_as_given(ranks: Pool) -> None:
-    (same, mine), (other, theirs) = ranks.run(both)
+def test_closed_over_is_as_given(two_ranks: Pool) -> None:
+    (same, mine), (other, theirs) = two_ranks.run(both)
     assert same
     assert other
     assert mine == theirs

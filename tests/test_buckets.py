@@ -13,6 +13,7 @@ from torch import fx
 from graphopt.comm import get_all_comm_blocks
 from graphopt.passes import comm_fusion_with_concat
 from sketch import Sketch, bucket_sizes, c10d, fused, gradients, one_rank, targets
+from slices import examples
 
 aten = torch.ops.aten
 KB = 1024
@@ -24,6 +25,7 @@ def group() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("kilobytes", "bucket_size_mb", "expected"),
     [
@@ -240,7 +242,7 @@ def test_overwriting_what_a_member_sends() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), max_size=24))
 def test_random_programs(program: list[tuple[int, int]]) -> None:
     """Verified, the same bits, and nothing left for a second run."""

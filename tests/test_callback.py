@@ -269,7 +269,7 @@ def run(
     return seen, model.state_dict()
 
 
-@pytest.mark.sliced(15)
+@pytest.mark.sliced(30)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
 def test_as_in_eager_code(make: Callable[[Seen], Step], pipeline: str) -> None:

@@ -229,6 +229,7 @@ def every_third(seen: list[Any]) -> Callable[..., Any]:
     return step
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 def test_every(pipeline: str) -> None:
     """Steps 3 and 6, although the first two are captured alone, and the fifth has another shape."""

@@ -68,7 +68,7 @@ def test_model_and_optimizer_inside_a_pytree_and_by_keyword() -> None:
     assert len(step.captures) == 1
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("scalars", "captures"),
     [

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 STEPS = 5
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(12)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str) -> None:
     case = MODELS[name]
@@ -53,7 +53,7 @@ def test_unused_parameter_keeps_no_gradient() -> None:
     assert model.body.weight.grad is not None
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("step", RETURNS, ids=lambda step: step.__name__)
 def test_what_the_step_returns(step: Callable[..., Any]) -> None:
     case = MODELS["mlp"]
@@ -137,13 +137,14 @@ def seeded(seed: int, model: str = "mlp") -> World:
     return world(model=model)
 
 
-def test_one_model_captured_twice() -> None:
+@pytest.mark.parametrize("model", ["mlp", pytest.param("convnet", marks=pytest.mark.full)])
+def test_one_model_captured_twice(model: str) -> None:
     """Two compiled steps train one model in turn, over one optimizer."""
-    eager, captured = seeded(5, "convnet"), seeded(5, "convnet")
+    eager, captured = seeded(5, model), seeded(5, model)
     functions = [train_step, step_keeping_gradients]
     steps = [graphopt.compile(function, pipeline="none") for function in functions]
     for i in range(2 * STEPS):
-        batch = MODELS["convnet"].batch(i)
+        batch = MODELS[model].batch(i)
         expected = functions[i % 2](eager.model, eager.optimizer, *batch)
         actual = steps[i % 2](captured.model, captured.optimizer, *batch)
         assert_same(actual, expected, "loss")

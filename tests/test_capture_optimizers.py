@@ -34,7 +34,7 @@ def expected_captures(name: str) -> int:
     return 2 if momentum and name.endswith(("dampening-loop", "dampening-foreach", "fused")) else 1
 
 
-@pytest.mark.sliced(10)
+@pytest.mark.sliced(20)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name: str) -> None:
     run(lambda: world(optimizer=name), captures=expected_captures(name))
@@ -60,7 +60,7 @@ def step_of_two(model: nn.Module, first: Optimizer, second: Optimizer, x: Any, y
     return loss
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("name", ["adamw-fused", "adam-foreach", "sgd-momentum-loop"])
 @pytest.mark.parametrize("model", ["partial", "gpt", "shared-storage"])
 def test_optimizer_over_other_models(name: str, model: str) -> None:

@@ -30,13 +30,14 @@ def run(step: Callable[..., Any], model: str = "mlp", captures: int = 1) -> None
     twins.finish(captures)
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("step", GRADIENT_STEPS, ids=lambda step: step.__name__)
 def test_gradients(step: Callable[..., Any]) -> None:
     """Gradients set to zero, and not dropped, are added to from the second step on."""
     run(step, captures=2 if step is zero_not_none else 1)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
 def test_clip_with_parameters_the_step_closes_over(clip: Callable[..., Any]) -> None:
     def build() -> World:
@@ -83,6 +84,7 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks(hook: str) -> None:
     """Hooks that stay within tensors are part of the step, on modules and on parameters."""
@@ -98,7 +100,7 @@ def test_hooks(hook: str) -> None:
     twins.finish(captures=1)
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("model", ["mlp", "partial", "convnet"])
 def test_accumulation_over_several_calls(model: str) -> None:
     twins = Twins(lambda: world(accumulate, model))
@@ -158,7 +160,7 @@ def test_the_user_reads_and_changes_gradients_between_steps() -> None:
     twins.finish()
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("model", ["gpt", "reused", "checkpointed"])
 def test_autocast_inside_the_step(model: str) -> None:
     run(autocast_step, model)

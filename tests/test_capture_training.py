@@ -80,7 +80,7 @@ def test_state_dict_in_between() -> None:
     twins.finish(captures=1)
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach", "adamw-loop"])
 def test_load_state_dict(optimizer: str) -> None:
     """Back to the state after the first step: other numbers in, partly, other tensors."""

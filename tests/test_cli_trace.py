@@ -154,10 +154,12 @@ def test_a_pipe_is_measured_in_this_process() -> None:
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.usefixtures("unclosed_logs")
 @pytest.mark.slow
-def test_a_pipe_on_local_ranks() -> None:
+@pytest.mark.parametrize("chosen", ["zbv", pytest.param("", marks=pytest.mark.full)])
+def test_a_pipe_on_local_ranks(chosen: str) -> None:
     words = "pipes.py:of --ranks 2 --microbatches 4 --measure --out pictures"
-    found = rows(invoke("trace", *words.split()))
-    assert list(found) == list(SCHEDULES)
+    schedule = ["--schedule", chosen] if chosen else []
+    found = rows(invoke("trace", *words.split(), *schedule))
+    assert list(found) == ([chosen] if chosen else list(SCHEDULES))
     assert all(cells.count("%") == 2 for cells in found.values())
     assert Path("pictures/zbv.measured.json").exists()
     text = Path("pictures/zbv.html").read_text()

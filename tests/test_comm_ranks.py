@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.graph_utils import find_nodes, is_collective
 from steps import accumulate, clip_norm, step_keeping_gradients, zero_not_none
 from test_data_parallel import branches
@@ -28,12 +28,6 @@ PIPELINE = (
     " -> schedule_comm_wait"
 )
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def batch(rank: int, i: int, model: str = "mlp", size: int = 4) -> tuple[Tensor, Tensor]:
@@ -107,7 +101,7 @@ def run_built(rank: int, make: Callable[[], nn.Module], step: Any, data: str) ->
     return launches(twins)
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("make", "step", "data"),
     [
@@ -134,7 +128,7 @@ def run_step(rank: int, step: Callable[..., Any], model: str) -> None:
     twins.finish(captures=2 if step is zero_not_none else 1)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("step", "model"),
     [
@@ -248,10 +242,9 @@ def run_three(rank: int) -> tuple[float, list[Tensor]]:
     return twins.largest_gap, [p.detach() for p in twins.captured.model.parameters()]
 
 
-def test_three_ranks() -> None:
+def test_three_ranks(three_ranks: Pool) -> None:
     """Buckets decide in which order a ring adds: bits may differ from DDP's, never among ranks."""
-    with pool(3) as ranks:
-        results = ranks.run(run_three)
+    results = three_ranks.run(run_three)
     gap = max(gap for gap, _ in results)
     print(f"gpt on 3 ranks: largest difference to DDP's default buckets {gap:.2g}")
     assert gap < 1e-5

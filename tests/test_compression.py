@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.comm import get_all_comm_blocks
 from graphopt.passes import compress_gradients
 from graphopt.stages.pipelines import default_pipeline
 from sketch import gradients, one_rank
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -53,6 +45,7 @@ def test_half_the_bytes() -> None:
             compress_gradients(gm)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_only_float32(dtype: torch.dtype) -> None:
     with one_rank():

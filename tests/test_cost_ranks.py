@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.cost import Collective, CollectiveTable, OperatorTable, calibrate
 from graphopt.errors import SpmdMismatchError
 from graphs import inputs_of, training_step
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def calibrated(rank: int, folder: str) -> list[str]:

@@ -26,7 +26,7 @@ SLICE = [
 ]
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", SLICE)
 def test_captured_and_equal_to_eager(name: str) -> None:
     outcome = judged(name, cases()[name])

@@ -49,7 +49,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 # ---------------------------------------------------------------------------- whole steps
 
 
-@pytest.mark.sliced(8)
+@pytest.mark.sliced(16)
 @pytest.mark.parametrize(
     "model",
     [
@@ -114,7 +114,7 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("records_groups", [False, True], ids=["gloo", "recordable"])
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach"])

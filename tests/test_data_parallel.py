@@ -5,7 +5,7 @@ Ranks start from different weights, draw different random numbers and see differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from steps import (
     GRADIENT_STEPS,
     accumulate,
@@ -33,12 +33,6 @@ from zoo import MLP, MODELS, train_step
 pytestmark = pytest.mark.slow
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def twins_on(rank: int, build: Callable[[], World], **options: Any) -> Twins:
@@ -77,9 +71,9 @@ def run_model(rank: int, model: str) -> dict[str, int]:
 
 
 # All models: benchmarks/exactness.py. A GPT: test_pipelines_ranks.py.
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
-    "model", ["convnet", "reused", "partial", "checkpointed", "shared-storage"]
+    "model", ["partial", "reused", "convnet", "checkpointed", "shared-storage"]
 )
 def test_model(two_ranks: Pool, model: str) -> None:
     for counts in two_ranks.run(run_model, model):
@@ -103,7 +97,7 @@ def run_optimizer(rank: int, optimizer: str) -> None:
 
 
 # Each averages the same way; benchmarks/exactness.py trains with all of them on several ranks.
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("optimizer", SEVERAL)
 def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     two_ranks.run(run_optimizer, optimizer)
@@ -122,6 +116,7 @@ def run_schedule(rank: int, optimizer: str) -> None:
     twins.finish(captures=1)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach"])
 def test_schedule(two_ranks: Pool, optimizer: str) -> None:
     two_ranks.run(run_schedule, optimizer)
@@ -140,7 +135,7 @@ def run_step(rank: int, step: Callable[..., Any], model: str) -> None:
     twins.finish(captures=2 if step is zero_not_none else 1)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "step",
     [s for s in GRADIENT_STEPS if s.__name__ not in WITHOUT_COUNTERPART] + [dictionary],
@@ -151,7 +146,7 @@ def test_step(two_ranks: Pool, step: Callable[..., Any]) -> None:
 
 
 @pytest.mark.sliced(3)
-@pytest.mark.parametrize("model", ["gpt", "reused", "convnet"])
+@pytest.mark.parametrize("model", ["reused", "gpt", "convnet"])
 def test_autocast(two_ranks: Pool, model: str) -> None:
     two_ranks.run(run_step, autocast_step, model)
 
@@ -357,7 +352,7 @@ def run_options(rank: int, ours: dict[str, bool], theirs: dict[str, bool]) -> in
     return count(twins.compiled.captures[-1], "broadcast")
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("ours", "theirs", "broadcasts"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,6 @@ from zoo import MLP, MODELS, train_step
 pytestmark = pytest.mark.slow
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three_ranks() -> Iterator[Pool]:
-    with pool(3) as ranks:
-        yield ranks
 
 
 def batch(rank: int, i: int, model: str = "mlp") -> tuple[Tensor, Tensor]:
@@ -86,6 +74,7 @@ def run_mismatch(rank: int, odd: Callable[[], nn.Module]) -> dict[str, Any]:
     return {"type": type(caught.value).__name__, "message": str(caught.value)}
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     "odd",
     [another_model, another_width, another_dtype, another_frozen_layer, another_buffer],
@@ -226,6 +215,7 @@ def test_three_ranks(three_ranks: Pool) -> None:
     assert gap < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["gpt", "convnet"])
 def test_three_ranks_with_one_bucket_for_each_parameter(three_ranks: Pool, model: str) -> None:
     """With the same layout as ours, DDP's sums have the same bits as ours."""
@@ -254,8 +244,10 @@ def test_group_of_some_ranks(three_ranks: Pool) -> None:
 
 def test_a_hung_rank_is_reported() -> None:
     """The pool itself: a rank that waits for ever fails its test with a traceback."""
-    with pool(2) as ranks, pytest.raises(RankError, match="wait_for_ever"):
-        ranks.run(wait_for_ever, timeout=12)
+    with pool(2) as ranks:
+        assert ranks.run(int) == [0, 1]  # they are there
+        with pytest.raises(RankError, match="wait_for_ever"):
+            ranks.run(wait_for_ever, timeout=6)
 
 
 def wait_for_ever(rank: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
-from gloo import pool
+from gloo import Pool
 from graphopt.errors import AssumptionFailedError, CaptureError
 from graphopt.host.assumptions import assumptions
 from graphopt.tracing.call import Call
@@ -172,7 +172,7 @@ def assert_alike(found: list[Any], expected: list[Any]) -> None:
     assert all(map(same, found, expected))
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_call_takes_the_branch_of_eager(step: Step) -> None:
     expected, _ = trained(step, compiled=False)
@@ -378,9 +378,8 @@ def _rank(rank: int) -> str:
     return "captured"
 
 
-def test_ranks_may_not_decide_for_themselves() -> None:
-    with pool(2) as ranks:
-        assert all("another one on each rank" in said for said in ranks.run(_rank))
+def test_ranks_may_not_decide_for_themselves(two_ranks: Pool) -> None:
+    assert all("another one on each rank" in said for said in two_ranks.run(_rank))
 
 
 def by_average_norm(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -409,10 +408,9 @@ def _left_on_rank(rank: int, compiled: bool) -> tuple[list[Any], int]:
     return found, len(run.captures) if compiled else 0
 
 
-def test_ranks_follow_what_all_of_them_have_alike() -> None:
-    with pool(2) as ranks:
-        expected = ranks.run(_left_on_rank, False)
-        captured = ranks.run(_left_on_rank, True)
+def test_ranks_follow_what_all_of_them_have_alike(two_ranks: Pool) -> None:
+    expected = two_ranks.run(_left_on_rank, False)
+    captured = two_ranks.run(_left_on_rank, True)
     for (found, made), (eager, _) in zip(captured, expected, strict=True):
         assert made == 2
         assert len(found) == len(eager)
@@ -437,6 +435,7 @@ def _failed_on_rank(rank: int) -> tuple[bool, bool, int]:
     return unchanged, bool(step(model, optimizer, x).isfinite()), len(step.captures)
 
 
-def test_a_call_that_one_of_three_ranks_makes_fail_has_changed_nothing_on_any() -> None:
-    with pool(3) as ranks:
-        assert ranks.run(_failed_on_rank) == [(True, True, 1)] * 3
+def test_a_call_that_one_of_three_ranks_makes_fail_has_changed_nothing_on_any(
+    three_ranks: Pool,
+) -> None:
+    assert three_ranks.run(_failed_on_rank) == [(True, True, 1)] * 3

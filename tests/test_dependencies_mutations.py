@@ -28,6 +28,7 @@ from graphopt.verify import check_dependencies, dependency_graph
 from graphopt.verify.traits import traits_of
 from graphs import inputs_of, training_step
 from rewrites import fuse, in_order, reduced, snapshot
+from slices import examples
 from twins import assert_same
 from zoo import MLP, MODELS, train_step
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.slow
 aten = torch.ops.aten
 OPTIMIZERS = ("fused", "foreach", "loop")
 MODELS_TRIED = ("mlp", pytest.param("convnet", marks=pytest.mark.slow))
-EXAMPLES = settings(max_examples=8)
+EXAMPLES = settings(max_examples=examples(8))
 
 
 @cache
@@ -85,7 +86,7 @@ def shuffled(graph_module: fx.GraphModule, seed: int) -> list[fx.Node]:
     return order
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("model", MODELS_TRIED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EXAMPLES
@@ -118,6 +119,7 @@ def run(step: fx.GraphModule) -> Any:
     return step(*inputs), inputs
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EXAMPLES
 @given(data=st.data())
@@ -149,6 +151,7 @@ def test_gradients_for_the_wrong_parameters_are_found(optimizer: str, data: st.D
     assert not check_dependencies(before, step, correspondence=correspondence).ok
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", MODELS_TRIED)
 @EXAMPLES
 @given(data=st.data())
@@ -183,6 +186,7 @@ def _is_alias(node: fx.Node) -> bool:
     return is_operator(node.target, "aten::copy_") or traits_of(node).view
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EXAMPLES
 @given(data=st.data())
@@ -217,7 +221,7 @@ def test_random_numbers_in_another_order_are_found(data: st.DataObject) -> None:
 
 @pytest.mark.sliced(6)
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt", "convnet", "checkpointed", "shared-storage"])
+@pytest.mark.parametrize("model", ["checkpointed", "convnet", "gpt", "shared-storage"])
 def test_buckets_of_models(model: str) -> None:
     for size, optimizer in ((1, "loop"), (3, "fused"), (1000, "foreach")):
         before, step, correspondence = captured(model, optimizer)

@@ -28,6 +28,7 @@ from graphopt.verify import check_equivalence
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.terms import Segment, TensorValue, Terms
 from sketch import one_rank
+from slices import examples
 from zoo import MODELS, OPTIMIZERS, train_step
 
 aten = torch.ops.aten
@@ -67,7 +68,7 @@ def bucketed(plain: IterGraphModule) -> IterGraphModule:
     return gm
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [
@@ -433,7 +434,7 @@ class Values:
         return whole[part[0] :][: part[1]] if part else whole[:length]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_terms_mean_what_operators_compute(data: st.DataObject) -> None:
     graph, x = drawn_graph(data)

@@ -120,9 +120,8 @@ def on_real_ranks(rank: int, world: int) -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_collectives_give_what_real_ranks_get() -> None:
-    with gloo.pool(2) as pool:
-        expected = pool.run(on_real_ranks, 2)
+def test_collectives_give_what_real_ranks_get(two_ranks: gloo.Pool) -> None:
+    expected = two_ranks.run(on_real_ranks, 2)
     lockstep = Lockstep(2, {"0": [0, 1]})
     returned = lockstep.run(collectives(0, 2), [inputs_of(rank, 2) for rank in range(2)])
     for (results, _, _), theirs in zip(returned, expected, strict=True):
@@ -256,7 +255,7 @@ SAID = {
 }
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("wrong", SAID)
 @pytest.mark.parametrize("optimizer", [1, 2])
 def test_wrong_communication_shows_though_numerics_may_change(

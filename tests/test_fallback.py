@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 
 Step = Any
 
@@ -180,12 +179,6 @@ def test_turned_off_by_an_unknown_word(monkeypatch: pytest.MonkeyPatch) -> None:
 # On several ranks
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    with pool(2) as two:
-        yield two
-
-
 def as_ddp(rank: int, make: Any, function: Any) -> list[bool]:
     """Whether a step that falls back gives the bits of eager DDP, from other initial values."""
     step = graphopt.compile(function, fallback="eager")
@@ -196,14 +189,14 @@ def as_ddp(rank: int, make: Any, function: Any) -> list[bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "function"), [(net, by_value), (net, two_backwards)])
-def test_ranks_average_as_ddp(ranks: Pool, make: Any, function: Any) -> None:
-    assert ranks.run(as_ddp, make, function) == [[True, True]] * 2
+def test_ranks_average_as_ddp(two_ranks: Pool, make: Any, function: Any) -> None:
+    assert two_ranks.run(as_ddp, make, function) == [[True, True]] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_parameters_that_one_rank_alone_uses(ranks: Pool) -> None:
-    assert ranks.run(as_ddp, Halves, plain) == [[True, True]] * 2
+def test_parameters_that_one_rank_alone_uses(two_ranks: Pool) -> None:
+    assert two_ranks.run(as_ddp, Halves, plain) == [[True, True]] * 2
 
 
 def one_rank_refuses(rank: int) -> tuple[list[Tensor], str]:
@@ -213,8 +206,8 @@ def one_rank_refuses(rank: int) -> tuple[list[Tensor], str]:
 
 
 @pytest.mark.slow
-def test_all_ranks_fall_back_together(ranks: Pool) -> None:
-    (left, theirs), (right, own) = ranks.run(one_rank_refuses)
+def test_all_ranks_fall_back_together(two_ranks: Pool) -> None:
+    (left, theirs), (right, own) = two_ranks.run(one_rank_refuses)
     weights = [0, 1, 2, 3, 7, 8]  # running statistics are the rank's own after the last forward
     assert all(torch.equal(left[i], right[i]) for i in weights)
     assert "rank 1 could not capture the step" in theirs and "float(loss)" in theirs
@@ -240,8 +233,8 @@ def accumulates(rank: int) -> list[bool]:
 
 
 @pytest.mark.slow
-def test_no_sync(ranks: Pool) -> None:
-    assert ranks.run(accumulates) == [[True]] * 2
+def test_no_sync(two_ranks: Pool) -> None:
+    assert two_ranks.run(accumulates) == [[True]] * 2
 
 
 def refused_eagerly(rank: int, kind: str) -> str:
@@ -288,8 +281,8 @@ def refused_eagerly(rank: int, kind: str) -> str:
         ("in backward", "within the backward"),
     ],
 )
-def test_what_nobody_would_average_is_refused(ranks: Pool, kind: str, message: str) -> None:
-    assert all(message in said for said in ranks.run(refused_eagerly, kind))
+def test_what_nobody_would_average_is_refused(two_ranks: Pool, kind: str, message: str) -> None:
+    assert all(message in said for said in two_ranks.run(refused_eagerly, kind))
 
 
 def wrapped_already(rank: int) -> bool:
@@ -300,8 +293,8 @@ def wrapped_already(rank: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_model_in_ddp_averages_itself(ranks: Pool) -> None:
-    assert ranks.run(wrapped_already) == [True, True]
+def test_a_model_in_ddp_averages_itself(two_ranks: Pool) -> None:
+    assert two_ranks.run(wrapped_already) == [True, True]
 
 
 def turned_off(rank: int) -> bool:
@@ -313,5 +306,5 @@ def turned_off(rank: int) -> bool:
 
 
 @pytest.mark.slow
-def test_turned_off_on_ranks(ranks: Pool) -> None:
-    assert ranks.run(turned_off) == [True, True]
+def test_turned_off_on_ranks(two_ranks: Pool) -> None:
+    assert two_ranks.run(turned_off) == [True, True]

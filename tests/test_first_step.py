@@ -3,7 +3,7 @@ graph finds, is made beforehand and seen when the step has succeeded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from first_step_cases import ONCE, TWICE, Rule, one_for_all, python_count, replaced
-from gloo import Pool, pool
+from gloo import Pool
 from refusal import Snapshot
 from twins import SEED, Twins, World, world
 from zoo import MODELS, train_step
@@ -76,7 +76,7 @@ def test_state_is_made_beforehand(rule: Callable[..., None]) -> None:
     trained(by_rule(rule)).finish(captures=1)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("rule", TWICE.values(), ids=lambda rule: rule.__name__)
 def test_a_first_step_that_differs_is_captured_for_itself(rule: Callable[..., None]) -> None:
     trained(by_rule(rule)).finish(captures=2)
@@ -188,6 +188,7 @@ def test_an_exception_in_the_first_step_leaves_no_state() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("toggles", [False, True])
 def test_attributes_that_the_first_step_sets(toggles: bool) -> None:
     """An attribute set once is set by the first call; one that changes in every call is refused or
@@ -219,12 +220,6 @@ def test_passes_meet_the_steady_step_at_once() -> None:
     (captured,) = compiled.captures
     assert any(spec.kind == "optimizer_state" for spec in captured.inputs)
     assert captured.state is None
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def _train(rank: int, optimizer: str) -> int:

@@ -64,7 +64,7 @@ def expected_norms(net: nn.Module, optimizer: Any, batches: list[Tensor], clip: 
     return found
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("function", [step, clipped])
 def test_norms_are_eagers(name: str, function: Callable[..., Any]) -> None:
@@ -147,9 +147,8 @@ def on_ranks(rank: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
 
 
 @pytest.mark.slow
-def test_on_real_ranks() -> None:
-    with gloo.pool(2) as pool:
-        (first, mine), (second, theirs) = pool.run(on_ranks)
+def test_on_real_ranks(two_ranks: gloo.Pool) -> None:
+    (first, mine), (second, theirs) = two_ranks.run(on_ranks)
     assert len(first) == 2
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)

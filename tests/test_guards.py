@@ -93,7 +93,7 @@ def leave_a_gradient(run: Run) -> None:
     run.world.model.head.bias.grad = torch.ones(4)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -133,7 +133,7 @@ def test_new_dtype_of_the_model_is_captured_and_named(caplog: pytest.LogCaptureF
     assert "features" in message
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -264,7 +264,7 @@ def with_a_list_edited(model: nn.Module) -> None:
     model.factors.append(2.0)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "change",
     [
@@ -372,6 +372,7 @@ def test_earlier_captures_stay_cached() -> None:
     assert run.captures() == 3
 
 
+@pytest.mark.full
 def test_many_shapes_lead_to_one_advice(caplog: pytest.LogCaptureFixture) -> None:
     """The advice comes once, and the steps go on."""
     run = Run()

@@ -6,7 +6,7 @@ import gc
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.graph_utils import written
 from held_cases import (
     HOLDERS,
@@ -120,12 +120,6 @@ def run_cases(rank: int, names: list[str], pipeline: str) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
-
-
 def check(two_ranks: Pool, names: list[str], pipeline: str = "default") -> Counter[str]:
     for found in two_ranks.run(run_cases, names, pipeline, timeout=600.0):
         good = ("exact", "kept in its step")
@@ -179,6 +173,7 @@ def one_bucket_held(rank: int, name: str) -> list[str]:
     return [str(state.meta["fqn"]) for state in updated if state.meta["kind"] == "parameter"]
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", ["head.weight", "head.bias"])
 def test_the_schedule_is_made_knowing_what_is_held(two_ranks: Pool, name: str) -> None:
     """A small one shares its bucket with what is near it, and not with all that are small."""

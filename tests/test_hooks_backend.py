@@ -103,7 +103,7 @@ TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], dict
 AFTER_A_BREAK = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a")
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @AFTER_A_BREAK
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAINING)

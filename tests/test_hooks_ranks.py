@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +15,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt import PassManager, PassRegistry, graph_optimization_pass
 from graphopt.hooks import graph_kind, inductor_pass
 from graphopt.manager import PassCallback, PassContext, PassRecord
 
 PIPELINE = "comm_fusion_with_concat -> schedule_comm_wait"
 LAYERS = 3
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 class Records(PassCallback):

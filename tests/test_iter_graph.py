@@ -17,6 +17,7 @@ from graphopt.errors import GraphOptError, IterationError
 from graphopt.executable import finalize
 from graphopt.graph_utils import find_all_descendants, get_output
 from graphopt.iter_graph import IterGraph, IterGraphModule, check_late, copy_graph
+from slices import examples
 
 aten = torch.ops.aten
 
@@ -97,7 +98,7 @@ def test_late_updates_end_where_the_step_ends(
     assert same(actual, expected)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(flushes=st.lists(st.booleans(), min_size=1, max_size=7))
 def test_flushing_anywhere_changes_nothing(flushes: list[bool]) -> None:
     module = IterGraphModule(handmade())

@@ -17,6 +17,7 @@ import graphopt
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host.assumptions import assumptions
+from slices import examples
 
 causal = nn.Transformer.generate_square_subsequent_mask
 
@@ -86,6 +87,7 @@ KNOWN = (
 )  # fmt: skip
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("decide", KNOWN)
 def test_the_answer_is_that_of_real_tensors(decide: Callable[[nn.Module, Tensor], Any]) -> None:
     expected = answers(decide, fake=False)
@@ -139,6 +141,7 @@ UNKNOWN = (
 )  # fmt: skip
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("decide", UNKNOWN)
 def test_what_has_no_value_is_refused(decide: Callable[[nn.Module, Tensor], Any]) -> None:
     assert answers(decide, fake=False)
@@ -158,7 +161,7 @@ EDITS: tuple[Callable[[Tensor], Any], ...] = (
 )
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(edits=st.lists(st.sampled_from(EDITS), max_size=6), asked=st.integers(0, 6))
 def test_writes_are_seen_in_order(edits: list[Callable[[Tensor], Any]], asked: int) -> None:
     """In any program, whatever the view through which it writes, and after a question."""

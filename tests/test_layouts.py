@@ -50,7 +50,7 @@ def assert_exact(found: Found) -> None:
 # ---------------------------------------------------------------------------- operators
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_operators_draw_what_eager_draws(name: str) -> None:
     found = compare(list(random_cases(name, torch.float32, SOME[1:], seed=0)))
@@ -444,7 +444,7 @@ def foreach_adam(parameters: Iterator[Tensor]) -> Optimizer:
     return Adam(parameters, lr=0.01, foreach=True)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", FEW)
 def test_models(name: str) -> None:
     train(name, foreach_adam, pipeline="default")
@@ -566,6 +566,7 @@ def test_layouts_of_nests() -> None:
     assert described((tensor, 1)) == value
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     "same",
     [

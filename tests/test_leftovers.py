@@ -98,7 +98,7 @@ def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor
     return loss
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("flag", ["attribute", "object", "deep", "table"])
 @pytest.mark.parametrize("install", [hook, hook_with_kwargs, pre_hook, containers])
 def test_what_a_first_forward_installs_is_there_once(
@@ -248,7 +248,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("ends", REFUSED, ids=lambda ends: ends.__name__)
 def test_a_refused_step_leaves_nothing(ends: Callable[..., Any]) -> None:
     """The deep snapshots of conftest.py see the arguments and what the closure holds."""
@@ -319,7 +319,7 @@ def test_a_second_call_that_fails_is_refused_when_it_comes() -> None:
         compiled(w.model, w.optimizer, *CASE.batch(1))
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.full  # test_leftovers_ranks has one
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_hidden_states_of_a_fresh_huggingface_model(optimizer: type[Optimizer]) -> None:
@@ -394,6 +394,7 @@ def test_what_cannot_be_put_into_an_argument(put: str) -> None:
     assert meter.last is None
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("number", [float, bool])
 def test_large_and_cyclic_containers(number: type) -> None:
     """Tens of thousands of items are not looked into, but the container itself is put back."""

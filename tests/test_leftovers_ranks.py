@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from steps import with_hidden_states
 from twins import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.hf]
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def fresh_model() -> nn.Module:

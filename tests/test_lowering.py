@@ -71,6 +71,7 @@ def test_a_dumper_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     assert "the dumper failed for subgraph_0: OSError: disk full" in caplog.text
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "x",
     [
@@ -251,6 +252,7 @@ def whole_list(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat(torch._foreach_add([x.sin(), y.sin()], 1)).cos()
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     "function",
     [alpha_first, alpha_second, state_read_after, filled_in, whole_list],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import fx
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.graph_utils import is_collective, is_wait
 from graphopt.iter_graph.derive import Derivation, plan
 from graphopt.lowering import Options
@@ -21,12 +20,6 @@ from zoo import MODELS, OPTIMIZERS, train_step
 pytestmark = pytest.mark.slow
 
 PIPELINE = "comm_fusion_with_concat(bucket_size_mb=0.001) -> schedule_comm_wait"
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def trained(rank: int, pipeline: str, optimizer_name: str, lower: Any) -> Any:

@@ -15,6 +15,7 @@ from graphopt.graph_utils import get_outputs, is_collective, is_wait
 from graphopt.lowering.extract import Body, Cut, region_graphs
 from graphopt.lowering.regions import MARK, mark_regions
 from sketch import Sketch, one_rank, values_for
+from slices import examples
 
 aten = torch.ops.aten
 
@@ -286,14 +287,14 @@ def flat_order(gm: fx.GraphModule) -> dict[str, int]:
     return {node.name: index for index, node in enumerate(order)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(programs())
 def test_any_program_computes_the_same(gm: fx.GraphModule) -> None:
     with one_rank():
         assert_same_results(gm, [torch.rand(4, 4) for _ in range(4)])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(programs())
 def test_communication_is_not_delayed_and_stays_hidden(gm: fx.GraphModule) -> None:
     mark_regions(gm.graph, min_ops=1)

@@ -75,7 +75,7 @@ class Pair:
         return everywhere[inside:]
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     "optimizer", ["adagrad-fused", "adamw-amsgrad-fused", "sgd-nesterov-fused"]
 )
@@ -155,7 +155,7 @@ def returned(run: Step, model: nn.Module, optimizer: Optimizer) -> list[Any]:
     return [run(model, optimizer, x.double(), y) for x, y in batches]
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize(
     "step", [returns_new_weights, reads_old_weights, keeps_gradients, runs_again]
 )

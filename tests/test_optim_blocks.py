@@ -52,7 +52,7 @@ def test_fused_adam(name: str) -> None:
     assert set(block.copies) == {n for n in gm.graph.nodes if n.target is aten.copy_.default}
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if not n.endswith("loop")])
 def test_every_optimizer_of_lists(name: str) -> None:
     gm, _ = captured(name)

@@ -22,6 +22,7 @@ from graphopt.optim import (
     split_updates,
 )
 from optim_cases import Case, Sheet, assert_same_run, aten, captured, duplicate, updated
+from slices import examples
 from zoo import OPTIMIZERS
 
 pytestmark = pytest.mark.slow
@@ -98,7 +99,7 @@ def test_golden() -> None:
     assert text(gm) == DIVIDED
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(20)
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OF_LISTS],
@@ -121,7 +122,7 @@ def test_every_optimizer_of_lists(name: str) -> None:
         assert_same_run(gm, case[0], case)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.lists(st.integers(0, 2), min_size=3, max_size=3), st.permutations(range(3)))
 def test_any_partition(owners: list[int], order: list[int]) -> None:
     """Every parameter keeps its own step counter, wherever that stands in its list."""

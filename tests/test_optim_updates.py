@@ -28,6 +28,7 @@ from optim_cases import (
     gradients,
 )
 from sketch import one_rank
+from slices import examples
 from steps import clip_loop, clip_norm, clip_value, manual_update, step_keeping_gradients
 from zoo import MODELS, OPTIMIZERS, train_step
 
@@ -53,7 +54,7 @@ def by_parts(found: Sequence[fx.Node], parts: int) -> list[list[fx.Node]]:
     return [list(found[index::parts]) for index in range(parts)]
 
 
-@pytest.mark.sliced(10)
+@pytest.mark.sliced(20)
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
@@ -99,7 +100,7 @@ def test_the_others_stay_together(name: str) -> None:
     assert_same_run(gm, case[0], case)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(st.lists(st.integers(0, 3), min_size=6, max_size=6), st.data())
 def test_any_partition(owners: list[int], data: st.DataObject) -> None:
     """Gradients with owner 0 are in no set."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
-from gloo import pool
+from gloo import Pool
 from test_decisions import assert_alike, finish, same
 
 
@@ -91,6 +91,7 @@ def trained(rule: Any, compiled: bool, used: Any = lambda model: model) -> tuple
     return torch.utils._pytree.tree_leaves(found), len(run.captures) if compiled else 0
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_call_is_eager_s(rule: Any) -> None:
     expected, _ = trained(rule, compiled=False)
@@ -192,9 +193,8 @@ def _left_on_rank(rank: int, compiled: bool) -> list[Any]:
     return trained(tensor_that_is_read, compiled, used)[0]
 
 
-def test_on_two_ranks() -> None:
-    with pool(2) as ranks:
-        expected, captured = ranks.run(_left_on_rank, False), ranks.run(_left_on_rank, True)
+def test_on_two_ranks(two_ranks: Pool) -> None:
+    expected, captured = two_ranks.run(_left_on_rank, False), two_ranks.run(_left_on_rank, True)
     for found, eager in zip(captured, expected, strict=True):
         assert len(found) == len(eager)
         assert all(map(same, found, eager))

@@ -66,7 +66,7 @@ class Trained:
         return len(self.seen)
 
 
-@pytest.mark.sliced(20)
+@pytest.mark.sliced(40)
 @pytest.mark.parametrize("name", CASES)
 def test_change_is_followed(name: str, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]()

@@ -36,6 +36,7 @@ def step_of(sizes: Sizes) -> fx.GraphModule:
     return sharded_step(sizes)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("sizes", "limit"),
     [

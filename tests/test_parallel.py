@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt._compat import new_fake_mode
 from graphopt.commands.stages import run_stages
 from graphopt.graph_utils import find_nodes, is_collective
@@ -252,12 +251,6 @@ def test_only_data_parallelism_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # A further kind, on real ranks
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def plain_step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

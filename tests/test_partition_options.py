@@ -15,6 +15,7 @@ from torch.fx.passes.split_module import split_module as torch_split_module
 from torch.nn.parallel import DistributedDataParallel
 
 from graphopt.partition import PartitionCycleError, split_module
+from slices import examples
 from test_partition_oracle import (
     assert_same,
     assert_same_submodules,
@@ -34,7 +35,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_every_combination_is_as_with_torch(data: st.DataObject) -> None:
     module = data.draw(graphs())

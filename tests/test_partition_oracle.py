@@ -19,6 +19,7 @@ from torch.fx.passes.split_module import split_module as torch_split_module
 
 from graphopt.errors import PartitionError
 from graphopt.partition import PartitionCycleError, split_module
+from slices import examples
 
 Draw = st.DataObject
 KEYS = ("val", "example_value")
@@ -198,7 +199,7 @@ def assert_same_submodules(ours: fx.GraphModule, theirs: fx.GraphModule) -> None
         assert dict(mine.named_parameters()).keys() == dict(other.named_parameters()).keys()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_in_order_of_dependencies(data: Draw) -> None:
     module = data.draw(graphs())
@@ -230,7 +231,7 @@ def test_in_order_of_dependencies(data: Draw) -> None:
         assert split.get_submodule(name) is module.get_submodule(old)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_in_original_order(data: Draw) -> None:
     module = data.draw(graphs())
@@ -252,7 +253,7 @@ def test_in_original_order(data: Draw) -> None:
     assert_same_submodules(split, theirs)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_names_and_metadata(data: Draw) -> None:
     module = data.draw(graphs())

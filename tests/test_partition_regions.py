@@ -15,6 +15,7 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 import graphopt
 from graphopt.partition import split_module
+from slices import examples
 
 GRAD = {"0": False, "1": True}
 
@@ -80,6 +81,7 @@ def programs(split: fx.GraphModule) -> list[str]:
     return [signs(split.get_submodule(str(node.target))) for node in called]
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("whole", "starts", "parts"),
     [
@@ -150,7 +152,7 @@ def nested(draw: Any, depth: int = 3) -> str:
     return text
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_results_and_modes_are_those_of_the_whole(data: st.DataObject) -> None:
     text = data.draw(nested())

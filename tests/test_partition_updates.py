@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from graphopt.partition import PartitionCycleError, split_module
+from slices import examples
 
 
 def by_name(**partitions: Any) -> Callable[[fx.Node], Any]:
@@ -105,6 +106,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("kind", UPDATES)
 def test_every_kind_of_update(kind: str) -> None:
     module = in_place(UPDATES[kind])
@@ -223,7 +225,7 @@ def programs(draw: Any) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_no_split_changes_what_updates_do(data: st.DataObject) -> None:
     module = data.draw(programs())

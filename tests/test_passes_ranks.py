@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.errors import PassError, SpmdMismatchError
 from graphopt.manager import PassManager, PassRegistry, applied_passes, graph_optimization_pass
 from graphopt.passes import comm_fusion_with_concat
 from graphopt.saved import load_graph
 from graphs import training_step
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def run_and_fail(rank: int, folder: str) -> str:

@@ -11,7 +11,6 @@ import copy
 import gc
 import io
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +20,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from scenario import NO_ACCUMULATION, PIPELINES, Scenario
 from twins import assert_same
 from zoo import MODELS, train_step
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def run_scenario(rank: int, model: str, optimizer: str, pipeline: str, accumulates: bool) -> int:
@@ -50,14 +43,14 @@ def test_model(two_ranks: Pool, model: str) -> None:
     assert min(flights) > 0
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw-amsgrad-fused", "nadam-foreach"])
 def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     flights = two_ranks.run(run_scenario, "mlp", optimizer, PIPELINES["small buckets"], True)
     assert min(flights) > 0
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("pipeline", ["copies", "fusion", "waits", "moves"])
 def test_each_pass_alone(two_ranks: Pool, pipeline: str) -> None:
     flights = two_ranks.run(run_scenario, "mlp", "adamw-foreach", PIPELINES[pipeline], True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +20,6 @@ from twins import assert_same
 from zoo import MODELS
 
 SMALL_BUCKETS = "comm_fusion_with_concat(bucket_size_mb=0.004) -> schedule_comm_wait"
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[gloo.Pool]:
-    with gloo.pool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[gloo.Pool]:
-    with gloo.pool(4) as pool:
-        yield pool
 
 
 def stages_of(rank: int, schedule: str) -> list[int]:
@@ -58,7 +45,7 @@ def compare(rank: int, name: str, schedule: str) -> None:
     assert_same(states[1], states[0], f"{name} under {schedule}")
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -168,7 +155,7 @@ def train_replica(
     return gradients, states, losses
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"), [("gpt", "1f1b"), ("gpt", "zero bubble"), ("convnet", "gpipe")]
@@ -337,6 +324,7 @@ def train_with_unlike_losses(rank: int, layouts: bool) -> None:
     torch.testing.assert_close(compiled, eager)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [False, True])
 def test_replicas_agree_where_their_losses_differ(two_ranks: gloo.Pool, layouts: bool) -> None:

@@ -40,12 +40,6 @@ MULTI = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[gloo.Pool]:
-    with gloo.pool(2) as pool:
-        yield pool
-
-
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -227,9 +221,8 @@ def disagree(rank: int) -> str:
 
 
 @pytest.mark.slow
-def test_neighbours_that_disagree_both_say_so() -> None:
-    with gloo.pool(2) as pool:
-        messages = pool.run(disagree)
+def test_neighbours_that_disagree_both_say_so(two_ranks: gloo.Pool) -> None:
+    messages = two_ranks.run(disagree)
     assert messages[0] == messages[1]
     assert messages[0].startswith(
         "stage 0 sends torch.float32 of shape (3, 8); stage 1 was made for torch.float64"

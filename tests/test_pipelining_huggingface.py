@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,6 +70,7 @@ def batch(microbatches: int = 1) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("sharing", MultiUseParameterConfig)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_divided_model_is_the_model(name: str, sharing: MultiUseParameterConfig) -> None:
@@ -100,12 +101,6 @@ def test_a_balanced_division() -> None:
 
 
 # ---------------------------------------------------------------------------- on two ranks
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[gloo.Pool]:
-    with gloo.pool(2) as pool:
-        yield pool
 
 
 def divided(name: str) -> tuple[nn.Module, Pipe]:

@@ -101,11 +101,13 @@ def test_what_a_function_raises() -> None:
     assert "gpu_steps.py" in str(caught.value.__cause__)
 
 
+@pytest.mark.full
 def test_a_result_that_cannot_leave_its_process() -> None:
     with pytest.raises(PretendError, match="return numbers or text"):
         pretended("cuda:90").run(gpu_steps.gives_a_tensor)
 
 
+@pytest.mark.full
 def test_a_process_that_ends() -> None:
     with pytest.raises(PretendError, match="ended with 3"):
         pretended("cuda:90").run(gpu_steps.ends)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from slices import examples
 from twins import Twins, World
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ ROWS, WIDTH = 4, 6
 STEPS = 3
 # A capture takes tenths of a second: too long to search for the smallest failing program as well.
 RANDOM = settings(
-    max_examples=8,
+    max_examples=examples(8),
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
@@ -172,7 +173,7 @@ def test_random_step(
     twins.finish()
 
 
-@settings(RANDOM, max_examples=3)
+@settings(RANDOM, max_examples=examples(3))
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=3, max_size=6),
     rates=st.lists(st.floats(1e-5, 1.0), min_size=6, max_size=6),

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from cases import cases
-from proven import OPTIMIZERS, RANKS, judged
+from proven import OPTIMIZERS, RANKS, Captures, group_of, judged, looping_as
 
 SLICE = [
     ("adversarial.diffusion_closed_over", 2, "loop"),
@@ -36,11 +36,25 @@ def test_a_slice(name: str, ranks: int, optimizers: str) -> None:
     assert outcome.stages >= 2
 
 
+@pytest.mark.parametrize(
+    "name", ["optimizers.lookahead", pytest.param("vision.focal_loss", marks=pytest.mark.full)]
+)
+def test_a_capture_says_of_other_ranks_how_many_there_are_alone(name: str) -> None:
+    """So that one serves for every number of them."""
+    shared, texts = Captures(), []
+    for ranks, captures in ((2, shared), (4, shared), (4, Captures())):
+        with group_of(ranks), looping_as("foreach"):
+            graph = captures.step(cases()[name], ranks, "foreach").graph_module.graph
+            texts.append(str(graph))
+    assert texts[0] != texts[1] == texts[2]
+
+
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(cases()))
 def test_all(name: str) -> None:
+    captures = Captures()
     for ranks in RANKS:
         for optimizers in OPTIMIZERS:
-            outcome = judged(name, cases()[name], ranks, optimizers)
+            outcome = judged(name, cases()[name], ranks, optimizers, captures)
             assert outcome.verdict in ("proven", "not captured", "failed"), outcome.reason

@@ -199,6 +199,7 @@ def test_all_ranks_try_again(phase: str, losses: list[list[float]]) -> None:
     assert [answer[0] for answer in outcome.answers if answer is not None] == ["done"] * WORLD
 
 
+@pytest.mark.full
 def test_late_rank(losses: list[list[float]]) -> None:
     """The others give up on it, and try again until it comes."""
     fault = Fault("long delay", "before capture", store="agent", retries=20, agree=3.0)

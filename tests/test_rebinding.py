@@ -89,6 +89,7 @@ def returned(model: Any, average: Any, optimizer: Any, x: Tensor, y: Tensor) -> 
     return new
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("step", [kept, shared, cast, returned, updated_first])
 def test_what_is_no_update_is_refused(step: Step) -> None:
     with pytest.raises(graphopt.CaptureError, match=r"\.data = "):

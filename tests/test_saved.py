@@ -82,7 +82,7 @@ def assert_same_graph(actual: fx.GraphModule, expected: fx.GraphModule) -> None:
     assert actual.code == expected.code
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [

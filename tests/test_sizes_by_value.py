@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
-from gloo import pool
+from gloo import Pool
 from graphopt.errors import AssumptionFailedError, CaptureError
 from test_decisions import assert_alike, finish, left_by
 
@@ -124,6 +124,7 @@ def check(step: Step, optimizer: str = "adam", calls: int = 7) -> int:
     return int(made)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("step", [through_layers, experts, split, similar])
 def test_one_graph_for_many_sizes(step: Step) -> None:
     assert check(step) <= STEPS[step]
@@ -171,6 +172,5 @@ def _rank(rank: int) -> str:
     return "captured"
 
 
-def test_ranks_with_sizes_of_their_own() -> None:
-    with pool(2) as ranks:
-        assert all("depends on values" in said for said in ranks.run(_rank))
+def test_ranks_with_sizes_of_their_own(two_ranks: Pool) -> None:
+    assert all("depends on values" in said for said in two_ranks.run(_rank))

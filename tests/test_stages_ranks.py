@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import graphopt
-from gloo import Pool, pool
+from gloo import Pool
 from graphopt.lowering.stages import Lower
 from graphopt.ranks.meeting import Meeting
 from graphopt.stages import entries
@@ -19,12 +18,6 @@ from zoo import MODELS, train_step
 pytestmark = pytest.mark.slow
 
 TIMEOUT = 2.0
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    with pool(2) as ranks:
-        yield ranks
 
 
 def train(rank: int, fails: bool = False) -> tuple[list[str], list[torch.Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -28,12 +27,6 @@ from pipeline_cases import CASES, MICROBATCHES
 pytestmark = pytest.mark.slow
 
 METHODS = {"forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"}
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[gloo.Pool]:
-    with gloo.pool(2) as pool:
-        yield pool
 
 
 def make_pipe(case_name: str, stages: int) -> Pipe:
@@ -65,6 +58,7 @@ def recorded(rank: int, name: str, case_name: str) -> tuple[ScheduleTimeline, bo
     return recording.timeline(), restored
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("name", "case"),
     [*((name, "mlp") for name in SCHEDULES), ("zero-bubble", "skips"), ("1f1b", "loss inside")],

@@ -55,7 +55,7 @@ def fused_updates(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if fused_optimizer(node.target) is not None]
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach", "adamw-foreach"])
 @pytest.mark.parametrize("model", ["mlp", "gpt", "shared-storage"])
 def test_one_step(model: str, optimizer: str) -> None:
@@ -67,7 +67,7 @@ def test_one_step(model: str, optimizer: str) -> None:
     check_pass(train_step, (made, optim, *case.batch(1)), schedule_updates, larger_than_mb=0)
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [*SOME, "adadelta-foreach", "nadam-loop"])
 def test_training(optimizer: str) -> None:
@@ -113,6 +113,7 @@ def test_large_parameters_are_updated_behind_their_gradients() -> None:
         assert any(order.index(node) < order.index(p) < order.index(following) for p in products)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-fused", "adamw-foreach"])
 def test_parameters_are_updated_in_place(optimizer: str) -> None:
     gm = captured(optimizer)

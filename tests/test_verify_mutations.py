@@ -13,7 +13,7 @@ from illegal_edits import ILLEGAL
 from legal_edits import LEGAL, LEGAL_IN_PLACE
 from mutation_trials import CASES, DIALECTS, Case, Verdict, case, trial, two_ranks
 
-FEW = 25
+FEW = 12
 MANY = 700
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
@@ -28,7 +30,7 @@ from replica_runs import random_inputs, run_steps
 from size_edits import SIZE_EDITS
 from test_sizes_by_value import OPTIMIZERS, STEPS, Net, Step, batches
 
-FEW = 20
+FEW = 8
 MANY = 120
 
 MOVES = {
@@ -82,7 +84,7 @@ def case(step: Step, dialect: str = "captured", trials: int = 2) -> Case:
     raise AssertionError("no inputs that the graph was captured for")
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(40)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("step", STEPS)
 def test_passes_and_stages_are_proven(
@@ -98,20 +100,38 @@ def test_passes_and_stages_are_proven(
     assert any(r.stage for r in records_of(captured.graph_module))
 
 
-def verdicts(
-    make: Callable[[], Case], edits: dict[str, Edit], count: int, seed: int
-) -> list[Verdict]:
-    """What becomes of so many edits. What is asked about sizes while one is checked stays asked:
-    where the graph no longer holds for its inputs then, a new one takes its place."""
-    of, draw, names = make(), Random(seed), list(edits)
-    found: list[Verdict] = []
-    for name in (names[number % len(names)] for number in range(count)):
-        verdict = trial(of, [(name, partial(where_it_fits, edits[name]))], draw)
-        narrowed = not holds(of)
-        unused = narrowed and AssumptionFailedError.__name__ in (verdict.differs or "")
-        if verdict.outcome != "none" and not unused:
-            found.append(verdict)
-        of = make() if narrowed else of
+def verdicts(of: Case, edits: dict[str, Edit], count: int, seed: int) -> list[Verdict]:
+    """What becomes of so many edits."""
+    names = list(edits)
+    chosen = [(number, names[number % len(names)]) for number in range(count)]
+    found = [apart(verdict_on, of, name, edits[name], f"{seed} {n}") for n, name in chosen]
+    return [verdict for verdict in found if verdict is not None]
+
+
+def verdict_on(of: Case, name: str, edit: Edit, seed: str) -> Verdict | None:
+    """None where there was nothing to edit, or where the graph holds for its inputs no more: what
+    is asked about sizes while an edit is checked stays asked."""
+    verdict = trial(of, [(name, partial(where_it_fits, edit))], Random(seed))
+    narrowed = AssumptionFailedError.__name__ in (verdict.differs or "") and not holds(of)
+    return None if verdict.outcome == "none" or narrowed else verdict
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives in a copy of this process: what it leaves in graphs is gone with it."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def answer() -> None:
+        there.send(function(*args))
+
+    process = context.Process(target=answer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # pytest's workers have a thread more
+        process.start()
+    there.close()
+    with here:
+        found = here.recv()  # an EOFError where the process ended without an answer
+    process.join()
     return found
 
 
@@ -134,12 +154,12 @@ def where_it_fits(edit: Edit, gm: fx.GraphModule, draw: Random) -> list[fx.Node]
 
 
 def all_is_well(step: Step, dialect: str, count: int, seed: int) -> None:
-    make = partial(case, step, dialect)
+    of = case(step, dialect)
     for edits in (SIZE_EDITS, ILLEGAL):
-        wrong = verdicts(make, edits, count, seed)
+        wrong = verdicts(of, edits, count, seed)
         assert wrong and not [v for v in wrong if v.differs or v.outcome == "crash"]
     if dialect == "captured":
-        right = verdicts(make, MOVES, count, seed)
+        right = verdicts(of, MOVES, count, seed)
         assert right and not [v for v in right if v.differs or v.outcome != "accepted"]
 
 

@@ -111,6 +111,7 @@ IN_PARTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_elementwise_on_parts_of_what_is_permuted(name: str) -> None:
     whole, parts = (captured(f, torch.randn(4, 6), torch.randn(4, 6)) for f in IN_PARTS[name])
