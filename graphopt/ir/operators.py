@@ -8,7 +8,7 @@ family (`graphopt.ir.families`) names aliases and writes what its schema says.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -28,6 +28,7 @@ from graphopt.ir.families import (
     FUSED_OPTIMIZERS,
     HALF,
     LISTED_FAMILIES,
+    LISTS_ROUND_IN_PLACE,
     MARKERS,
     MAY_COPY,
     METADATA_ONLY,
@@ -168,7 +169,7 @@ def _row(target: _compat.OpOverload) -> Operator:
         metadata_only=name in METADATA_ONLY,
         one_tensor_twice=name in ONE_TENSOR_TWICE,
         drops=name in DROPOUTS,
-        rounds=ROUNDS_IN_PLACE.get(_name_with_overload(target), ()),
+        rounds=(ROUNDS_IN_PLACE | LISTS_ROUND_IN_PLACE).get(_name_with_overload(target), ()),
     )
 
 
@@ -324,6 +325,19 @@ def rounds_in_place(target: object, dtype: torch.dtype) -> bool:
     """
     kinds = row(target).rounds
     return (dtype.is_complex and COMPLEX in kinds) or (dtype in _HALVES and HALF in kinds)
+
+
+def rounds_a_list_in_place(target: object, entries: Iterable[Any]) -> bool:
+    """Whether a list operator that works in place gives other bits of some entry than its
+    functional form: on CPUs.
+
+    Args:
+        entries: the tensors that it updates, or tensors like them.
+    """
+    if not row(target).listed or not row(target).rounds:
+        return False
+    tensors = (entry for entry in entries if isinstance(entry, torch.Tensor))
+    return any(t.device.type == "cpu" and rounds_in_place(target, t.dtype) for t in tensors)
 
 
 _HALVES = (torch.bfloat16, torch.float16)
