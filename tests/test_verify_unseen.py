@@ -17,7 +17,7 @@ from edit_tools import with_arg
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import find_nodes, get_outputs, set_outputs
 from graphopt.iter_graph import copy_graph
-from graphopt.verify import check_equivalence
+from graphopt.verify import check_divided, check_equivalence
 from sketch import Sketch
 from test_verify_hidden import (
     applied,
@@ -565,6 +565,22 @@ def test_collectives_of_what_is_arranged(send: Any) -> None:
 @pytest.mark.parametrize("send", [exchanged, sent_again, one_is_not_sent])
 def test_collectives_of_something_else(send: Any) -> None:
     assert not check_equivalence(averaged(one_by_one), averaged(send)).ok
+
+
+def beside_zeros(s: Sketch, a: fx.Node, b: fx.Node) -> list[fx.Node]:
+    """What comes back where this rank sends zeros, and other ranks may send something else."""
+    found = []
+    for value in (a, b):
+        zeros = s.call(aten.zeros.default, [4, 1])
+        bucket = sent(s, s.call(aten.cat.default, [value, zeros], 1))
+        found.append(s.call(aten.slice.Tensor, bucket, 1, 3, 4))
+    return found
+
+
+def test_what_other_ranks_send_beside_what_is_sent() -> None:
+    both = averaged(beside_zeros), averaged(lambda *args: list(reversed(beside_zeros(*args))))
+    assert check_divided(both[0], averaged(beside_zeros)).ok
+    assert not check_divided(*both).ok and not check_equivalence(*both).ok
 
 
 def test_a_number_in_place_of_a_tensor() -> None:

@@ -182,13 +182,15 @@ def _reduced(terms: Terms, key: tuple[Any, ...], row: Sequence[Segment]) -> tupl
     for run in row:
         term = (*key, elements_of(run.term))
         arranged = arranged_alike(terms, [run])
-        if arranged is None:
+        parts = [part for (part,) in arranged[0]] if arranged else []
+        # what other ranks send where this one sends a constant is known by the whole that is sent
+        if arranged is None or any(terms[s.term].constant for part in parts for s in part):
             found.append(Segment(terms.make(term), run.start, run.length))
             continue
         known = terms.rearranged.get(term)
         if known is None:
-            groups, rebuild = arranged
-            parts = [_reduced(terms, key, part) for (part,) in groups]
+            rebuild = arranged[1]
+            parts = [_reduced(terms, key, part) for part in parts]
             known = terms.rearranged[term] = rebuild(parts)
         found += terms.part(known, run.start, run.length)
     return terms.segments(found)
