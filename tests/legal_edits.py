@@ -17,7 +17,9 @@ from edit_tools import (
     c10d,
     calls,
     computed,
+    is_tensor,
     is_update,
+    layout,
     pick,
     plain,
     put_after,
@@ -330,6 +332,68 @@ def update_through_clone(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | No
     return [clone]
 
 
+def operands_exchanged(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
+    """A sum or product of two tensors of one kind, the other way round."""
+    found = [
+        n
+        for n in calls(gm, "aten::add", "aten::mul", "aten::eq")
+        if len(n.args) == 2
+        and all(isinstance(a, fx.Node) and is_tensor(a) for a in n.args)
+        and layout(n.args[0].meta["val"]) == layout(n.args[1].meta["val"])
+    ]
+    node = pick(draw, found)
+    if node is None:
+        return None
+    node.args = tuple(reversed(node.args))
+    return [node]
+
+
+def number_as_scalar(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
+    """The overload for a number, which the capture writes as the one for tensors."""
+    found = [n for n in calls(gm, "aten::mul", "aten::div", "aten::add") if len(n.args) == 2]
+    node = pick(draw, (n for n in found if n.target._overloadname == "Tensor"))  # type: ignore[union-attr]
+    if node is None or isinstance(node.args[1], fx.Node):
+        return None
+    node.target = node.target.overloadpacket.Scalar  # type: ignore[union-attr]
+    return [node]
+
+
+ALONE = ("add", "sub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "sign")
+
+
+def list_one_by_one(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
+    """A list operator as one call for each entry."""
+    late = getattr(gm.graph, "late", {})
+    found = calls(gm, *(f"aten::_foreach_{name}" for name in ALONE))
+    found = [n for n in found if n.users and n not in late and len(n.args) < 3 and not n.kwargs]
+    node = pick(draw, (n for n in found if n.target._overloadname != "Tensor"))  # type: ignore[union-attr]
+    if node is None or any(user.target is not operator.getitem for user in node.users):
+        return None
+    packet = getattr(aten, node.target._schema.name.removeprefix("aten::_foreach_"))  # type: ignore[union-attr]
+    alone = packet.Tensor if "Tensor" in packet.overloads() else packet.default
+    touched = []
+    for item in list(node.users):
+        index = item.args[1]
+        given = [a[index] if isinstance(a, (list, tuple)) else a for a in node.args]
+        new = added(node, alone, *given)
+        item.replace_all_uses_with(new)
+        touched.append(new)
+    return touched
+
+
+def widened_and_back(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None:
+    """A cast goes through a dtype that has all of its numbers."""
+    halves = [n for n in calls(gm) if is_tensor(n, False) and n.users and not is_update(n)]
+    kinds = (torch.bool, torch.bfloat16, torch.float16)
+    node = pick(draw, (n for n in halves if n.meta["val"].dtype in kinds))
+    if node is None or not is_dense(node.meta["val"]):
+        return None
+    wide = added(node, aten._to_copy.default, node, dtype=torch.float32)
+    back = added(wide, aten._to_copy.default, wide, dtype=node.meta["val"].dtype)
+    node.replace_all_uses_with(back, lambda user: user is not wide)
+    return [wide, back]
+
+
 FUSION = ("comm_fusion_with_concat", {"bucket_size_mb": [0.0001, 0.001, 0.002, 0.01, 1.0]})
 
 LEGAL: dict[str, Edit] = {
@@ -354,6 +418,10 @@ LEGAL: dict[str, Edit] = {
     "computed for nobody": for_nobody,
     "a view as reshape": view_as_reshape,
     "an update through a clone": update_through_clone,
+    "operands exchanged": operands_exchanged,
+    "a number as a scalar": number_as_scalar,
+    "a list one by one": list_one_by_one,
+    "widened and back": widened_and_back,
     "nothing late": less_late,
     "copies removed": passes(("remove_copy_from_optimizer", {})),
     "fused by the pass": passes(FUSION),

@@ -57,18 +57,30 @@ def difference(one: Sequence[Row], other: Sequence[Row]) -> str | None:
         return f"{len(other)} values in place of {len(one)}"
     for index, (old, new) in enumerate(zip(one, other, strict=True)):
         for rank, (a, b) in enumerate(zip(old, new, strict=True)):
-            if not _same(a, b):
+            if not same_bits(a, b):
                 return f"value {index} of replica {rank}"
     return None
 
 
-def _same(a: Any, b: Any) -> bool:
-    a, b = (torch.tensor(v) if isinstance(v, (int, float)) else v for v in (a, b))
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether all bits are equal, but for those that tell one NaN from another."""
+    a, b = map(_as_tensor, (a, b))
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return bool(operator.eq(a, b))
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+    if a.is_complex():
+        a, b = (torch.view_as_real(value.resolve_conj()) for value in (a, b))
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    same = (a == b) & (a.signbit() == b.signbit())
+    return bool((same | (a.isnan() & b.isnan())).all())
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(value) if isinstance(value, int) else value
 
 
 def random_inputs(specs: Sequence[Any], values: Sequence[Any], count: int, seed: int) -> list[Row]:

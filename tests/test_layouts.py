@@ -131,11 +131,70 @@ def _rounding(dtype: torch.dtype) -> Iterator[Case]:
     yield Case("addcmul in place", lambda x, y, z: (x + 1).addcmul_(y, z, value=0.3), [x, y, z])
 
 
+def _updated(update: Any, tensor: Tensor, *args: Any) -> Tensor:
+    held = [tensor]
+    update(held, *args)
+    return held[0]
+
+
+def _rounding_lists(dtype: torch.dtype) -> Iterator[Case]:
+    """The same of list operators."""
+    x, y, z = (torch.randn(7, 3, dtype=dtype) for _ in range(3))
+    for name in ("mul", "div"):
+        out, into = (getattr(torch, f"_foreach_{name}{end}") for end in ("", "_"))
+        for text, n in ("0.3", 0.3), ("[0.7]", [0.7]):
+            yield Case(f"{name} {text}", lambda x, f=out, n=n: f(f([x + 1], n), n)[0].clone(), [x])
+            yield Case(f"{name}_ {text}", lambda x, f=into, n=n: _updated(f, x + 1, n), [x])
+            yield Case(f"{name}_ {text} of x", lambda x, f=into, n=n: _updated(f, x, n), [x])
+        yield Case(name, lambda x, y, f=out: f(f([x + 1], [y]), [y])[0] * 2, [x, y])
+        yield Case(f"{name}_", lambda x, y, f=into: _updated(f, x + 1, [y]), [x, y])
+    for name in ("addcmul", "addcdiv"):
+        out, into = (getattr(torch, f"_foreach_{name}{end}") for end in ("", "_"))
+        for text, n in ("0.3", 0.3), ("[0.7]", [0.7]):
+            yield Case(
+                f"{name} {text}",
+                lambda x, y, z, f=out, n=n: f([x + 1], [y], [z], n)[0] * 2,
+                [x, y, z],
+            )
+            yield Case(
+                f"{name}_ {text}",
+                lambda x, y, z, f=into, n=n: _updated(f, x + 1, [y], [z], n),
+                [x, y, z],
+            )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
-def test_rounding_in_place_and_out_of_it(dtype: torch.dtype) -> None:
-    found = compare(list(_rounding(dtype)))
-    assert found.tried == 20
+@pytest.mark.parametrize("cases", [_rounding, _rounding_lists])
+def test_rounding_in_place_and_out_of_it(cases: Any, dtype: torch.dtype) -> None:
+    expected = list(cases(dtype))
+    found = compare(expected)
+    assert found.tried == len(expected) >= 20
     assert_exact(found)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_an_optimizer_with_lists_of_half_precision(name: str) -> None:
+    make = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr_decay=0.1, foreach=True),
+    }[name]
+
+    def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        loss = (model(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    batches = [torch.randn(8, 16).bfloat16() for _ in range(4)]
+    left = []
+    for call in (step, graphopt.compile(step)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 16).bfloat16()
+        optimizer = make(model.parameters())
+        losses = [call(model, optimizer, x) for x in batches]
+        left.append([*losses, *(p.detach().clone() for p in model.parameters())])
+    assert all(map(torch.equal, *left))
 
 
 @pytest.mark.parametrize(

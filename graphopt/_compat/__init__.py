@@ -45,6 +45,7 @@ from graphopt._compat.functionalization import (
 )
 from graphopt._compat.graphs import (
     calls_by_target,
+    code_maker,
     content_of,
     copy_codegen,
     copy_node,
@@ -123,6 +124,7 @@ __all__ = [
     "TorchDispatchMode",
     "backward_sequence_number",
     "calls_by_target",
+    "code_maker",
     "content_of",
     "copy_codegen",
     "copy_hooks",

@@ -53,6 +53,11 @@ def nodes_by_kind(graph: fx.Graph) -> Iterator[tuple[str, Any, Collection[fx.Nod
             yield op, target, nodes
 
 
+def code_maker(graph: fx.Graph) -> tuple[Any, Any]:
+    """What writes the code of a graph, and what that code goes through before it is compiled."""
+    return graph._codegen, graph._codegen._body_transformer
+
+
 def copy_codegen(source: fx.Graph, destination: fx.Graph) -> None:
     """Let `destination` take and return pytrees as `source` does."""
     destination.set_codegen(copy.deepcopy(source._codegen))

@@ -30,7 +30,14 @@ from graphopt.graph_utils import (
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.families import TWINS
-from graphopt.ir.operators import argument, fused_optimizer, rounds_in_place, row, updated_lists
+from graphopt.ir.operators import (
+    argument,
+    fused_optimizer,
+    rounds_a_list_in_place,
+    rounds_in_place,
+    row,
+    updated_lists,
+)
 from graphopt.tracing import inplace
 
 aten = torch.ops.aten
@@ -239,6 +246,8 @@ def inplace_form(target: Any, result: Any = None) -> Any | None:
             bits for some dtypes.
     """
     found = _inplace_form(target)
+    if isinstance(result, (list, tuple)) and rounds_a_list_in_place(found, result):
+        return None
     rounds = isinstance(result, torch.Tensor) and rounds_in_place(found, result.dtype)
     return None if rounds and target not in inplace.INPLACE else found
 

@@ -161,3 +161,36 @@ ROUNDS_IN_PLACE = {
 }
 """In-place operators, by name and overload, that round numbers of some kinds otherwise than their
 functional forms: a number by which half precision is multiplied is rounded first."""
+
+LISTS_ROUND_IN_PLACE = {
+    **dict.fromkeys(
+        ("aten::_foreach_mul_.Scalar", "aten::_foreach_mul_.ScalarList"), (HALF, COMPLEX)
+    ),
+    **{
+        f"aten::_foreach_{name}": (COMPLEX,)
+        for name in (
+            *("addcdiv_.Scalar", "addcdiv_.ScalarList", "addcmul_.Scalar", "addcmul_.ScalarList"),
+            *("div_.List", "div_.Scalar", "div_.ScalarList", "div_.Tensor"),
+            *("mul_.List", "mul_.Tensor"),
+        )
+    },
+}
+"""The same of list operators, on CPUs, where they call the in-place operator of each entry."""
+
+MAY_RAISE = _aten(
+    *("_functional_assert_async", "_functional_assert_scalar", "_functional_sym_constrain_range"),
+    *("_functional_sym_constrain_range_for_size", "sym_constrain_range"),
+    *("_assert_tensor_metadata", "sym_constrain_range_for_size"),
+    *("bincount", "embedding", "embedding_bag", "_embedding_bag"),
+    *("_embedding_bag_forward_only", "embedding_dense_backward", "floor_divide", "fmod"),
+    *("gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce"),
+    *("index_select", "masked_scatter", "nll_loss_forward", "nll_loss2d_forward", "put"),
+    *("remainder", "repeat_interleave", "scatter", "scatter_add", "scatter_reduce"),
+    *("select_backward", "take", "take_along_dim", "tensor_split"),
+    *("cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "linalg_cholesky"),
+    *("linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh", "_linalg_eigh"),
+    *("linalg_inv", "linalg_lstsq", "linalg_lu", "linalg_lu_factor", "linalg_solve"),
+    *("_linalg_solve_ex", "linalg_svd", "_linalg_svd", "_linalg_check_errors"),
+)
+"""Operators that raise for some values of their arguments: positions that are not there, numbers
+that nothing can be divided by, matrices that have no inverse."""

@@ -132,7 +132,7 @@ class Verification(PassCallback):
                 self._proof.learn(context.gm)
 
     def after_pass(self, context: PassContext) -> None:
-        besides = context.before.changed_besides()
+        besides = context.before.besides.problems()
         if besides:
             raise Refused(besides)
         if context.record.changed:
@@ -225,7 +225,7 @@ class Verification(PassCallback):
     def _badly_typed(self, context: PassContext) -> list[Problem]:
         """What is wrong with nodes by themselves, and with what the graph returns and sends."""
         before, gm = context.before, context.gm
-        if not before.is_of_the_same_graph or not before.annotated:
+        if not before.annotated:
             return []
         new = before.new_nodes()
         changed = before.changed_nodes() if context.changed is None else context.changed

@@ -8,22 +8,18 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.graph_utils import follows_output_convention
-from graphopt.host import HostCall
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
+from graphopt.manager.besides import HOOKS, BesidesNodes
 from graphopt.runtime.collector import collector_paused
-from graphopt.verify import Problem
 from graphopt.verify.interface import kinds_returned
 from graphopt.verify.metadata import Given
-from graphopt.verify.module_constants import attribute
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_TABLES = ("_modules", "_parameters", "_buffers", *_HOOKS)
+_TABLES = ("_modules", "_parameters", "_buffers", *HOOKS)
 
 _PLAIN = (bool, int, float, str)
 """Types of metadata that are compared by value; all others by identity, since to compare tensors
@@ -51,6 +47,7 @@ class Snapshot:
 
     Attributes:
         nodes: what each node held, in the order of the graph.
+        besides: what decides what the graph does, and is no part of it.
         late: late nodes, with their destinations.
         placeholders: targets of the placeholders.
         annotated: whether all nodes have metadata.
@@ -67,9 +64,7 @@ class Snapshot:
             nodes = list(gm.graph.nodes)
             self.nodes = dict(zip(nodes, map(noted, nodes), strict=True))
         self.late = late_nodes(gm.graph)
-        self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
-        self._host_calls = [(n, n.target, dict(vars(n.target))) for n in _host_calls(gm.graph)]
-        self._hooks = _hooks(gm)
+        self.besides = BesidesNodes(gm)
         self.note_attributes()
         self.placeholders = [n.target for n in nodes if n.op == "placeholder"]
         self.kinds_returned = kinds_returned(gm.graph)
@@ -126,14 +121,38 @@ class Snapshot:
                 return False
         return True
 
+    def was(self, node: fx.Node) -> fx.Node | None:
+        """What a node was: itself, or where the graph module has another graph, that of the same
+        name. None if it was not there."""
+        if self.is_of_the_same_graph:
+            return node if node in self.nodes else None
+        return self._by_name.get(node.name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, fx.Node]:
+        return {record.content[0]: node for node, record in self.nodes.items()}
+
+    def _in_names(self, content: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a node holds, with names in place of nodes."""
+        name, target, *given = content
+
+        def named(source: fx.Node) -> Any:
+            return f"%{self.nodes[source].content[0] if source in self.nodes else source.name}"
+
+        return name, target, *fx.node.map_arg(tuple(given), named)
+
     def new_nodes(self) -> Iterable[fx.Node]:
         """Nodes that were not there."""
         known = self.nodes
+        if not self.is_of_the_same_graph:
+            return [node for node in self._gm.graph.nodes if self.was(node) is None]
         return [node for node in self._gm.graph.nodes if node not in known]
 
     def changed_nodes(self) -> list[tuple[fx.Node, Any]]:
         """Nodes with another operator, other arguments or another `meta["val"]`, and what the
         latter was."""
+        if not self.is_of_the_same_graph:
+            return self._changed_by_name()
         found = []
         known, content_of = self.nodes.get, _compat.content_of
         for node in self._gm.graph.nodes:
@@ -146,49 +165,33 @@ class Snapshot:
                 found.append((node, value))
         return found
 
+    def _changed_by_name(self) -> list[tuple[fx.Node, Any]]:
+        found = []
+        for node in self._gm.graph.nodes:
+            old = self.was(node)
+            if old is None:
+                continue
+            content, meta = self.nodes[old]
+            value, now = meta.get("val"), self._in_names(_compat.content_of(node))
+            same = node.op == old.op and node.meta.get("val") is value
+            if not (same and _same(now, self._in_names(content))):
+                found.append((node, value))
+        return found
+
     def former_arguments(self, node: fx.Node) -> Any:
-        """What a node got that was there, positional and by name."""
-        _, _, args, kwargs = self.nodes[node].content
+        """What a node called that was there, and what it got, positional and by name."""
+        _, target, args, kwargs = self.nodes[cast(fx.Node, self.was(node))].content
 
         def given(source: fx.Node) -> Any:
             return Given(self.nodes[source].meta.get("val"))
 
-        return fx.node.map_arg((args, kwargs), given)
-
-    def changed_besides(self) -> list[Problem]:
-        """What a pass has changed that is no part of the graph, but decides what it does: constants
-        of the module, calls of the program's functions, hooks."""
-        problems = self.changed_constants()
-        for node, call, was in self._host_calls:
-            now = vars(call)
-            if any(now.get(name) is not held for name, held in was.items()):
-                hint = "graphopt.host.insert_callback puts in a call of another function"
-                problems.append(Problem("it changed what a callback calls, or when", (node,), hint))
-        hooks = _hooks(self._gm)
-        if any(held != self._hooks.get(module, _NO_HOOKS) for module, held in hooks.items()):
-            hint = "what a pass changes is the graph"
-            problems.append(Problem("it added or removed a hook of the module", hint=hint))
-        return problems
-
-    def changed_constants(self) -> list[Problem]:
-        """Constants of the module that stand behind their names no longer."""
-        return [
-            Problem(
-                f"the constant {node.target} of the module is another one, or was changed",
-                (node,),
-                hint="give a new constant a name of its own",
-            )
-            for node in _attributes_read(self._gm)
-            if str(node.target) in self._constants
-            and _content_of(self._gm, node) != self._constants[str(node.target)]
-        ]
+        return target, *fx.node.map_arg((args, kwargs), given)
 
     def restore(self) -> None:
         """Make the graph module what it was. Its nodes are then the copies."""
         for module, attributes in self._modules.items():
             _restore_attributes(module, attributes)
-        for _, call, held in self._host_calls:
-            vars(call).update(held)
+        self.besides.restore()
         self._gm.graph = self.graph
 
 
@@ -197,47 +200,6 @@ def copy_of(
 ) -> fx.Node:
     """What a node was, at the end of another graph."""
     return _compat.copy_node(graph, node, value_of, (*held.content, held.meta))
-
-
-def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
-    return cast(list[fx.Node], gm.graph.find_nodes(op="get_attr"))
-
-
-def _host_calls(graph: fx.Graph) -> list[fx.Node]:
-    calls = _compat.calls_by_target(graph)
-    return [node for target, nodes in calls if isinstance(target, HostCall) for node in nodes]
-
-
-def _hooks(gm: nn.Module) -> dict[nn.Module, list[Any]]:
-    """What runs when a module or one of its submodules is called, besides its graph."""
-    return {module: _hooks_of(vars(module)) for module in gm.modules()}
-
-
-def _hooks_of(held: dict[str, Any]) -> list[Any]:
-    return [held.get("forward"), *(list(held[table].items()) for table in _HOOKS)]
-
-
-_NO_HOOKS: list[Any] = [None, *([] for _ in _HOOKS)]
-
-
-def _content_of(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """What tells an attribute from another one: tensors count their updates."""
-    found = attribute(gm, node)
-    if isinstance(found, torch.Tensor):
-        return _Same(found), found._version
-    return _Same(found), str(found.graph) if isinstance(found, fx.GraphModule) else None
-
-
-class _Same:
-    """An object, equal to itself alone."""
-
-    def __init__(self, held: object) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.held is other.held
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def late_nodes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from graphopt import _compat
 from graphopt._compat.sizes import laid_out_like
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
-from graphopt.ir.operators import fused_optimizer, updated_lists
+from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
 from graphopt.tracing import fused, inplace, numbers, recurrent, statistics
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.host_numbers import PYTHON_FUNCTIONS
@@ -104,6 +105,8 @@ class RawGraphRunner(fx.Interpreter):
             return recurrent.LAYER_BACKWARD(*args, **kwargs)
         if fused_optimizer(target) is not None:
             return self._update_lists(target, args, kwargs)
+        if args and isinstance(args[0], list) and rounds_a_list_in_place(target, args[0]):
+            return self._update_each(target, args, kwargs)
         functional = inplace.functional_form(target, args) if args else None
         if functional is not None:
             return args[0].copy_(functional(*args, **kwargs))
@@ -116,6 +119,12 @@ class RawGraphRunner(fx.Interpreter):
             _compat.forget_constant(self._tracer, _compat.from_functional(result))
         return result
 
+    def _update_each(self, target: Any, args: Any, kwargs: Any) -> None:
+        """A list operator that rounds in place as the operators do that it calls for entries."""
+        for inplace_operator, given in _each_entry(target, args, kwargs):
+            named = {"value": given[3]} if len(given) > 3 else {}
+            self.call_function(inplace_operator, tuple(given[:3]), named)
+
     def _update_lists(self, target: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """A fused optimizer: its functional form, and the results copied into its lists."""
         name = fused_optimizer(target)
@@ -127,6 +136,20 @@ class RawGraphRunner(fx.Interpreter):
                 continue
             for old, new in zip(args[position], results[position], strict=True):
                 old.copy_(new)
+
+
+def _each_entry(target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """The in-place operator that a list operator calls for each entry on CPUs, with its
+    arguments."""
+    given = [*args, *(kwargs[a.name] for a in target._schema.arguments if a.name in kwargs)]
+    packet = getattr(aten, target._schema.name.removeprefix("aten::_foreach_"))
+    count = len(given[0])
+    lists = [value if isinstance(value, (list, tuple)) else [value] * count for value in given]
+    for entry in zip(*lists, strict=True):
+        if "default" in packet.overloads():
+            yield packet.default, list(entry)
+        else:
+            yield packet.Tensor if isinstance(entry[1], torch.Tensor) else packet.Scalar, [*entry]
 
 
 def _wrapped(value: Any) -> Any:

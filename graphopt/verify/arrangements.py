@@ -186,3 +186,14 @@ def arranged_alike(terms: Terms, runs: Sequence[Segment]) -> Arranged | None:
     return groups, lambda parts: _joined(
         terms, height, [Columns(part, *where) for part, where in zip(parts, taken, strict=True)]
     )
+
+
+def arranged_rows(terms: Terms, term: int) -> list[Row] | None:
+    """The rows of which a term arranges all elements; None where it arranges none, or leaves some
+    out."""
+    key = terms[term].key
+    if key[0] == "permute":
+        return [key[1]]
+    if key[0] != "beside" or any((p.start, p.end) != (0, p.width) for p in key[2]):
+        return None
+    return [piece.base for piece in key[2]]

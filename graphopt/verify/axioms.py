@@ -7,7 +7,7 @@ of all of its arguments, layouts included: it is the same only where it gets the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,21 +16,19 @@ import torch
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in
 from graphopt.verify.arrangements import (
-    arranged_alike,
     beside,
     columns,
     permutation_of,
     permuted,
 )
-from graphopt.verify.elementwise import Arguments, elementwise, is_static
+from graphopt.verify.casts import converted, fill
+from graphopt.verify.elementwise import BY_ELEMENT, Arguments, elementwise, is_static
 from graphopt.verify.terms import (
     ScalarValue,
     Segment,
     TensorValue,
     Terms,
-    canonical,
     elements,
-    elements_of,
     tensor_value,
 )
 
@@ -92,60 +90,17 @@ def _same_elements(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any
     source = next(iter(args.values()))
     if not is_static(source) or elements(source.shape) != fake.numel():
         return None
-    if target._schema.name == "aten::view" and "dtype" in args:
+    if target._schema.name in ("aten::view", "aten::view_copy") and "dtype" in args:
         return None  # it reads the same bits as numbers of another kind
-    return tensor_value(cast_segments(terms, source.segments, source.dtype, fake.dtype), fake)
-
-
-def cast_segments(
-    terms: Terms, segments: Sequence[Segment], before: torch.dtype, after: torch.dtype
-) -> tuple[Segment, ...]:
-    """Elements in another dtype, each of which is rounded for itself."""
-    if before == after:
-        return tuple(segments)
-    return terms.segments(part for s in segments for part in _cast(terms, s, before, after))
-
-
-def _cast(terms: Terms, run: Segment, before: torch.dtype, after: torch.dtype) -> Iterable[Segment]:
-    key = ("cast", str(before), str(after), elements_of(run.term))
-    arranged = arranged_alike(terms, [run])
-    if arranged is not None:
-        row = terms.rearranged.get(key)
-        if row is None:
-            groups, rebuild = arranged
-            parts = [cast_segments(terms, part, before, after) for (part,) in groups]
-            row = terms.rearranged[key] = rebuild(parts)
-        return terms.part(row, run.start, run.length)
-    held = terms[run.term]
-    number = _EXACT.get(held.key[1]) if held.key[0] == "fill" else None
-    if number is not None and {before, after} <= _ORDINARY:
-        return [Segment(_fill(terms, number, after), 0, run.length)]
-    term = terms.make(key, uniform=held.uniform, constant=held.constant)
-    return [Segment(term, run.start, run.length)]
-
-
-_EXACT = {canonical(value): int(value) for value in (0, 1, 0.0, 1.0, False, True)}
-"""Numbers, as they stand in keys, that ordinary dtypes have."""
-
-_ORDINARY = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
-
-
-def _fill(terms: Terms, value: Any, dtype: torch.dtype) -> int:
-    """All elements are one number."""
-    number = float(value) if dtype.is_floating_point else value
-    if dtype == torch.bool:
-        number = bool(value)
-    return terms.make(("fill", canonical(number), str(dtype)), uniform=True)
+    return tensor_value(converted(terms, source, fake), fake)
 
 
 def _permuted(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     source = args["self"]
     if not is_static(source):
         return None
-    order = _order(target._schema.name, args, len(source.shape))
+    name = target._schema.name.removesuffix("_copy")
+    order = _order(name, args, len(source.shape))
     return tensor_value(permuted(terms, source.segments, source.shape, order), fake)
 
 
@@ -182,7 +137,7 @@ def _slice(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
         return None
     dim = args["dim"] % len(source.shape)
     size = source.shape[dim]
-    start = args["index"] if target._schema.name == "aten::select" else args["start"] or 0
+    start = args["index"] if "index" in args else args["start"] or 0
     if not isinstance(start, int) or args.get("step", 1) != 1:
         return None
     start = min(max(start + size if start < 0 else start, 0), size)
@@ -231,7 +186,7 @@ def _filled(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     )
     if not isinstance(value, (bool, int, float)) or _compat.has_symbolic_shape(fake):
         return None
-    term = _fill(terms, value, fake.dtype)
+    term = fill(terms, value, fake.dtype)
     return tensor_value(terms.segments([Segment(term, 0, fake.numel())]), fake)
 
 
@@ -254,6 +209,8 @@ AXIOMS = (
         _aten(
             "view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
             "expand", "alias", "detach", "clone", "contiguous", "_to_copy", "lift_fresh_copy",
+            "view_copy", "_reshape_copy", "squeeze_copy", "unsqueeze_copy", "expand_copy",
+            "alias_copy", "detach_copy",
         ),
         "they copy or rename elements in row-major order; a cast rounds each element for itself,"
         " and leaves 0 and 1 what they are",
@@ -263,14 +220,14 @@ AXIOMS = (
     ),
     Axiom(
         "permutations compose",
-        _aten("permute", "t", "transpose"),
+        _aten("permute", "t", "transpose", "permute_copy", "t_copy", "transpose_copy"),
         "they rename indices; dimensions of size 1 do not change the order of elements",
         _permuted,
         _names("self dims dim0 dim1"),
     ),
     Axiom(
         "slices are ranges",
-        _aten("slice", "select", "narrow"),
+        _aten("slice", "select", "narrow", "slice_copy", "select_copy", "narrow_copy"),
         "with step 1, a slice is a run of elements of each row",
         _slice,
         _names("self dim start end step index length"),
@@ -278,14 +235,14 @@ AXIOMS = (
     Axiom(
         "splits are ranges",
         _aten("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk",
-              "unsafe_split_with_sizes", "split_with_sizes_copy"),
+              "unsafe_split_with_sizes", "split_copy", "split_with_sizes_copy", "unbind_copy"),
         "parts are consecutive runs of elements of each row",
         _split,
         _names("self dim split_size split_sizes chunks sections"),
     ),
     Axiom(
         "cat joins ranges",
-        _aten("cat", "stack"),
+        _aten("cat", "concat", "stack"),
         "in one dtype, elements of each row follow one another",
         _cat,
         _names("tensors dim"),
@@ -307,9 +264,7 @@ AXIOMS = (
     ),
     Axiom(
         "elementwise by runs",
-        _aten("add", "sub", "mul", "div", "neg", "abs", "sqrt", "reciprocal",
-              "relu", "sign", "eq", "ne", "lt", "le", "gt", "ge", "where", "bitwise_and",
-              "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not"),
+        BY_ELEMENT,
         "IEEE 754 rounds each of these correctly, so that an element has the same bits in whatever"
         " loop, vector or remainder it is computed; exp or tanh do not, nor does alpha * b + a, nor"
         " complex numbers, nor a quotient made whole; the larger of 0.0 and -0.0 is either",

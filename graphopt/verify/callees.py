@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphopt import _compat
+from graphopt.ir.families import MAY_RAISE
 from graphopt.ir.operators import is_operator
 from graphopt.verify.axioms import RULES, Axiom
 from graphopt.verify.calls import target_name
@@ -25,6 +26,7 @@ class Callee(NamedTuple):
         rule: about its elements, if there is one.
         reads_storage: it reads elements of a storage besides those of its argument.
         writes_unseen: it updates arguments of which its schema does not speak.
+        may_raise: it ends the step for some values of its arguments.
         impure: whether it does more than to give a value; None where its arguments decide.
         itself: what is known of calls to which `standard` would give other bits, as some do to
             tensors that are not contiguous; None where there are none.
@@ -36,6 +38,7 @@ class Callee(NamedTuple):
     rule: Axiom | None
     reads_storage: bool
     writes_unseen: bool
+    may_raise: bool
     impure: bool | None
     itself: Callee | None = None
 
@@ -79,5 +82,6 @@ def _callee_of(node: fx.Node, target: Any, standard: Any) -> Callee:
         RULES.get(standard._schema.name) if is_aten else None,
         is_operator(standard, *_OF_STORAGE),
         str(target).endswith("_mutation"),
+        is_operator(standard, *MAY_RAISE),
         node.is_impure() if is_aten and node.target is target else None,
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from graphopt import _compat
 from graphopt.ir.entries import list_positions
+from graphopt.verify.elementwise import BY_ELEMENT, elementwise
 from graphopt.verify.terms import (
     Pending,
     ScalarValue,
@@ -68,11 +69,33 @@ def _entry(
         )
         for name in arguments
     )
+    alone = _alone(target)
+    if alone is not None and len(columns) == 1 and columns[0][index].device.type == "cpu":
+        values = {n: lists[n][index] if n in lists else v for n, v in arguments.items()}
+        named_alike = {_ALONE.get(name, name): value for name, value in values.items()}
+        value = elementwise(terms, alone, named_alike, columns[0][index])
+        if value is not None:
+            return [value]
     key = ("entry", str(target), ("dict", *one))
     return [
         fresh(terms, (*key, number), column[index]) if column else None
         for number, column in enumerate(columns)
     ]
+
+
+_ALONE = {"scalar": "other", "scalars": "other"}
+"""Names of arguments of list operators, as those have them that take one tensor."""
+
+
+@cache
+def _alone(target: Any) -> Any:
+    """The operator that a list operator calls for each entry, where there is a rule about it: on
+    CPUs, where it does no more."""
+    name = target._schema.name.replace("_foreach_", "")
+    if name == target._schema.name or name not in BY_ELEMENT:
+        return None
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::"))
+    return getattr(packet, packet.overloads()[0])
 
 
 def fresh(terms: Terms, key: tuple[Any, ...], fake: Any, *, even_empty: bool = False) -> Any:

@@ -120,6 +120,11 @@ class Contents:
             return None
         return part.segments
 
+    def place(self, node: fx.Node) -> Any:
+        """Where in the storage of its owner a node lies, whatever its metadata says of it."""
+        owner = self.owner(node)
+        return self._through(node, owner, self._places(owner))
+
     def written(self) -> Iterator[fx.Node]:
         """Owners whose storage was updated."""
         yield from self._written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,85 +26,128 @@ def is_static(value: Any) -> bool:
     return isinstance(value, TensorValue) and value.is_static
 
 
+BY_ELEMENT = tuple(
+    f"aten::{name}"
+    for name in (
+        *("add", "sub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "relu", "sign"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "where", "bitwise_and", "bitwise_or"),
+        *("bitwise_not", "logical_and", "logical_or", "logical_not"),
+    )
+)
+"""The operators that give the same bits of an element wherever it stands."""
+
+
+class Computed(NamedTuple):
+    """What is computed of each element.
+
+    Attributes:
+        name: of the operator: a number as an operand stands for a tensor of that number.
+        args: by name.
+        kind: dtype of the result, and where it is computed: no two kinds of devices are compared.
+        commutes: whether both operands may change places.
+    """
+
+    name: str
+    args: Arguments
+    kind: str
+    commutes: bool
+
+    def key(self, operands: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+        """That of the term.
+
+        Args:
+            operands: for each tensor the term that stands for it, and where that is read, beside
+                the first, if it is elsewhere.
+        """
+        remaining = iter(operands)
+        shown: list[Any] = []
+        for name, value in self.args.items():
+            if isinstance(value, TensorValue):
+                term, *place = next(remaining)
+                shown.append((name, (*elements_of(term), str(value.dtype), *place)))
+            else:
+                shown.append((name, canonical(value)))
+        return ("each", self.name, self.kind, *shown)
+
+
 def elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     """The operator on each run of elements that stands in one segment of every operand."""
     operands = [value for value in args.values() if isinstance(value, TensorValue)]
-    if not operands or not all(is_static(v) and v.shape == tuple(fake.shape) for v in operands):
+    if not isinstance(fake, torch.Tensor) or not operands:
+        return None
+    if not all(is_static(v) and v.shape == tuple(fake.shape) for v in operands):
         return None
     if canonical(args.get("alpha", 1)) != 1 or args.get("rounding_mode") is not None:
         return None
-    if any(value.dtype.is_complex for value in operands):
+    dtypes = [value.dtype for value in operands]
+    if any(dtype.is_complex for dtype in dtypes) or _mixes_halves(dtypes):
         return None
-    device = {value.device for value in operands}
-    if device != {str(fake.device)}:
+    device = str(fake.device)
+    if any(value.device != device for value in operands):
         return None
+    name = target._schema.name.replace("::", ".")
+    alike = len(dtypes) == 2 and len(set(dtypes)) == 1
+    kind = f"{fake.dtype} on {device.partition(':')[0]}"
+    computed = Computed(name, args, kind, commutes=alike and name in _COMMUTING)
     rows = [value.segments if fake.numel() else () for value in operands]
-    return tensor_value(_each(terms, target, args, rows, fake.dtype), fake)
+    return tensor_value(_each(terms, computed, rows), fake)
+
+
+_COMMUTING = {
+    f"aten.{name}"
+    for name in ("add", "mul", "eq", "ne", "bitwise_and", "bitwise_or", "logical_and", "logical_or")
+}
+
+
+def _mixes_halves(dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether numbers of half precision meet others: kernels do not round a single element of
+    these, as they do several."""
+    return len(set(dtypes)) > 1 and any(d.is_floating_point and d.itemsize < 4 for d in dtypes)
 
 
 def _each(
-    terms: Terms,
-    target: Any,
-    args: Arguments,
-    rows: Sequence[Sequence[Segment]],
-    dtype: torch.dtype,
+    terms: Terms, computed: Computed, rows: Sequence[Sequence[Segment]]
 ) -> tuple[Segment, ...]:
     found = []
     for runs in _aligned(rows):
         arranged = arranged_alike(terms, runs)
         if arranged is None:
-            found.append(_apply_to_runs(terms, target, args, runs, dtype))
+            found.append(_apply_to_runs(terms, computed, runs))
             continue
-        key = ("each", str(target), str(dtype), *_shown(args, [(run.term,) for run in runs]))
+        key = computed.key([(run.term,) for run in runs])
         row = terms.rearranged.get(key)
         if row is None:
             groups, rebuild = arranged
-            parts = [_each(terms, target, args, rows_of_part, dtype) for rows_of_part in groups]
+            parts = [_each(terms, computed, rows_of_part) for rows_of_part in groups]
             row = terms.rearranged[key] = rebuild(parts)
         found += terms.part(row, runs[0].start, runs[0].length)
     return terms.segments(found)
 
 
-def _shown(args: Arguments, operands: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Arguments as parts of a key.
-
-    Args:
-        operands: the term that stands for each tensor, and where it is read, if that is to be said.
-    """
-    remaining = iter(operands)
-    shown: list[Any] = []
-    for name, value in args.items():
-        if isinstance(value, TensorValue):
-            term, *place = next(remaining)
-            shown.append((name, (*elements_of(term), str(value.dtype), *place)))
-        else:
-            shown.append((name, canonical(value)))
-    return shown
-
-
-def _apply_to_runs(
-    terms: Terms, target: Any, args: Arguments, runs: Sequence[Segment], dtype: torch.dtype
-) -> Segment:
-    """One term for whole terms of the operands where their ranges agree, so that an element has
-    the same term however tensors are cut."""
+def _apply_to_runs(terms: Terms, computed: Computed, runs: Sequence[Segment]) -> Segment:
+    """One term for whole terms of the operands, read from where they lie beside each other, so that
+    an element has the same term however tensors are cut."""
+    if computed.commutes and runs[1] < runs[0]:
+        runs = [runs[1], runs[0]]
     uniform = [terms[run.term].uniform for run in runs]
-    starts = {run.start for run, same in zip(runs, uniform, strict=True) if not same}
-    together = len(starts) <= 1
-    operands = [(run.term,) if together else tuple(run) for run in runs]
-    key = ("each", str(target), str(dtype), *_shown(args, operands))
+    start = next((run.start for run, same in zip(runs, uniform, strict=True) if not same), 0)
+    operands = [
+        (run.term,) if same or run.start == start else (run.term, run.start - start)
+        for run, same in zip(runs, uniform, strict=True)
+    ]
+    key = computed.key(operands)
     twice = _negated(terms, key)
     if twice is not None:
-        return Segment(twice, runs[0].start, runs[0].length)
+        return Segment(twice, start, runs[0].length)
     constant = all(terms[run.term].constant for run in runs)
     term = terms.make(key, uniform=all(uniform), constant=constant)
-    start = starts.pop() if together and starts else 0
     return Segment(term, start, runs[0].length)
 
 
 def _negated(terms: Terms, key: tuple[Any, ...]) -> int | None:
     """What a negation negates, if that is a negation: it changes one bit, and back."""
     operand = key[3][1]
-    if key[1] != "aten.neg.default" or len(operand) != 3:
+    if key[1] != "aten.neg" or len(operand) != 3:
         return None
     inner = terms[operand[1]].key
     if inner[:3] != key[:3] or len(inner[3][1]) != 3:
@@ -131,8 +174,23 @@ def _aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:
 
 def reduced(terms: Terms, key: tuple[Any, ...], value: TensorValue, fake: Any) -> TensorValue:
     """An elementwise collective on every segment of what is sent."""
-    found = [
-        Segment(terms.make((*key, str(value.dtype), elements_of(s.term))), s.start, s.length)
-        for s in value.segments
-    ]
-    return tensor_value(terms.segments(found), fake)
+    return tensor_value(_reduced(terms, (*key, str(value.dtype)), value.segments), fake)
+
+
+def _reduced(terms: Terms, key: tuple[Any, ...], row: Sequence[Segment]) -> tuple[Segment, ...]:
+    found: list[Segment] = []
+    for run in row:
+        term = (*key, elements_of(run.term))
+        arranged = arranged_alike(terms, [run])
+        parts = [part for (part,) in arranged[0]] if arranged else []
+        # what other ranks send where this one sends a constant is known by the whole that is sent
+        if arranged is None or any(terms[s.term].constant for part in parts for s in part):
+            found.append(Segment(terms.make(term), run.start, run.length))
+            continue
+        known = terms.rearranged.get(term)
+        if known is None:
+            rebuild = arranged[1]
+            parts = [_reduced(terms, key, part) for part in parts]
+            known = terms.rearranged[term] = rebuild(parts)
+        found += terms.part(known, run.start, run.length)
+    return terms.segments(found)

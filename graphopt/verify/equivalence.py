@@ -28,7 +28,7 @@ from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations, late_problems
 from graphopt.verify.module_constants import of_constants
-from graphopt.verify.outcomes import differences, of_what_is_said, reorders_sums
+from graphopt.verify.outcomes import differences, of_errors, of_what_is_said, reorders_sums
 from graphopt.verify.problems import Problem
 from graphopt.verify.regions import Regions
 from graphopt.verify.terms import Terms
@@ -173,6 +173,7 @@ class Proof:
         try:
             new = evaluate_graph(after, terms, unknowns=unknown)
             problems += differences(terms, old, new)
+            problems += () if unknown else of_errors(old, new)
             if not problems and isinstance(after, IterGraphModule) and after.graph.late:
                 new = evaluate_graph(after, terms) if unknown else new
                 problems = self._late(after.graph, after.derive(), new)

@@ -46,6 +46,7 @@ class Evaluation:
         draws: what drew random numbers or moved a generator, in order, as keys.
         launches: how many collectives were launched.
         effects: keys of what the host sees, in order.
+        may_raise: calls that end the step for some values, as keys, with their first nodes.
         calls_of_host: how many of them are calls of the program's functions.
         sent: for each kind of collective and term, at which elements more or fewer copies begin
             to be sent than before.
@@ -65,6 +66,7 @@ class Evaluation:
     draws: list[Any] = field(default_factory=list)
     launches: int = 0
     effects: list[Any] = field(default_factory=list)
+    may_raise: dict[Any, fx.Node] = field(default_factory=dict)
     calls_of_host: int = 0
     sent: dict[Any, Counter[int]] = field(default_factory=dict)
     amounts: Counter[tuple[Signature, str]] = field(default_factory=Counter)

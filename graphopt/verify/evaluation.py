@@ -132,6 +132,8 @@ class _Evaluator:
             value, base = self._item(node)
         elif (known := self._recalled(node)) is not None:
             value, base = known.value, self._base(node) if known.based else None
+            if known.raises is not None:
+                self._found.may_raise.setdefault(known.raises, node)
         else:
             value, base = self._value(node), self._base(node)
             same = base is not None and is_itself(node)
@@ -284,9 +286,12 @@ class _Evaluator:
         if found is None:
             found = self._applied(node, node.target, arguments)
         callee = self._callees.of(node, node.target)
+        raises = (callee.name, canonical(arguments)) if callee.may_raise else None
+        if raises is not None:
+            self._found.may_raise.setdefault(raises, node)
         if not (callee.reads_storage or callee.does_more(node) or draws(node)):
             based = self._base(node) is not None
-            self._terms.recall.note(node, args, kwargs, found, based=based)
+            self._terms.recall.note(node, args, kwargs, found, based=based, raises=raises)
         return found
 
     def _applied(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
@@ -314,9 +319,9 @@ class _Evaluator:
         return found
 
     def _storage(self, node: fx.Node) -> tuple[Any, ...]:
-        """All that lies in the storage of a node, and where in it the node begins."""
+        """All that lies in the storage of a node, and where in it the node lies."""
         held = canonical(self._contents.read(self._contents.owner(node)))
-        return held, canonical(node.meta["val"].storage_offset())
+        return held, canonical(self._contents.place(node))
 
     def _picked(self, node: fx.Node, source: Any) -> Any:
         index = cast(Any, node.args[1])

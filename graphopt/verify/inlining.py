@@ -17,7 +17,12 @@ def source_of(owner: Any, path: str) -> fx.GraphModule | None:
     """The graph that the submodule of a module was made from; None where it is unknown."""
     for name in path.split("."):
         owner = getattr(owner, name, None)
-    found = owner if isinstance(owner, fx.GraphModule) else getattr(owner, "graph_module", None)
+    return graph_of_part(owner)
+
+
+def graph_of_part(part: Any) -> fx.GraphModule | None:
+    """The graph module that a module is, or was compiled from; None where it is unknown."""
+    found = part if isinstance(part, fx.GraphModule) else getattr(part, "graph_module", None)
     return found if isinstance(found, fx.GraphModule) else None
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import get_output, get_outputs
+from graphopt.ir.operators import argument_at
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import layout_of
 from graphopt.verify.traits import traits_of
@@ -55,7 +56,8 @@ def _kind(value: Any) -> Any:
 def changed_arguments(after: fx.Graph, same: Same) -> Iterator[Problem]:
     """Kept nodes keep their operator, and all arguments that are no nodes, in their positions.
 
-    But for those that rename elements or pick from lists, which are followed by elements.
+    But for those that rename elements or pick from lists, which are followed by elements, and for
+    the lists of list operators.
     """
     for node in after.nodes:
         was = same.get(node)
@@ -63,7 +65,7 @@ def changed_arguments(after: fx.Graph, same: Same) -> Iterator[Problem]:
             continue
         if node.target != was.target:
             yield Problem(f"%{node.name} is another operator than before", (node, was))
-        elif _without_nodes((node.args, node.kwargs)) != _without_nodes((was.args, was.kwargs)):
+        elif _plain_arguments(node) != _plain_arguments(was):
             yield Problem(
                 f"%{node.name} gets other arguments than before, besides those that are computed",
                 (node, was),
@@ -73,11 +75,19 @@ def changed_arguments(after: fx.Graph, same: Same) -> Iterator[Problem]:
 
 def _renames(node: fx.Node) -> bool:
     traits = traits_of(node)
-    return traits.item or traits.listed or traits.elements in ("cat", "split", "slice", "same")
+    if traits.elements in ("split", "slice"):
+        place = 2 if traits.elements == "split" else 1
+        return argument_at(node, place) in (None, 0)  # of rows; columns are not followed
+    return traits.item or traits.elements in ("cat", "same")
 
 
-def _without_nodes(value: Any) -> Any:
-    return fx.node.map_aggregate(value, _mark)
+def _plain_arguments(node: fx.Node) -> Any:
+    given: Any = (node.args, node.kwargs)
+    if traits_of(node).listed:
+        is_list = (tuple, list)
+        args = [None if isinstance(value, is_list) else value for value in node.args]
+        given = args, {k: v for k, v in node.kwargs.items() if not isinstance(v, is_list)}
+    return fx.node.map_aggregate(given, _mark)
 
 
 def _mark(value: Any) -> Any:

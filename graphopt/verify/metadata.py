@@ -25,13 +25,20 @@ _OF_OPERATOR_WITH_EFFECTS = (
     "call delitem setitem"
     " iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
 )
+
+
+def _of_numbers() -> Iterator[str]:
+    names = (name for name in dir(torch) if name.startswith(("sym_", "_sym_")))
+    return (name for name in names if "constrain" not in name)  # those raise
+
+
 _PURE = {
     id(getattr(module, name))
     for module, names in (
         (builtins, _OF_BUILTINS.split()),
         (math, dir(math)),
         (operator, set(operator.__all__) - set(_OF_OPERATOR_WITH_EFFECTS.split())),
-        (torch, [name for name in dir(torch) if name.startswith(("sym_", "_sym_"))]),
+        (torch, _of_numbers()),
     )
     for name in names
 }
@@ -48,7 +55,8 @@ class Given:
 
 
 Former = Callable[[fx.Node], Any]
-"""The arguments that a node had, positional and by name, with what was given in place of nodes."""
+"""What a node called, and the arguments that it had, positional and by name, with what was given in
+place of nodes."""
 
 
 class KindsOfResults:
@@ -59,27 +67,29 @@ class KindsOfResults:
 
     def of(self, node: fx.Node) -> list[Layout]:
         """Of the tensors that a node gives; raises what its operator raises for its arguments."""
-        return self._of(node.target, node.args, node.kwargs)
+        return self._of(node.target, node.args, node.kwargs, node.meta.get("val"))
 
     def of_call(self, target: Any, arguments: dict[str, Any]) -> list[Layout]:
         """As `of`, of a call that no node makes, with arguments by name."""
-        return self._of(target, (), arguments)
+        return self._of(target, (), arguments, None)
 
-    def _of(self, target: Any, args: Any, kwargs: Any) -> list[Layout]:
+    def _of(self, target: Any, args: Any, kwargs: Any, like: Any) -> list[Layout]:
         if target is operator.getitem:
-            return _kinds_given(target, args, kwargs)
+            return _kinds_given(target, args, kwargs, like)
         try:
             key = target, _kind_of((args, kwargs))
             found = self._found.get(key)
         except TypeError:  # an argument that cannot be looked up
-            return _kinds_given(target, args, kwargs)
+            return _kinds_given(target, args, kwargs, like)
         if found is None:
-            found = self._found[key] = _kinds_given(target, args, kwargs)
+            found = self._found[key] = _kinds_given(target, args, kwargs, like)
         return found
 
 
-def _kinds_given(target: Any, args: Any, kwargs: Any) -> list[Layout]:
-    return _layouts(evaluate(target, args, kwargs))
+def _kinds_given(target: Any, args: Any, kwargs: Any, like: Any) -> list[Layout]:
+    """`like`: fake tensors, of which those are made that are made of none."""
+    mode = _compat.fake_mode_of(list(tensors_in(like)))
+    return _layouts(evaluate(target, args, kwargs, mode))
 
 
 def _kind_of(value: Any) -> Any:
@@ -219,19 +229,12 @@ def _of_value(
 
 
 def _of_entries(node: fx.Node, kinds: KindsOfResults) -> Iterator[Problem]:
-    """Strides are not compared: those of an optimizer's results follow from those of gradients, and
-    who reads them treats each element for itself."""
     for index, (says, gives) in enumerate(entries_of(node, kinds.of_call)):
-        if list(map(_without_stride, _layouts(says))) != list(map(_without_stride, gives)):
+        if _layouts(says) != gives:
             held, found = (", ".join(map(_text, row)) for row in (_layouts(says), gives))
             message = f"meta['val'] says {held} for entry {index}, but the node gives {found}"
             yield Problem(message, (node,), hint=_HINT)
             return
-
-
-def _without_stride(layout: Layout) -> Any:
-    shape, _, dtype, device = layout
-    return shape, dtype, device
 
 
 def _is_an_item(node: fx.Node, value: Any) -> bool:
@@ -258,9 +261,11 @@ def _differ_in_strides(says: Layout, gives: Layout, known: Layout | None) -> boo
 
 
 def _gets(node: fx.Node, former: Former) -> bool:
-    """Whether a node still gets the kinds of arguments that it had."""
+    """Whether a node still calls what it called, with the kinds of arguments that it had."""
+    target, *given = former(node)
     try:
-        return bool(_kind_of(former(node)) == _kind_of((node.args, node.kwargs)))
+        same = _kind_of(tuple(given)) == _kind_of((node.args, node.kwargs))
+        return target is node.target and bool(same)
     except TypeError:  # symbolic ones
         return False
 

@@ -73,16 +73,16 @@ def _differing(
 
 
 def _in_runs(one: tuple[Any, ...], other: tuple[Any, ...]) -> MovedElements | None:
-    """In keys of elementwise operators, whose operands stand in runs of one length: the first that
-    begins at another element than the first operand does."""
+    """In keys of elementwise operators: the first operand of which another element stands beside
+    those of the first one."""
     old, new = ([entry for _, entry in key[3:] if _is_operand(entry)] for key in (one, other))
     if one[1:3] != other[1:3] or [entry[1] for entry in old] != [entry[1] for entry in new]:
         return None
     was, now = ([entry[3] if len(entry) > 3 else 0 for entry in run] for run in (old, new))
     for entry, before, after in zip(new, was, now, strict=True):
-        expected = before - was[0] + now[0]
-        if after != expected:
-            return MovedElements(now[0], entry[1], expected, after)
+        if after != before:
+            place = max(0, -before, -after)
+            return MovedElements(place, entry[1], before + place, after + place)
     return None
 
 

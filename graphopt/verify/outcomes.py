@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
+from graphopt.verify.arrangements import arranged_rows
 from graphopt.verify.difference import Difference
 from graphopt.verify.evaluated import Evaluation
 from graphopt.verify.labels import signature_text
@@ -18,6 +20,7 @@ def differences(terms: Terms, old: Evaluation, new: Evaluation) -> Iterator[Prob
     """Where two graphs leave different values, or values in storage that is shared otherwise."""
     yield from of_outcomes(terms, old, new, "")
     yield from _of_aliases(old, new)
+    yield from _of_separated(old, new)
 
 
 def of_what_is_said(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
@@ -30,6 +33,14 @@ def of_what_is_said(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
     for name in sorted(old.listed - new.listed):
         message = f"the update of %{name} is not among the state updates in the output"
         yield Problem(message, (new.nodes["state", name],))
+
+
+def of_errors(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
+    """Nothing ends the step that could not end it before."""
+    for key, node in new.may_raise.items():
+        if key not in old.may_raise:
+            message = f"%{node.name} raises an error for some values, which nothing did before"
+            yield Problem(message, (node,), "compute of the same values what was computed of them")
 
 
 def reorders_sums(old: Evaluation, new: Evaluation) -> bool:
@@ -82,9 +93,11 @@ def _of_values(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> It
 
 
 def _of_sends(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
-    for key in dict.fromkeys([*old.sent, *new.sent]):
-        before = {p: n for p, n in old.sent.get(key, {}).items() if n}
-        after = {p: n for p, n in new.sent.get(key, {}).items() if n}
+    if all(_edges(old.sent, key) == _edges(new.sent, key) for key in {*old.sent, *new.sent}):
+        return
+    was_sent, is_sent = _unarranged(terms, old.sent), _unarranged(terms, new.sent)
+    for key in dict.fromkeys([*was_sent, *is_sent]):
+        before, after = _edges(was_sent, key), _edges(is_sent, key)
         if before == after:
             continue
         (kind, _), term = key
@@ -98,6 +111,31 @@ def _of_sends(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Ite
             hint="each element that was sent is sent once; comm.get_all_comm_blocks lists the"
             " collectives, and a collective that nobody needs has to go with its wait",
         )
+
+
+def _edges(sent: Mapping[Any, Counter[int]], key: Any) -> dict[int, int]:
+    return {place: count for place, count in sent.get(key, {}).items() if count}
+
+
+def _unarranged(terms: Terms, sent: Mapping[Any, Counter[int]]) -> dict[Any, Counter[int]]:
+    """What is sent, with terms of which all elements are as the elements that they arrange."""
+    found: dict[Any, Counter[int]] = {}
+    for kind, term in sent:
+        pending = [(term, _edges(sent, (kind, term)))]
+        while pending:
+            part, edges = pending.pop()
+            rows, count = arranged_rows(terms, part), edges.get(0, 0)
+            segments = [segment for row in rows or () for segment in row]
+            length = sum(segment.length for segment in segments)
+            if not segments or edges != {0: count, length: -count}:
+                known = found.setdefault((kind, part), Counter())
+                for place, more in edges.items():
+                    known[place] += more
+                continue
+            for inner, start, size in segments:
+                if not terms[inner].constant:
+                    pending.append((inner, {start: count, start + size: -count}))
+    return found
 
 
 def _first_change(before: Mapping[int, int], after: Mapping[int, int]) -> tuple[int, int, int]:
@@ -129,6 +167,22 @@ def _of_aliases(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
                     " read or write",
                     (new.nodes[kind, index],),
                 )
+
+
+def _of_separated(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
+    """Results that share a storage go on to do so: what is written to one of them, the program sees
+    in the other."""
+    now: dict[Any, set[fx.Node]] = {}
+    for owner, places in new.aliases.items():
+        for place in places:
+            now.setdefault(place, set()).add(owner)
+    for places in old.aliases.values():
+        shared = [place for place in places if place[0] == "result"]
+        first = shared[0] if shared else None
+        for other in shared[1:]:
+            if first in now and other in now and now[first].isdisjoint(now[other]):
+                message = f"result {other[1]} does not share the storage of result {shared[0][1]} any more"
+                yield Problem(message, (new.nodes[other],))
 
 
 def _is_apart(owner: fx.Node, places: Sequence[Any]) -> bool:

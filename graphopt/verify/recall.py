@@ -27,6 +27,7 @@ class Call(NamedTuple):
         fake: the metadata of the node, of which the value has its layout.
         args, kwargs: with the values of nodes in place of nodes.
         based: whether the value shares the storage of the first argument.
+        raises: by what it is known where it ends the step for some values; None where it does not.
     """
 
     target: Any
@@ -35,6 +36,7 @@ class Call(NamedTuple):
     kwargs: Any
     value: Any
     based: bool
+    raises: Any = None
 
 
 class Recall:
@@ -64,10 +66,13 @@ class Recall:
                 return call
         return None
 
-    def note(self, node: fx.Node, args: Any, kwargs: Any, value: Any, *, based: bool) -> None:
+    def note(
+        self, node: fx.Node, args: Any, kwargs: Any, value: Any, *, based: bool, raises: Any = None
+    ) -> None:
         """Remember a call."""
         calls = self.by_name.setdefault(node.name, [])
-        calls.insert(0, Call(node.target, node.meta.get("val"), args, kwargs, value, based))
+        fake = node.meta.get("val")
+        calls.insert(0, Call(node.target, fake, args, kwargs, value, based, raises))
         del calls[_FEW:]
 
 

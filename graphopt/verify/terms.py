@@ -212,6 +212,8 @@ def canonical(value: Any) -> Any:
         return ("slice", *map(canonical, (value.start, value.stop, value.step)))
     if isinstance(value, (str, torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return (type(value).__name__, str(value))
+    if isinstance(value, torch.Tensor):
+        return ("tensor", id(value))  # as text, large ones have gaps
     return ("object", type(value).__name__, str(value))
 
 

@@ -9,9 +9,14 @@ from torch import fx
 
 from graphopt.graph_utils import written
 from graphopt.ir.entries import ListCall, list_call
-from graphopt.ir.operators import fused_optimizer, is_list_operator, written_positions
-from graphopt.verify.axioms import cast_segments
+from graphopt.ir.operators import (
+    fused_optimizer,
+    is_list_operator,
+    rounds_a_list_in_place,
+    written_positions,
+)
 from graphopt.verify.calls import entries
+from graphopt.verify.casts import converted
 from graphopt.verify.communicating import ELEMENTWISE, Communication
 from graphopt.verify.contents import CannotWriteError, with_layout
 from graphopt.verify.evaluated import NotDecidedError, Settled
@@ -84,7 +89,9 @@ class Updates:
 
     def _functional_form(self, node: fx.Node) -> Any:
         if is_list_operator(node):
-            return functional_form(node.target)
+            held = [destination.meta["val"] for destination in written(node)]
+            rounds = rounds_a_list_in_place(node.target, held)
+            return None if rounds else functional_form(node.target)
         return functional_form_for(node.target, written(node)[0].meta["val"])
 
     def _put(self, node: fx.Node, destination: fx.Node, value: TensorValue) -> Any:
@@ -159,4 +166,4 @@ def _copied(terms: Terms, before: Any, source: Any, destination: fx.Node) -> Ten
     if source.dtype == before.dtype:
         same = source.stride == before.stride and source.device == before.device
         return source if same else tensor_value(source.segments, fake)
-    return tensor_value(cast_segments(terms, source.segments, source.dtype, fake.dtype), fake)
+    return tensor_value(converted(terms, source, fake), fake)

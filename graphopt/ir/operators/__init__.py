@@ -31,6 +31,7 @@ from graphopt.ir.operators.kinds import (
     is_random,
     is_wait,
     may_alias,
+    rounds_a_list_in_place,
     rounds_in_place,
     updated_lists,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "nodes_in",
     "operator_of",
     "overwritten",
+    "rounds_a_list_in_place",
     "rounds_in_place",
     "row",
     "updated_lists",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,6 +88,19 @@ def rounds_in_place(target: object, dtype: torch.dtype) -> bool:
     """
     kinds = row(target).rounds
     return (dtype.is_complex and COMPLEX in kinds) or (dtype in _HALVES and HALF in kinds)
+
+
+def rounds_a_list_in_place(target: object, entries: Iterable[Any]) -> bool:
+    """Whether a list operator that works in place gives other bits of some entry than its
+    functional form: on CPUs.
+
+    Args:
+        entries: the tensors that it updates, or tensors like them.
+    """
+    if not row(target).listed or not row(target).rounds:
+        return False
+    tensors = (entry for entry in entries if isinstance(entry, torch.Tensor))
+    return any(t.device.type == "cpu" and rounds_in_place(target, t.dtype) for t in tensors)
 
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -18,6 +18,7 @@ from graphopt.ir.families import (
     DROPOUTS,
     ELEMENT_COLLECTIVES,
     LISTED_FAMILIES,
+    LISTS_ROUND_IN_PLACE,
     MARKERS,
     MAY_COPY,
     METADATA_ONLY,
@@ -158,7 +159,7 @@ def _row(target: _compat.OpOverload) -> Operator:
         metadata_only=name in METADATA_ONLY,
         one_tensor_twice=name in ONE_TENSOR_TWICE,
         drops=name in DROPOUTS,
-        rounds=ROUNDS_IN_PLACE.get(_name_with_overload(target), ()),
+        rounds=(ROUNDS_IN_PLACE | LISTS_ROUND_IN_PLACE).get(_name_with_overload(target), ()),
     )
 
 
