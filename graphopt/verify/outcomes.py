@@ -181,8 +181,9 @@ def _of_separated(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
         first = shared[0] if shared else None
         for other in shared[1:]:
             if first in now and other in now and now[first].isdisjoint(now[other]):
-                message = f"result {other[1]} does not share the storage of result {shared[0][1]} any more"
-                yield Problem(message, (new.nodes[other],))
+                whose = f"the storage of result {shared[0][1]} any more"
+                text = f"result {other[1]} does not share {whose}"
+                yield Problem(text, (new.nodes[other],))
 
 
 def _is_apart(owner: fx.Node, places: Sequence[Any]) -> bool:
