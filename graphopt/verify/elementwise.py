@@ -174,7 +174,8 @@ def _aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:
 
 def reduced(terms: Terms, key: tuple[Any, ...], value: TensorValue, fake: Any) -> TensorValue:
     """An elementwise collective on every segment of what is sent."""
-    return tensor_value(_reduced(terms, (*key, str(value.dtype)), value.segments), fake)
+    how = (*key, str(value.dtype), value.device)
+    return tensor_value(_reduced(terms, how, value.segments), fake)
 
 
 def _reduced(terms: Terms, key: tuple[Any, ...], row: Sequence[Segment]) -> tuple[Segment, ...]:
