@@ -408,8 +408,8 @@ def drawn(zeros: fx.Node) -> fx.Node:
 def drawn_evenly(zeros: fx.Node) -> fx.Node:
     dtype, device = torch.float32, torch.device("cpu")
     return put_before(
-        zeros, torch.ops.prims._uniform_helper.default, [4, 4],
-        low=0.0, high=1.0, dtype=dtype, device=device,
+        zeros, torch.ops.prims.uniform.default, [4, 4],
+        low=0.0, high=1.0, dtype=dtype, device=device, stride=[4, 1],
     )  # fmt: skip
 
 

@@ -169,6 +169,9 @@ def _of_aliases(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
                 )
 
 
+_NO_PLACE: tuple[str, Any] = ("", None)
+
+
 def _of_separated(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
     """Results that share a storage go on to do so: what is written to one of them, the program sees
     in the other."""
@@ -177,7 +180,7 @@ def _of_separated(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
         for place in places:
             now.setdefault(place, set()).add(owner)
     for places in old.aliases.values():
-        first, *others = [place for place in places if place[0] == "result"] or [None]
+        first, *others = [place for place in places if place[0] == "result"] or [_NO_PLACE]
         for other in others:
             if first in now and other in now and now[first].isdisjoint(now[other]):
                 message = (
