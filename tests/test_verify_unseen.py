@@ -465,6 +465,10 @@ PAIRS: dict[str, tuple[Function, Function]] = {
         lambda x, y: torch._foreach_mul([x, y], 0.3),
         lambda x, y: [x * 0.3, y * 0.3],
     ),
+    "a number added to a list": (
+        lambda x, y: torch._foreach_add([x, y], 0.3),
+        lambda x, y: [x + 0.3, y + 0.3],
+    ),
     "two lists one by one": (
         lambda x, y: torch._foreach_sub([x, y], [y, x]),
         lambda x, y: [x - y, y - x],
