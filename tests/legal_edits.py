@@ -338,6 +338,7 @@ def operands_exchanged(gm: fx.GraphModule, draw: Random) -> list[fx.Node] | None
         n
         for n in calls(gm, "aten::add", "aten::mul", "aten::eq")
         if len(n.args) == 2
+        and not n.kwargs
         and all(isinstance(a, fx.Node) and is_tensor(a) for a in n.args)
         and layout(n.args[0].meta["val"]) == layout(n.args[1].meta["val"])
     ]

@@ -394,9 +394,9 @@ def rounded(data: st.DataObject, graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 STEPS = [flattened, permuted, cut, joined, split, scaled, negated, summed, rounded]
 OVERLOADS = {
-    "aten.mul.Tensor": torch.mul,
-    "aten.neg.default": torch.neg,
-    "aten.add.Tensor": torch.add,
+    "aten.mul": torch.mul,
+    "aten.neg": torch.neg,
+    "aten.add": torch.add,
 }
 
 
@@ -429,9 +429,11 @@ class Values:
     def operand(self, value: Any, length: int) -> Any:
         if value[0] == "float":
             return float.fromhex(value[1])
-        _, term, _, *part = value
-        whole = self.term(term, sum(part) if part else length)
-        return whole[part[0] :][: part[1]] if part else whole[:length]
+        _, term, _, *beside = value
+        first = sum(beside)  # of the operand, beside the first element of the term
+        whole = self.term(term, max(length + first, 0))
+        unread = torch.full((max(-first, 0),), torch.nan)
+        return torch.cat([unread, whole[max(first, 0) :]])[:length]
 
 
 @settings(max_examples=examples(300))

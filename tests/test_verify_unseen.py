@@ -397,6 +397,36 @@ def test_the_same_rows_are_taken_twice() -> None:
     applied(captured(rows, torch.ones(4, 4), torch.tensor([1, 2])), edit)
 
 
+def drawn(zeros: fx.Node) -> fx.Node:
+    dtype, device = torch.float32, torch.device("cpu")
+    return put_before(
+        zeros, torch.ops.prims.normal.default, [4, 4],
+        mean=0.0, std=1.0, dtype=dtype, device=device, requires_grad=False,
+    )  # fmt: skip
+
+
+def drawn_evenly(zeros: fx.Node) -> fx.Node:
+    dtype, device = torch.float32, torch.device("cpu")
+    return put_before(
+        zeros, torch.ops.prims.uniform.default, [4, 4],
+        low=0.0, high=1.0, dtype=dtype, device=device, stride=[4, 1],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("level", ["equivalence", "dependencies"])
+@pytest.mark.parametrize("drawing", [drawn, drawn_evenly])
+def test_what_draws_where_only_a_shape_is_read(drawing: Any, level: str) -> None:
+    """Operators that torch does not say to be random; the generator goes on with each call."""
+
+    def edit(gm: fx.GraphModule) -> None:
+        zeros = first(gm, "zeros_like")
+        with_arg(zeros, 0, drawing(zeros))
+
+    gm = captured(zeros_and_more, torch.ones(4, 4))
+    with pytest.raises(VerificationError, match="draw"):
+        applied(gm, edit, level)
+
+
 # Right
 
 
@@ -434,6 +464,10 @@ PAIRS: dict[str, tuple[Function, Function]] = {
     "a list one by one": (
         lambda x, y: torch._foreach_mul([x, y], 0.3),
         lambda x, y: [x * 0.3, y * 0.3],
+    ),
+    "a number added to a list": (
+        lambda x, y: torch._foreach_add([x, y], 0.3),
+        lambda x, y: [x + 0.3, y + 0.3],
     ),
     "two lists one by one": (
         lambda x, y: torch._foreach_sub([x, y], [y, x]),

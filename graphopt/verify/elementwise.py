@@ -88,10 +88,14 @@ def elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     name = target._schema.name.replace("::", ".")
     alike = len(dtypes) == 2 and len(set(dtypes)) == 1
     kind = f"{fake.dtype} on {device.partition(':')[0]}"
-    computed = Computed(name, args, kind, commutes=alike and name in _COMMUTING)
+    given = {key: value for key, value in args.items() if key not in _NEUTRAL}
+    computed = Computed(name, given, kind, commutes=alike and name in _COMMUTING)
     rows = [value.segments if fake.numel() else () for value in operands]
     return tensor_value(_each(terms, computed, rows), fake)
 
+
+_NEUTRAL = ("alpha", "rounding_mode")
+"""Arguments that change nothing where the rule holds, and that not all overloads have."""
 
 _COMMUTING = {
     f"aten.{name}"
@@ -174,7 +178,8 @@ def _aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:
 
 def reduced(terms: Terms, key: tuple[Any, ...], value: TensorValue, fake: Any) -> TensorValue:
     """An elementwise collective on every segment of what is sent."""
-    return tensor_value(_reduced(terms, (*key, str(value.dtype)), value.segments), fake)
+    how = (*key, str(value.dtype), value.device)
+    return tensor_value(_reduced(terms, how, value.segments), fake)
 
 
 def _reduced(terms: Terms, key: tuple[Any, ...], row: Sequence[Segment]) -> tuple[Segment, ...]:

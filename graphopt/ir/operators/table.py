@@ -147,6 +147,7 @@ def _row(target: _compat.OpOverload) -> Operator:
         workspaces=WORKSPACES.get(name, ()),
         copies=name in COPIES,
         random=torch.Tag.nondeterministic_seeded in target.tags
+        or _takes_a_generator(schema)
         or (target.namespace == "graphopt" and not marker),
         wait=wait,
         collective=collective,
@@ -196,6 +197,11 @@ def _writes(schema: Any) -> tuple[int, ...]:
     }
     undeclared = *UNDECLARED_WRITES.get(schema.name, ()), *WRITES_WHERE.get(schema.name, ())
     return tuple(sorted(declared.union(undeclared)))
+
+
+def _takes_a_generator(schema: Any) -> bool:
+    """As `prims::normal` does, which torch does not say to be random."""
+    return any("Generator" in str(argument.type) for argument in schema.arguments)
 
 
 def _is_listed(schema: Any, communicates: bool) -> bool:
