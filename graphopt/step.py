@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, Report
     from graphopt.runtime.bound_step import BoundStep
+    from graphopt.runtime.branch import Begun
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.stages.auto import AutoPipeline
     from graphopt.tracing import CapturedStep
@@ -136,11 +137,11 @@ class TrainStep:
         found = list(enumerate(self._entries))
         return found if retried is None else sorted(found, key=lambda e: e[1].number != retried)
 
-    def _run(self, entry: BoundStep, call: Call) -> Any:
+    def _run(self, entry: BoundStep, call: Call, begun: Begun | None = None) -> Any:
         from graphopt.tracing.casts import note_casts
 
         try:
-            result = entry(call, self._calls)
+            result = entry(call, self._calls, begun)
         except AssumptionFailedError as error:
             failed = error.with_traceback(None)  # whose frames hold all that was computed
         else:
@@ -153,19 +154,29 @@ class TrainStep:
     def _run_other_branch(self, entry: BoundStep, call: Call, failed: AssumptionFailedError) -> Any:
         """Run the graph of the branch that the values of a call take, where `entry` took another
         one, and changed nothing."""
-        mode = self._mode()
+        mode, left = self._mode(), entry.take_left()
         call = call.deciding((*entry.answers_before(failed.index), failed.found))
         self._land()
+        other = self._known_branch(call, mode)
+        begun = entry.go_on(left, other, call, self._calls)
+        if other is None:
+            cause = Cause.of_branch(failed.place, failed.found)
+            other = self._captured_or_refused(call, mode, cause)
+        if other is None:
+            return self._run_eagerly(call)
+        result = self._run(other, call.using(other.captured.besides) or call, begun)
+        if begun is None:
+            entry.learn(left, other, self._stages.finish)
+        return result
+
+    def _known_branch(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
+        """The graph that holds for the decisions of a call, used last from now on."""
         for position, other in enumerate(self._entries):
             bound = call.using(other.captured.besides)
             if bound is not None and other.goes_on(call.decided) and _fits(other, bound, mode):
                 self._entries.insert(0, self._entries.pop(position))
-                return self._run(other, bound)
-        cause = Cause.of_branch(failed.place, failed.found)
-        captured = self._captured_or_refused(call, mode, cause)
-        if captured is None:
-            return self._run_eagerly(call)
-        return self._run(captured, call.using(captured.captured.besides) or call)
+                return other
+        return None
 
     def _captured_or_refused(
         self, call: Call, mode: tuple[Any, ...], branch: Cause | None = None

@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -25,6 +25,7 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
 from graphopt.runtime.agreed import Agreed
+from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.generators import DrawnGenerators
 from graphopt.runtime.late import LateTensors, settle, warn_of_held
 from graphopt.tracing.call import Call
@@ -64,7 +65,7 @@ class BoundStep:
         number: int,
     ) -> None:
         self.captured = captured
-        self.module = module
+        self.branch = Branch(module)
         self.guards = guards
         self.agreed = agreed
         self.number = number
@@ -85,15 +86,22 @@ class BoundStep:
         self._step = 0
         self._warned, self._collects = False, True
         self._stream: torch.cuda.Stream | None = None
+        self._left: Left | None = None
         self._late = _updated_late(module)
         reference = weakref.ref(self)
         self._unsettled = LateTensors(lambda: _finish_unasked(reference))
 
-    def __call__(self, call: Call, step: int) -> Any:
+    @property
+    def module(self) -> IterGraphModule:
+        """The graph, ready to run."""
+        return self.branch.module
+
+    def __call__(self, call: Call, step: int, begun: Begun | None = None) -> Any:
         """Run the step.
 
         Args:
             step: which call of the training step it is, counted from 1.
+            begun: what another graph has done of it, from which it goes on.
 
         Raises:
             CollectiveError: communication with the other ranks failed, or has failed before.
@@ -111,14 +119,16 @@ class BoundStep:
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step)
             self._running = True
-            drawn = self._generators.states()
+            generators, drawn = self._before_drawing(begun)
+            branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
             try:
                 with torch.no_grad(), without_autocast(), running(host):
-                    # Not as a module: hooks of all modules are not meant for it.
-                    user, _, carried = self.module.forward(*flat, last_iter=not leave)
+                    user, _, carried = branch.run(flat, there, leave)
                 host.say()
-            except AssumptionFailedError:
-                self._generators.restore(drawn)
+            except AssumptionFailedError as error:
+                self._left = Left(branch, error.index, flat, error.handed_out, generators)
+                error.handed_out = ()
+                generators.restore(drawn)
                 self.captured.state = state
                 self.failures += 1
                 raise
@@ -135,6 +145,60 @@ class BoundStep:
                 returned = self._apply(call, flat, [*user, *carried])
             host.end()
             return returned
+
+    def _before_drawing(self, begun: Begun | None) -> tuple[DrawnGenerators, list[torch.Tensor]]:
+        """The generators that a call draws from, and what they are before it; they go on from where
+        what has begun has left them."""
+        if begun is None:
+            return self._generators, self._generators.states()
+        generators = self._generators.joined(begun.left.generators)
+        before = generators.states()
+        begun.left.generators.restore(begun.left.drawn)
+        return generators, before
+
+    def take_left(self) -> Left:
+        """What the last call has left behind, in which an assumption failed."""
+        left, self._left = self._left, None
+        assert left is not None
+        return left
+
+    def go_on(self, left: Left, other: BoundStep | None, call: Call, step: int) -> Begun | None:
+        """How another graph goes on in a call that this one has left; None: it begins from the
+        beginning, as on all other ranks then.
+
+        Args:
+            other: None: it is still to be captured.
+            call: with its decisions.
+            step: which call of the training step it is, counted from 1.
+        """
+        begun = None
+        if other is not None:
+            with without_torch_function():
+                bound = call.using(other.captured.besides) or call
+                begun = left.begun(other.branch, lambda: other._values(bound))
+        left.handed_out = ()
+        if self.agreed is None:
+            return begun
+        plan = 0 if begun is None else begun.branch.plan
+        return begun if self.agreed.votes.alike(plan, step) else None
+
+    def learn(
+        self, left: Left, other: BoundStep, finish: Callable[[IterGraphModule], None]
+    ) -> None:
+        """Find out how `other` goes on in later calls that this one leaves so.
+
+        Args:
+            finish: the stages behind the passes.
+        """
+        if self._communicates_by_itself or other._communicates_by_itself:
+            return
+        if not self.captured.signature.states and not other.captured.signature.states:
+            left.branch.learn(left.index, other.branch, finish)
+
+    @property
+    def _communicates_by_itself(self) -> bool:
+        """Whether ranks that agree on nothing launch collectives."""
+        return bool(self._groups) and self.agreed is None
 
     def goes_on(self, answers: Sequence[Answer]) -> bool:
         """Whether it holds for a call whose first decisions have these answers."""
