@@ -117,29 +117,35 @@ class TrainStep:
             return self._run_eagerly(call)
         check_casts(call)
         mode = self._mode()
-        for position, entry in self._in_order():
-            bound = call.using(entry.captured.besides)
-            if bound is not None and _fits(entry, bound, mode):
-                if position:
-                    self._land()
-                    self._entries.insert(0, self._entries.pop(position))
-                return self._run(entry, bound)
-        self._land()
-        captured = self._captured_or_refused(call, mode)
-        if captured is None:
-            return self._run_eagerly(call)
-        return self._run(captured, call.using(captured.captured.besides) or call)
+        entry = self._known(call, mode)
+        if entry is None:
+            self._land()
+            entry = self._captured_or_refused(call, mode)
+        return self._run_eagerly(call) if entry is None else self._run(entry, call)
 
-    def _in_order(self) -> list[tuple[int, BoundStep]]:
-        """The graphs that this call may use, and their places among all: first the one whose branch
-        the last call did not take for the first time, then those used last."""
+    def _known(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
+        """The graph that holds for a call, which is the one used last from now on."""
+        for entry in self._in_order():
+            bound = call.using(entry.captured.besides)
+            if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
+                continue
+            if entry is not self._entries[0]:
+                self._land()
+                self._entries.remove(entry)
+                self._entries.insert(0, entry)
+            return entry
+        return None
+
+    def _in_order(self) -> list[BoundStep]:
+        """The graphs that this call may use: first the one whose branch the last call did not take
+        for the first time, then those used last."""
         retried, self._retried = self._retried, None
-        found = list(enumerate(self._entries))
-        return found if retried is None else sorted(found, key=lambda e: e[1].number != retried)
+        return sorted(self._entries, key=lambda entry: entry.number != retried)
 
     def _run(self, entry: BoundStep, call: Call, begun: Begun | None = None) -> Any:
         from graphopt.tracing.casts import note_casts
 
+        call = call.using(entry.captured.besides) or call
         try:
             result = entry(call, self._calls, begun)
         except AssumptionFailedError as error:
@@ -157,26 +163,17 @@ class TrainStep:
         mode, left = self._mode(), entry.take_left()
         call = call.deciding((*entry.answers_before(failed.index), failed.found))
         self._land()
-        other = self._known_branch(call, mode)
+        other = self._known(call, mode)
         begun = entry.go_on(left, other, call, self._calls)
         if other is None:
             cause = Cause.of_branch(failed.place, failed.found)
             other = self._captured_or_refused(call, mode, cause)
         if other is None:
             return self._run_eagerly(call)
-        result = self._run(other, call.using(other.captured.besides) or call, begun)
-        if begun is None:
+        result = self._run(other, call, begun)
+        if begun is None and self._stages.hands_out:
             entry.learn(left, other, self._stages.finish)
         return result
-
-    def _known_branch(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
-        """The graph that holds for the decisions of a call, used last from now on."""
-        for position, other in enumerate(self._entries):
-            bound = call.using(other.captured.besides)
-            if bound is not None and other.goes_on(call.decided) and _fits(other, bound, mode):
-                self._entries.insert(0, self._entries.pop(position))
-                return other
-        return None
 
     def _captured_or_refused(
         self, call: Call, mode: tuple[Any, ...], branch: Cause | None = None

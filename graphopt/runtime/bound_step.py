@@ -182,27 +182,26 @@ class BoundStep:
         plan = 0 if begun is None else begun.branch.plan
         return begun if self.agreed.votes.alike(plan, step) else None
 
-    def learn(
-        self, left: Left, other: BoundStep, finish: Callable[[IterGraphModule], None]
-    ) -> None:
+    def learn(self, left: Left, other: BoundStep, finish: Callable[..., None]) -> None:
         """Find out how `other` goes on in later calls that this one leaves so.
 
         Args:
-            finish: the stages behind the passes.
+            finish: the stages behind the passes, for a module and what the ranks agree on.
         """
-        if self._communicates_by_itself or other._communicates_by_itself:
+        if self.agreed is not other.agreed or not (self._runs_again and other._runs_again):
             return
-        if not self.captured.signature.states and not other.captured.signature.states:
-            left.branch.learn(left.index, other.branch, finish)
+        if self.agreed is None and (self._groups or other._groups):
+            return  # other ranks may do something else
+        agreement = self.agreed.agreement if self.agreed else None
+        left.branch.learn(left.index, other.branch, lambda module: finish(module, agreement))
 
     @property
-    def _communicates_by_itself(self) -> bool:
-        """Whether ranks that agree on nothing launch collectives."""
-        return bool(self._groups) and self.agreed is None
+    def _runs_again(self) -> bool:
+        return self.captured.lasting and not self.captured.signature.states
 
     def goes_on(self, answers: Sequence[Answer]) -> bool:
         """Whether it holds for a call whose first decisions have these answers."""
-        return answered_alike(self.module.graph, self.answers, answers)
+        return not answers or answered_alike(self.module.graph, self.answers, answers)
 
     def answers_before(self, index: int) -> tuple[Answer, ...]:
         """To the first decisions of the last call, which came to a decision that failed."""

@@ -29,9 +29,9 @@ from graphopt.branches.continuation import (
     from_the_beginning,
 )
 from graphopt.branches.handing import handing_out, launched_before, launched_by
-from graphopt.errors import GraphOptError
 from graphopt.host.assumptions import assumptions
 from graphopt.iter_graph import IterGraphModule
+from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.generators import DrawnGenerators
 
 logger = logging.getLogger("graphopt")
@@ -82,9 +82,12 @@ class Branch:
             return
         known[index] = None
         try:
-            known[index] = self._found(index, other, finish)
-        except (NotSharedError, GraphOptError) as error:
-            logger.info("a branch begins from the beginning where a decision goes its way: %s", error)
+            with collector_paused():
+                known[index] = self._found(index, other, finish)
+        except NotSharedError as error:
+            logger.info("where a decision goes another way, nothing is shared: %s", error)
+        except Exception:  # the other branch begins from the beginning, as before
+            logger.warning("where a decision goes another way, nothing is shared", exc_info=True)
 
     def _found(self, index: int, other: Branch, finish: Finish) -> Onward:
         graph = self.module.graph
@@ -97,6 +100,7 @@ class Branch:
         launched += ["then", *launched_by(rest.module.first_executable)]
         handing.meta.update(self.module.meta)
         self.module = handing
+        logger.info("another branch goes on from %d values: %s", len(positions), assumption.target)
         return Onward(rest, positions, launched)
 
 
