@@ -124,8 +124,10 @@ class TrainStep:
         return self._run_eagerly(call) if entry is None else self._run(entry, call)
 
     def _known(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
-        """The graph that holds for a call, which is the one used last from now on."""
-        for entry in self._in_order():
+        """The graph that holds for a call, which is the one used last from now on. First that one
+        is asked whose branch the last call did not take for the first time."""
+        retried, self._retried = self._retried, None
+        for entry in sorted(self._entries, key=lambda entry: entry.number != retried):
             bound = call.using(entry.captured.besides)
             if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
                 continue
@@ -135,12 +137,6 @@ class TrainStep:
                 self._entries.insert(0, entry)
             return entry
         return None
-
-    def _in_order(self) -> list[BoundStep]:
-        """The graphs that this call may use: first the one whose branch the last call did not take
-        for the first time, then those used last."""
-        retried, self._retried = self._retried, None
-        return sorted(self._entries, key=lambda entry: entry.number != retried)
 
     def _run(self, entry: BoundStep, call: Call, begun: Begun | None = None) -> Any:
         from graphopt.tracing.casts import note_casts
@@ -160,19 +156,20 @@ class TrainStep:
     def _run_other_branch(self, entry: BoundStep, call: Call, failed: AssumptionFailedError) -> Any:
         """Run the graph of the branch that the values of a call take, where `entry` took another
         one, and changed nothing."""
+        from graphopt.runtime.sharing import begun, learn
+
         mode, left = self._mode(), entry.take_left()
         call = call.deciding((*entry.answers_before(failed.index), failed.found))
         self._land()
         other = self._known(call, mode)
-        begun = entry.go_on(left, other, call, self._calls)
-        if other is None:
-            cause = Cause.of_branch(failed.place, failed.found)
-            other = self._captured_or_refused(call, mode, cause)
+        going_on = begun(left, entry, other, call, self._calls)
+        cause = Cause.of_branch(failed.place, failed.found)
+        other = other or self._captured_or_refused(call, mode, cause)
         if other is None:
             return self._run_eagerly(call)
-        result = self._run(other, call, begun)
-        if begun is None and self._stages.hands_out:
-            entry.learn(left, other, self._stages.finish)
+        result = self._run(other, call, going_on)
+        if going_on is None and self._stages.hands_out:
+            learn(left, entry, other, self._stages.finish)
         return result
 
     def _captured_or_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from operator import sub
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
 }
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bernoulli_", "aten::bernoulli", "aten::native_batch_norm")
+PRODUCTS = ("aten::mm", "aten::addmm")
 
 
 class Net(nn.Module):
@@ -141,9 +142,9 @@ def test_every_call_is_eager_s_and_computes_as_much(step: Step, kind: str, pipel
     found, called, run = trained(step, kind, compiled=True, pipeline=pipeline)
     assert len(found) == len(expected)
     assert all(map(same, found, expected))
-    products = [sum(calls[name] for name in ("aten::mm", "aten::addmm")) for calls in called]
-    eager = [sum(calls[name] for name in ("aten::mm", "aten::addmm")) for calls in as_often]
-    assert all(entry.failures <= 1 for entry in run._entries)
+    products, eager = ([calls.total() for calls in each] for each in (called, as_often))
+    assert len(run.captures) >= 2
+    assert max(map(sub, products, eager)) > 0  # decisions went another way than captured
     # All pairs of branches have been met by then: nothing is computed twice from there on.
     assert products[-6:] == eager[-6:]
 
@@ -151,7 +152,8 @@ def test_every_call_is_eager_s_and_computes_as_much(step: Step, kind: str, pipel
 def test_a_graph_that_is_compiled_goes_on_as_well() -> None:
     options = graphopt.lowering.Options(min_ops=2)
     expected, as_often, _ = trained(keeps_gradients, "adamw", compiled=False, calls=12)
-    found, called, _ = trained(keeps_gradients, "adamw", compiled=True, calls=12, lower=options)
+    found, called, run = trained(keeps_gradients, "adamw", compiled=True, calls=12, lower=options)
+    assert run.lowered
     close = [
         torch.allclose(a, b, rtol=1e-4, atol=1e-5) if isinstance(a, Tensor) else a == b
         for a, b in zip(found, expected, strict=True)
@@ -170,7 +172,7 @@ def captured(step: Step, x: Tensor) -> tuple[Any, list[Any]]:
     (entry,) = run._entries
     from graphopt.tracing.call import Call
 
-    return run.graph_module, entry._values(Call(step, (model, optimizer, x), {}))
+    return run.graph_module, entry.values(Call(step, (model, optimizer, x), {}))
 
 
 def test_what_is_left_goes_on_to_what_the_other_graph_computes() -> None:

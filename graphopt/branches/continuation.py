@@ -12,8 +12,13 @@ from torch import fx
 
 from graphopt.branches.course import Course, Names
 from graphopt.branches.cut import Cut, handed_out, in_order
-from graphopt.graph_utils import call_function_with_meta, get_output, get_outputs, is_operator
-from graphopt.graph_utils import set_outputs
+from graphopt.graph_utils import (
+    call_function_with_meta,
+    get_output,
+    get_outputs,
+    is_operator,
+    set_outputs,
+)
 from graphopt.host import is_host_call
 from graphopt.host.assumptions import without_handed_out
 from graphopt.ir.effects import Effects
@@ -147,9 +152,7 @@ class _Making:
             raise NotSharedError("nothing is computed before the decision that both branches need")
         module = self._left(cut)
         taken = list(dict.fromkeys(cut.taken[node] for node in in_order(self._graph, {*cut.taken})))
-        found = Continuation(
-            module, taken, self._begins(taken), self._same, len(drawn)
-        )
+        found = Continuation(module, taken, self._begins(taken), self._same, len(drawn))
         self._prove(found, whole)
         return found
 
@@ -198,6 +201,7 @@ class _Making:
     def _begins(self, taken: list[fx.Node]) -> Beginning:
         """How the course begins for what is left."""
         course, nodes = self._stopped.course, self._stopped.nodes
+        there_already = [nodes[node] for node in taken]
         names = [self._names[node] for node in self._graph.find_nodes(op="placeholder")]
 
         def begins(graph: fx.Graph) -> tuple[Course, dict[fx.Node, fx.Node]]:
@@ -208,7 +212,7 @@ class _Making:
             for node, name in zip(inputs, names, strict=False):
                 values[node] = there[name] if name in there else fork.add_input(node, name)
             for node in inputs[len(names) :]:
-                values[node] = copies[nodes[taken[node.meta[INDEX]]]]
+                values[node] = copies[there_already[node.meta[INDEX]]]
             return fork, values
 
         return begins

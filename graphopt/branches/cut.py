@@ -1,7 +1,7 @@
 """Which nodes of a graph are left to run where some values are there already.
 
-    there: b                     x ─ a ─ b ─ view ─ c ─ result
-    left to run, from b:                     view ─ c ─ result
+there: b                     x ─ a ─ b ─ view ─ c ─ result
+left to run, from b:                     view ─ c ─ result
 """
 
 from __future__ import annotations
@@ -85,7 +85,12 @@ class Cut:
         return None if _root(base).op == "placeholder" or self._source(base) else source
 
     def _source(self, node: fx.Node) -> fx.Node | None:
-        if node.op != "call_function" or is_collective(node) or written(node) or not _is_plain(node):
+        if (
+            node.op != "call_function"
+            or is_collective(node)
+            or written(node)
+            or not _is_plain(node)
+        ):
             return None
         if draws(node) and node not in self._drawn:
             return None

@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -51,6 +51,8 @@ class BoundStep:
 
     Attributes:
         cause: why it was captured besides others; None for the first.
+        branch: its graph as it runs.
+        groups: names of the process groups that it communicates in.
         answers: to the decisions by value, in the order of the step, that it holds for.
         failures: how many calls one after another have taken another branch.
     """
@@ -82,7 +84,7 @@ class BoundStep:
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._lock = threading.RLock()
         self._running = False
-        self._groups = group_names(module.graph)
+        self.groups = group_names(module.graph)
         self._step = 0
         self._warned, self._collects = False, True
         self._stream: torch.cuda.Stream | None = None
@@ -108,13 +110,13 @@ class BoundStep:
             AssumptionFailedError: the values take another branch. Nothing has changed then.
         """
         with self._lock:  # other threads that use late tensors wait until the step is over
-            check_usable(self._groups)
+            check_usable(self.groups)
             if self.agreed is not None:
                 self.agreed.hear()
             leave = self._may_leave_in_flight()
             with without_torch_function():
                 self._give_storage()
-                flat = self._values(call)
+                flat = self.values(call)
             settle(flat, besides=self._unsettled)
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step)
@@ -161,43 +163,6 @@ class BoundStep:
         left, self._left = self._left, None
         assert left is not None
         return left
-
-    def go_on(self, left: Left, other: BoundStep | None, call: Call, step: int) -> Begun | None:
-        """How another graph goes on in a call that this one has left; None: it begins from the
-        beginning, as on all other ranks then.
-
-        Args:
-            other: None: it is still to be captured.
-            call: with its decisions.
-            step: which call of the training step it is, counted from 1.
-        """
-        begun = None
-        if other is not None:
-            with without_torch_function():
-                bound = call.using(other.captured.besides) or call
-                begun = left.begun(other.branch, lambda: other._values(bound))
-        left.handed_out = ()
-        if self.agreed is None:
-            return begun
-        plan = 0 if begun is None else begun.branch.plan
-        return begun if self.agreed.votes.alike(plan, step) else None
-
-    def learn(self, left: Left, other: BoundStep, finish: Callable[..., None]) -> None:
-        """Find out how `other` goes on in later calls that this one leaves so.
-
-        Args:
-            finish: the stages behind the passes, for a module and what the ranks agree on.
-        """
-        if self.agreed is not other.agreed or not (self._runs_again and other._runs_again):
-            return
-        if self.agreed is None and (self._groups or other._groups):
-            return  # other ranks may do something else
-        agreement = self.agreed.agreement if self.agreed else None
-        left.branch.learn(left.index, other.branch, lambda module: finish(module, agreement))
-
-    @property
-    def _runs_again(self) -> bool:
-        return self.captured.lasting and not self.captured.signature.states
 
     def goes_on(self, answers: Sequence[Answer]) -> bool:
         """Whether it holds for a call whose first decisions have these answers."""
@@ -273,7 +238,7 @@ class BoundStep:
     def _raise_explained(
         self, error: BaseException, step: int, host: HostRun | None = None
     ) -> None:
-        failure = explained(self.module, error, step, host) if self._groups else None
+        failure = explained(self.module, error, step, host) if self.groups else None
         if failure is not None:
             raise failure from error
 
@@ -344,7 +309,8 @@ class BoundStep:
         self.flush()
         return not self.module.in_flight
 
-    def _values(self, call: Call) -> list[Any]:
+    def values(self, call: Call) -> list[Any]:
+        """The inputs of the graph as they are now, in order."""
         inputs = self.captured.live
         flat: list[Any] = [
             holder.base() if isinstance(holder, Storage) else holder.live()

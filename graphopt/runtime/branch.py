@@ -3,9 +3,9 @@
     call ─▶ first graph ─ assumption fails ─▶ Left ─ its other branch is known ─▶ Begun ─▶ the rest
                                                 └─ it is not: from the beginning, and learn
 
-What the first graph has computed before the assumption stays (`Left`), until it is known whether the
-other branch goes on from there. It does so from the second time on: the first time its graph runs
-from the beginning, and what is left of it is found out afterwards.
+What the first graph has computed before the assumption stays (`Left`), until it is known whether
+the other branch goes on from there. It does so from the second time on: the first time its graph
+runs from the beginning, and what is left of it is found out afterwards.
 """
 
 from __future__ import annotations
