@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from operator import sub
+from operator import and_
 from typing import Any
 
 import pytest
@@ -46,12 +46,16 @@ class Net(nn.Module):
         return self.last(F.dropout(self.norm(self.first(x)).tanh(), 0.25))
 
 
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x[:, :2]).square().mean()
+
+
 def by_norm(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     """Skips the update."""
-    loss = model(x).square().mean()
+    loss = loss_of(model, x)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if norm < 0.4:
+    if norm < 2:
         optimizer.step()
     optimizer.zero_grad()
     return loss
@@ -59,8 +63,8 @@ def by_norm(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 def by_loss(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     """Skips the backward, or not: whichever is captured first."""
-    loss = model(x).square().mean()
-    if loss < 0.4:
+    loss = loss_of(model, x)
+    if loss < 1:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -70,9 +74,9 @@ def by_loss(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
 def keeps_gradients(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     """What is shared stays in `.grad`, and is returned."""
     optimizer.zero_grad()
-    h = model(x)
+    h = model(x) - x[:, :2]
     h.square().mean().backward()
-    if h.abs().max() < 1.5:
+    if h.abs().max() < 2:
         optimizer.step()
     return h
 
@@ -91,7 +95,7 @@ def draws_in_both(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
 def asks_three_times(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     """The second decision comes after the first in either branch, the third after an update of
     gradients."""
-    h = model(x)
+    h = model(x) - x[:, :2]
     h = h * 2 if h.sum() > 0 else h - 1
     loss = F.dropout(h, 0.25).square().mean()
     if loss > 1:
@@ -99,7 +103,7 @@ def asks_three_times(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tenso
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if norm < 2:
+    if norm < 4:
         optimizer.step()
     return loss
 
@@ -117,20 +121,24 @@ def batches(calls: int, seed: int = 1) -> list[Tensor]:
 
 def trained(
     step: Step, kind: str, compiled: bool, calls: int = 24, **options: Any
-) -> tuple[list[Any], list[Counter[str]], Any]:
-    """What every call leaves, how often it calls some operators, and the step."""
+) -> tuple[list[Any], list[Counter[str]], list[bool]]:
+    """What every call leaves, how often it calls some operators, and whether an assumption of a
+    graph has failed in it."""
     torch.manual_seed(0)
     model = Net()
     optimizer = OPTIMIZERS[kind](model)
     run: Any = graphopt.compile(step, **options) if compiled else step
     left: list[Any] = []
     called = []
+    failed = []
     for x in batches(calls):
+        before = {entry: entry.failures for entry in run._entries} if compiled else {}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             result = run(model, optimizer, x)
         called.append(Counter(e.name for e in profile.events() if e.name in PRODUCTS))
         left += [result, *left_by(model, optimizer)]
-    return left, called, run
+        failed.append(any(entry.failures > was for entry, was in before.items()))
+    return left, called, failed
 
 
 @pytest.mark.sliced(2)
@@ -139,21 +147,21 @@ def trained(
 @pytest.mark.parametrize("step", STEPS)
 def test_every_call_is_eager_s_and_computes_as_much(step: Step, kind: str, pipeline: str) -> None:
     expected, as_often, _ = trained(step, kind, compiled=False)
-    found, called, run = trained(step, kind, compiled=True, pipeline=pipeline)
+    found, called, failed = trained(step, kind, compiled=True, pipeline=pipeline)
     assert len(found) == len(expected)
     assert all(map(same, found, expected))
-    products, eager = ([calls.total() for calls in each] for each in (called, as_often))
-    assert len(run.captures) >= 2
-    assert max(map(sub, products, eager)) > 0  # decisions went another way than captured
-    # All pairs of branches have been met by then: nothing is computed twice from there on.
-    assert products[-6:] == eager[-6:]
+    at_most = [one.total() <= other.total() for one, other in zip(called, as_often, strict=True)]
+    assert not all(at_most)  # the first time, a branch begins from the beginning
+    assert any(map(and_, failed, at_most))
+    if step is not asks_three_times:  # all pairs of branches have been met by then
+        assert any(failed[-8:])
+        assert all(at_most[-8:])
 
 
 def test_a_graph_that_is_compiled_goes_on_as_well() -> None:
     options = graphopt.lowering.Options(min_ops=2)
-    expected, as_often, _ = trained(keeps_gradients, "adamw", compiled=False, calls=12)
-    found, called, run = trained(keeps_gradients, "adamw", compiled=True, calls=12, lower=options)
-    assert run.lowered
+    expected, as_often, _ = trained(keeps_gradients, "momentum", compiled=False, calls=12)
+    found, called, _ = trained(keeps_gradients, "momentum", compiled=True, calls=12, lower=options)
     close = [
         torch.allclose(a, b, rtol=1e-4, atol=1e-5) if isinstance(a, Tensor) else a == b
         for a, b in zip(found, expected, strict=True)
@@ -221,61 +229,48 @@ def test_what_is_not_the_same_is_not_shared(step: Step) -> None:
         continuation_of(Stopped(taken.graph, from_the_beginning, assumption), other)
 
 
-def test_a_decision_about_an_argument_shares_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    @graphopt.compile
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x) if x.sum() > 0 else model(-x)
-
-    model = nn.Linear(4, 4)
-    with caplog.at_level("INFO", "graphopt"):
-        for sign in (1, -1, 1, -1):
-            found = step(model, torch.full((2, 4), float(sign)))
-            assert torch.equal(found, model(torch.ones(2, 4)))
-    assert "nothing is computed before the decision" in caplog.text
-
-
 # ---------------------------------------------------------------------------------- several ranks
 
 
 def average_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
+    loss = loss_of(model, x)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if norm < 0.4:
+    if norm < 2:
         optimizer.step()
     optimizer.zero_grad()
     return norm
 
 
-def _on_rank(rank: int, compiled: bool, pipeline: str, uneven: bool) -> tuple[list[Any], list[int]]:
-    """What every call leaves on one rank, and how many reductions it launches."""
+def _on_rank(rank: int, compiled: bool, pipeline: str) -> tuple[list[Any], list[int], list[bool]]:
+    """What every call leaves on one rank, how many reductions it launches, and whether an
+    assumption fails."""
     torch.manual_seed(0)
     model = Net()
     optimizer = OPTIMIZERS["momentum"](model)
     run: Any = graphopt.compile(average_step, pipeline=pipeline) if compiled else average_step
     used = model if compiled else nn.parallel.DistributedDataParallel(model)
     left: list[Any] = []
-    launched = []
-    for call, x in enumerate(batches(20, seed=rank)):
-        # Another length on one rank, for which it has graphs of its own.
-        x = x[:5] if uneven and rank == 1 and call % 4 == 2 else x
+    launched, failures = [], []
+    for x in batches(20, seed=rank):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             result = run(used, optimizer, x)
         names = [e.name for e in profile.events()]
+        failures.append("c10d::allreduce_" in names)  # by which ranks say that they go on
         launched.append(sum(name.startswith("_c10d_functional::all_reduce") for name in names))
         left += [result, *left_by(model, optimizer)]
-    return left, launched
+    return left, launched, failures
 
 
-@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("pipeline", ["none", "default"])
-def test_ranks_launch_each_collective_once(pipeline: str, uneven: bool) -> None:
+def test_ranks_launch_each_collective_once(pipeline: str) -> None:
     with pool(2) as ranks:
-        expected = ranks.run(_on_rank, False, pipeline, uneven)
-        found = ranks.run(_on_rank, True, pipeline, uneven)
-    for (left, launched), (eager, _) in zip(found, expected, strict=True):
+        expected = ranks.run(_on_rank, False, pipeline)
+        found = ranks.run(_on_rank, True, pipeline)
+    for (left, launched, failures), (eager, _, _) in zip(found, expected, strict=True):
         assert len(left) == len(eager)
         assert all(map(same, left, eager))
-        if not uneven:
-            assert launched[0] > 0
-            assert set(launched[-8:]) == {launched[0]}
+        # Each call launches as much, whether its assumption holds or not.
+        assert any(failures[-10:])
+        assert launched[-1] > 0
+        assert set(launched[-10:]) == {launched[-1]}
