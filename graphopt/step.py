@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, Report
-    from graphopt.runtime.bound_step import BoundStep
+    from graphopt.runtime.bound_step import BoundStep, Tries
     from graphopt.runtime.branch import Begun
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.stages.auto import AutoPipeline
@@ -105,7 +105,7 @@ class TrainStep:
         self._held: frozenset[str] = frozenset()
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
-        self._retried: int | None = None
+        self._retried: Tries | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from graphopt.tracing.call import Call
@@ -124,10 +124,12 @@ class TrainStep:
         return self._run_eagerly(call) if entry is None else self._run(entry, call)
 
     def _known(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
-        """The graph that holds for a call, which is the one used last from now on. First that one
-        is asked whose branch the last call did not take for the first time."""
+        """The graph that holds for a call, which is the one used last from now on. First those are
+        asked whose branch the last call did not take for the first time."""
+        from graphopt.runtime.sharing import in_order
+
         retried, self._retried = self._retried, None
-        for entry in sorted(self._entries, key=lambda entry: entry.number != retried):
+        for entry in in_order(self._entries, retried):
             bound = call.using(entry.captured.besides)
             if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
                 continue
@@ -150,7 +152,7 @@ class TrainStep:
             note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
             return result
         result = self._run_other_branch(entry, call, failed)
-        self._retried = entry.number if entry.failures == 1 else None
+        self._retried = entry.tries if entry.failures == 1 else None
         return result
 
     def _run_other_branch(self, entry: BoundStep, call: Call, failed: AssumptionFailedError) -> Any:
@@ -198,11 +200,15 @@ class TrainStep:
     def _failures_told(self) -> Iterator[Parallel]:
         """While active, a failure is told to ranks that run their step meanwhile. Gives how this
         rank communicates."""
+        from graphopt import _compat
+        from graphopt.ranks.failures import tell
+
         parallel = resolve(self._parallel)
         try:
             yield parallel
         except BaseException as error:
-            _tell(parallel, self._calls, error)
+            if isinstance(parallel, OverRanks):
+                tell(_compat.group_or_default(parallel.group), self._calls, error)
             raise
 
     def _join(self, call: Call, parallel: OverRanks) -> None:
@@ -320,6 +326,7 @@ class TrainStep:
         from graphopt.iter_graph import IterGraphModule
         from graphopt.runtime.agreed import Ranks
         from graphopt.runtime.bound_step import BoundStep
+        from graphopt.runtime.sharing import join_branch
         from graphopt.tracing.guards import Guards
 
         cause = self._log_branch(branch) if branch else self._log_capture(call, mode)
@@ -350,6 +357,7 @@ class TrainStep:
         self._warn_of_held(captured, agreed is not None)
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
         entry.cause = cause
+        join_branch(entry, self._entries)
         self._entries.insert(0, entry)
         self._drop_unusable()
         for position in call.modules:
@@ -429,15 +437,6 @@ def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
         step._drop_unusable()
         if step._joint_capture is not None:
             step._joint_capture.forget_dead()
-
-
-def _tell(parallel: Parallel, step: int, error: BaseException) -> None:
-    """Tell a failure to ranks that run their step meanwhile."""
-    from graphopt import _compat
-    from graphopt.ranks.failures import tell
-
-    if isinstance(parallel, OverRanks):
-        tell(_compat.group_or_default(parallel.group), step, error)
 
 
 def _is_usable(entry: BoundStep) -> bool:

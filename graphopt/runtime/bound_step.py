@@ -38,6 +38,17 @@ from graphopt.tracing.signature import Computed, Constant, Recipe, View
 logger = logging.getLogger("graphopt")
 
 
+class Tries:
+    """How it went when a branch was tried.
+
+    Attributes:
+        failures: how many calls one after another have taken another branch.
+    """
+
+    def __init__(self) -> None:
+        self.failures = 0
+
+
 class BoundStep:
     """A captured step with the guards under which it holds, ready to be called.
 
@@ -54,7 +65,7 @@ class BoundStep:
         branch: its graph as it runs.
         groups: names of the process groups that it communicates in.
         answers: to the decisions by value, in the order of the step, that it holds for.
-        failures: how many calls one after another have taken another branch.
+        tries: how it went when its branch was tried.
     """
 
     def __init__(
@@ -73,7 +84,7 @@ class BoundStep:
         self.number = number
         self.cause: Cause | None = None
         self.answers = tuple(captured.live.answers)
-        self.failures = 0
+        self.tries = Tries()
         self._generators = DrawnGenerators(module.graph if self.answers else None)
         inputs = captured.live
         self._holders = inputs.placeholders
@@ -92,6 +103,11 @@ class BoundStep:
         self._late = _updated_late(module)
         reference = weakref.ref(self)
         self._unsettled = LateTensors(lambda: _finish_unasked(reference))
+
+    @property
+    def failures(self) -> int:
+        """How many calls one after another have taken another branch."""
+        return self.tries.failures
 
     @property
     def module(self) -> IterGraphModule:
@@ -132,7 +148,7 @@ class BoundStep:
                 error.handed_out = ()
                 generators.restore(drawn)
                 self.captured.state = state
-                self.failures += 1
+                self.tries.failures += 1
                 raise
             except BaseException as error:
                 self._raise_explained(error, step, host)
@@ -140,7 +156,7 @@ class BoundStep:
             finally:
                 self._running = False
                 self._watch_flight()
-            self._step, self.failures = step, 0
+            self._step, self.tries.failures = step, 0
             with without_torch_function():
                 if state is not None:
                     state.put()
