@@ -162,7 +162,7 @@ class _Making:
         for node in self._graph.find_nodes(op="placeholder"):
             name = self._names.get(node) or course.names.of_input()
             self._names[node] = name
-        self._graph.owning_module = self._root  # type: ignore[assignment]
+        self._graph.owning_module = self._root
         values = {node: course.add_input(node, name) for node, name in self._names.items()}
         nodes = course.run(self._graph.nodes, values)
         outputs = fx.node.map_arg(get_output(self._graph).args[0], nodes.__getitem__)

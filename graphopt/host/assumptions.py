@@ -94,6 +94,14 @@ def assumptions(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if isinstance(node.target, Assumption)]
 
 
+def assumption_number(graph: fx.Graph, index: int) -> tuple[fx.Node, Assumption]:
+    """The assumption of a graph with this index: the node and its target."""
+    for node in graph.nodes:
+        if isinstance(node.target, Assumption) and node.target.index == index:
+            return node, node.target
+    raise LookupError(f"the graph has no assumption {index}")
+
+
 def _count(node: fx.Node) -> int:
     return node.target.count if isinstance(node.target, Assumption) else 0
 

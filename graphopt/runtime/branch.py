@@ -29,7 +29,7 @@ from graphopt.branches.continuation import (
     from_the_beginning,
 )
 from graphopt.branches.handing import handing_out, launched_before, launched_by
-from graphopt.host.assumptions import assumptions
+from graphopt.host.assumptions import assumption_number
 from graphopt.iter_graph import IterGraphModule
 from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.generators import DrawnGenerators
@@ -91,16 +91,16 @@ class Branch:
 
     def _found(self, index: int, other: Branch, finish: Finish) -> Onward:
         graph = self.module.graph
-        (assumption,) = (n for n in assumptions(graph) if n.target.index == index)
-        rest = continuation_of(Stopped(graph, self._begins, assumption), other.module)
-        handing, positions = handing_out(self.module, assumption, rest.taken)
+        node, assumption = assumption_number(graph, index)
+        rest = continuation_of(Stopped(graph, self._begins, node), other.module)
+        handing, positions = handing_out(self.module, node, rest.taken)
         finish(handing)
-        launched = launched_before(handing.first_executable, assumption.target, rest.drawn)
+        launched = launched_before(handing.first_executable, assumption, rest.drawn)
         finish(rest.module)
         launched += ["then", *launched_by(rest.module.first_executable)]
         handing.meta.update(self.module.meta)
         self.module = handing
-        logger.info("another branch goes on from %d values: %s", len(positions), assumption.target)
+        logger.info("another branch goes on from %d values: %s", len(positions), assumption)
         return Onward(rest, positions, launched)
 
 
