@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("graphopt")
 Finish = Callable[[IterGraphModule], None]
 
 MOST = 16
-"""Graphs that go on from one graph."""
+"""Graphs that go on from one graph, or from another one that does."""
 
 
 class Branch:
@@ -55,6 +55,7 @@ class Branch:
 
     def __init__(self, module: IterGraphModule, begins: Beginning = from_the_beginning) -> None:
         self.module, self._begins = module, begins
+        self._family: WeakSet[Onward] = WeakSet()
         self._onward: WeakKeyDictionary[Branch, dict[int, Onward | None]] = WeakKeyDictionary()
 
     def run(self, flat: Sequence[Any], there: list[Any], leave: bool) -> Any:
@@ -78,7 +79,7 @@ class Branch:
             finish: the stages behind the passes.
         """
         known = self._onward.setdefault(other, {})
-        if index in known or sum(map(len, self._onward.values())) >= MOST:
+        if index in known or len(self._family) >= MOST:
             return
         known[index] = None
         try:
@@ -101,7 +102,10 @@ class Branch:
         handing.meta.update(self.module.meta)
         self.module = handing
         logger.info("another branch goes on from %d values: %s", len(positions), assumption)
-        return Onward(rest, positions, launched)
+        found = Onward(rest, positions, launched)
+        found._family = self._family
+        self._family.add(found)
+        return found
 
 
 class Onward(Branch):
