@@ -24,6 +24,7 @@ from graphopt.branches.continuation import (
 from graphopt.branches.handing import handing_out
 from graphopt.errors import AssumptionFailedError
 from graphopt.host.assumptions import assumptions
+from graphopt.tracing.call import Call
 from test_decisions import left_by, same
 
 Step = Callable[[nn.Module, Optimizer, Tensor], Any]
@@ -170,38 +171,45 @@ def test_a_graph_that_is_compiled_goes_on_as_well() -> None:
     assert [c["aten::addmm"] for c in called[-4:]] == [c["aten::addmm"] for c in as_often[-4:]]
 
 
-def captured(step: Step, x: Tensor) -> tuple[Any, list[Any]]:
-    """The graph for the branch that `x` takes, and the values of its inputs."""
+def both_branches(
+    step: Step, other: Step
+) -> tuple[Callable[[], tuple[Any, list[Any]]], Callable[[], tuple[Any, list[Any]]]]:
+    """The graphs of two branches, or of two steps, of the same objects: each gives the graph, and
+    copies of its inputs."""
     torch.manual_seed(0)
     model = Net()
     optimizer = OPTIMIZERS["adamw"](model)
-    run = graphopt.compile(step, pipeline="none")
-    run(model, optimizer, x)
-    (entry,) = run._entries
-    from graphopt.tracing.call import Call
+    small, large = batches(3)[0], batches(3)[2]
 
-    return run.graph_module, entry.values(Call(step, (model, optimizer, x), {}))
+    def of(step: Step, x: Tensor) -> Callable[[], tuple[Any, list[Any]]]:
+        run = graphopt.compile(step, pipeline="none")
+        run(model, optimizer, x)
+        entry = run._entries[0]
+        call = Call(step, (model, optimizer, large), {})
+        return lambda: (entry.module, [value.clone() for value in entry.values(call)])
+
+    return of(step, small), of(other, large)
 
 
 def test_what_is_left_goes_on_to_what_the_other_graph_computes() -> None:
-    small, large = batches(3)[0], batches(3)[2]
-    taken, _ = captured(by_norm, small)
-    other, values = captured(by_norm, large)
+    first, second = both_branches(by_loss, by_loss)
+    (taken, values), (other, inputs) = first(), second()
     (assumption,) = assumptions(taken.graph)
     rest = continuation_of(Stopped(taken.graph, from_the_beginning, assumption), other)
     handing, positions = handing_out(taken, assumption, rest.taken)
     torch.manual_seed(3)
     with pytest.raises(AssumptionFailedError) as failed:
-        handing(*[v.clone() for v in values])
+        handing(*values)
     there = [failed.value.handed_out[position] for position in positions]
-    found = rest.module.go_on([v.clone() for v in values], there)
+    found = rest.module.go_on(inputs, there)
     after = torch.get_rng_state()
     torch.manual_seed(3)
-    expected = other(*[v.clone() for v in values])
+    expected = other(*second()[1])
     assert torch.equal(after, torch.get_rng_state())
-    assert all(map(torch.equal, torch.utils._pytree.tree_leaves(found[0]), expected[0]))
+    assert len(found[0]) == len(expected[0]) == 1
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert len(found[1]) == len(expected[1]) == 3  # the statistics
     assert all(map(torch.equal, found[1], expected[1]))
-    # Gradients are not computed again, nor anything before them.
     names = {str(node.target) for node in rest.module.graph.nodes}
     assert not any("mm" in name or "bernoulli" in name for name in names)
 
@@ -221,9 +229,8 @@ def multiplies(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("step", [draws_otherwise, multiplies])
 def test_what_is_not_the_same_is_not_shared(step: Step) -> None:
-    small, large = batches(3)[0], batches(3)[2]
-    taken, _ = captured(by_norm, small)
-    other, _ = captured(step, large)
+    first, second = both_branches(by_norm, step)
+    (taken, _), (other, _) = first(), second()
     (assumption,) = assumptions(taken.graph)
     with pytest.raises(NotSharedError):
         continuation_of(Stopped(taken.graph, from_the_beginning, assumption), other)
