@@ -96,7 +96,14 @@ class Cut:
             return None
         if not draws(node) and not node.all_input_nodes:  # a constant is made at no cost
             return None
-        return self._there.get(self._value_of.get(node))
+        source = self._there.get(self._value_of.get(node))
+        return source if source is not None and _alignment(source) == _alignment(node) else None
+
+
+def _alignment(node: fx.Node) -> int:
+    """Where in a cache line a tensor begins, by which some kernels round otherwise."""
+    value = node.meta["val"]
+    return int(value.storage_offset() * value.element_size() % 64)
 
 
 def _is_view(node: fx.Node) -> bool:

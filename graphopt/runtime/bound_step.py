@@ -151,7 +151,7 @@ class BoundStep:
                 self.tries.failures += 1
                 raise
             except BaseException as error:
-                self._raise_explained(error, step, host)
+                self._raise_explained(error, step, host, branch.module)
                 raise
             finally:
                 self._running = False
@@ -252,9 +252,14 @@ class BoundStep:
         return "it is updated in its own step, and no update overlaps with the next one"
 
     def _raise_explained(
-        self, error: BaseException, step: int, host: HostRun | None = None
+        self,
+        error: BaseException,
+        step: int,
+        host: HostRun | None = None,
+        module: IterGraphModule | None = None,
     ) -> None:
-        failure = explained(self.module, error, step, host) if self.groups else None
+        module = module or self.module
+        failure = explained(module, error, step, host) if self.groups else None
         if failure is not None:
             raise failure from error
 

@@ -146,6 +146,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return True
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
     if _layout(one) != _layout(other):
         return False
     if one.data_ptr() == other.data_ptr():
