@@ -249,15 +249,27 @@ def average_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     return norm
 
 
+def by_one_gradient(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Decides when all other gradients may still be under way between the ranks."""
+    loss_of(model, x).backward()
+    last = next(p for p in reversed(list(model.parameters())) if p.shape == (2,))
+    assert last.grad is not None
+    norm = last.grad.norm()
+    if norm < 1:
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
 def _on_rank(
-    rank: int, compiled: bool, pipeline: str, uneven: bool
+    rank: int, step: Step, compiled: bool, pipeline: str, uneven: bool
 ) -> tuple[list[Any], list[int], list[bool]]:
     """What every call leaves on one rank, how many reductions it launches, and whether an
     assumption fails."""
     torch.manual_seed(0)
     model = Net()
     optimizer = OPTIMIZERS["momentum"](model)
-    run: Any = graphopt.compile(average_step, pipeline=pipeline) if compiled else average_step
+    run: Any = graphopt.compile(step, pipeline=pipeline) if compiled else step
     used = model if compiled else nn.parallel.DistributedDataParallel(model)
     left: list[Any] = []
     launched, failures = [], []
@@ -277,8 +289,8 @@ def _on_rank(
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 def test_ranks_launch_each_collective_once(pipeline: str, uneven: bool) -> None:
     with pool(2) as ranks:
-        expected = ranks.run(_on_rank, False, pipeline, uneven)
-        found = ranks.run(_on_rank, True, pipeline, uneven)
+        expected = ranks.run(_on_rank, average_step, False, pipeline, uneven)
+        found = ranks.run(_on_rank, average_step, True, pipeline, uneven)
     for (left, launched, failures), (eager, _, _) in zip(found, expected, strict=True):
         assert len(left) == len(eager)
         assert all(map(same, left, eager))
@@ -286,3 +298,14 @@ def test_ranks_launch_each_collective_once(pipeline: str, uneven: bool) -> None:
         assert any(failures[-10:])
         assert launched[-1] > 0
         assert uneven or set(launched[-10:]) == {launched[-1]}
+
+
+@pytest.mark.parametrize("pipeline", ["none", "default"])
+def test_ranks_agree_where_collectives_may_be_under_way(pipeline: str) -> None:
+    with pool(2) as ranks:
+        expected = ranks.run(_on_rank, by_one_gradient, False, pipeline, True)
+        found = ranks.run(_on_rank, by_one_gradient, True, pipeline, True)
+    for (left, _, failures), (eager, _, _) in zip(found, expected, strict=True):
+        assert any(failures[-10:])
+        assert len(left) == len(eager)
+        assert all(map(same, left, eager))
