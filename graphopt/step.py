@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, Report
-    from graphopt.runtime.bound_step import BoundStep
+    from graphopt.runtime.bound_step import BoundStep, Tries
+    from graphopt.runtime.branch import Begun
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.stages.auto import AutoPipeline
     from graphopt.tracing import CapturedStep
@@ -104,7 +105,7 @@ class TrainStep:
         self._held: frozenset[str] = frozenset()
         self._joint_capture: JointCapture | None = None
         self._shape_captures = 0
-        self._retried: int | None = None
+        self._retried: Tries | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from graphopt.tracing.call import Call
@@ -116,56 +117,62 @@ class TrainStep:
             return self._run_eagerly(call)
         check_casts(call)
         mode = self._mode()
-        for position, entry in self._in_order():
-            bound = call.using(entry.captured.besides)
-            if bound is not None and _fits(entry, bound, mode):
-                if position:
-                    self._land()
-                    self._entries.insert(0, self._entries.pop(position))
-                return self._run(entry, bound)
-        self._land()
-        captured = self._captured_or_refused(call, mode)
-        if captured is None:
-            return self._run_eagerly(call)
-        return self._run(captured, call.using(captured.captured.besides) or call)
+        entry = self._known(call, mode)
+        if entry is None:
+            self._land()
+            entry = self._captured_or_refused(call, mode)
+        return self._run_eagerly(call) if entry is None else self._run(entry, call)
 
-    def _in_order(self) -> list[tuple[int, BoundStep]]:
-        """The graphs that this call may use, and their places among all: first the one whose branch
-        the last call did not take for the first time, then those used last."""
+    def _known(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
+        """The graph that holds for a call, which is the one used last from now on. First those are
+        asked whose branch the last call did not take for the first time."""
+        from graphopt.runtime.sharing import in_order
+
         retried, self._retried = self._retried, None
-        found = list(enumerate(self._entries))
-        return found if retried is None else sorted(found, key=lambda e: e[1].number != retried)
+        for entry in in_order(self._entries, retried):
+            bound = call.using(entry.captured.besides)
+            if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
+                continue
+            if entry is not self._entries[0]:
+                self._land()
+                self._entries.remove(entry)
+                self._entries.insert(0, entry)
+            return entry
+        return None
 
-    def _run(self, entry: BoundStep, call: Call) -> Any:
+    def _run(self, entry: BoundStep, call: Call, begun: Begun | None = None) -> Any:
         from graphopt.tracing.casts import note_casts
 
+        call = call.using(entry.captured.besides) or call
         try:
-            result = entry(call, self._calls)
+            result = entry(call, self._calls, begun)
         except AssumptionFailedError as error:
             failed = error.with_traceback(None)  # whose frames hold all that was computed
         else:
             note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
             return result
         result = self._run_other_branch(entry, call, failed)
-        self._retried = entry.number if entry.failures == 1 else None
+        self._retried = entry.tries if entry.failures == 1 else None
         return result
 
     def _run_other_branch(self, entry: BoundStep, call: Call, failed: AssumptionFailedError) -> Any:
         """Run the graph of the branch that the values of a call take, where `entry` took another
         one, and changed nothing."""
-        mode = self._mode()
+        from graphopt.runtime.sharing import begun, learn
+
+        mode, left = self._mode(), entry.take_left()
         call = call.deciding((*entry.answers_before(failed.index), failed.found))
         self._land()
-        for position, other in enumerate(self._entries):
-            bound = call.using(other.captured.besides)
-            if bound is not None and other.goes_on(call.decided) and _fits(other, bound, mode):
-                self._entries.insert(0, self._entries.pop(position))
-                return self._run(other, bound)
+        other = self._known(call, mode)
+        going_on = begun(left, entry, other, call, self._calls)
         cause = Cause.of_branch(failed.place, failed.found)
-        captured = self._captured_or_refused(call, mode, cause)
-        if captured is None:
+        other = other or self._captured_or_refused(call, mode, cause)
+        if other is None:
             return self._run_eagerly(call)
-        return self._run(captured, call.using(captured.captured.besides) or call)
+        result = self._run(other, call, going_on)
+        if going_on is None and self._stages.hands_out:
+            learn(left, entry, other, self._stages.finish)
+        return result
 
     def _captured_or_refused(
         self, call: Call, mode: tuple[Any, ...], branch: Cause | None = None
@@ -193,11 +200,15 @@ class TrainStep:
     def _failures_told(self) -> Iterator[Parallel]:
         """While active, a failure is told to ranks that run their step meanwhile. Gives how this
         rank communicates."""
+        from graphopt import _compat
+        from graphopt.ranks.failures import tell
+
         parallel = resolve(self._parallel)
         try:
             yield parallel
         except BaseException as error:
-            _tell(parallel, self._calls, error)
+            if isinstance(parallel, OverRanks):
+                tell(_compat.group_or_default(parallel.group), self._calls, error)
             raise
 
     def _join(self, call: Call, parallel: OverRanks) -> None:
@@ -315,6 +326,7 @@ class TrainStep:
         from graphopt.iter_graph import IterGraphModule
         from graphopt.runtime.agreed import Ranks
         from graphopt.runtime.bound_step import BoundStep
+        from graphopt.runtime.sharing import join_branch
         from graphopt.tracing.guards import Guards
 
         cause = self._log_branch(branch) if branch else self._log_capture(call, mode)
@@ -345,6 +357,7 @@ class TrainStep:
         self._warn_of_held(captured, agreed is not None)
         entry = BoundStep(captured, module, call, guards, agreed, self._captured)
         entry.cause = cause
+        join_branch(entry, self._entries)
         self._entries.insert(0, entry)
         self._drop_unusable()
         for position in call.modules:
@@ -424,15 +437,6 @@ def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
         step._drop_unusable()
         if step._joint_capture is not None:
             step._joint_capture.forget_dead()
-
-
-def _tell(parallel: Parallel, step: int, error: BaseException) -> None:
-    """Tell a failure to ranks that run their step meanwhile."""
-    from graphopt import _compat
-    from graphopt.ranks.failures import tell
-
-    if isinstance(parallel, OverRanks):
-        tell(_compat.group_or_default(parallel.group), step, error)
 
 
 def _is_usable(entry: BoundStep) -> bool:

@@ -22,6 +22,9 @@ from graphopt.host import HostCall, is_host_call
 
 Answer = bool | int | tuple[int, ...]
 
+_HANDED_OUT = "handed_out"
+"""Metadata of an assumption: how many of its last arguments are values for another branch."""
+
 
 class Assumption(HostCall):
     """The target of a node that compares a number with what the step was captured for.
@@ -53,7 +56,13 @@ class Assumption(HostCall):
         """Raise `AssumptionFailedError` where the first value is not as it was at capture."""
         found: Answer = type(self.answer)(values[0])
         if found != self.answer:
-            raise AssumptionFailedError(self.index, found, self.line)
+            raise self.failed(found, values)
+
+    def failed(self, found: Answer, values: Sequence[Any]) -> AssumptionFailedError:
+        """The error where the answer is another one; it has the values that are handed out."""
+        error = AssumptionFailedError(self.index, found, self.line)
+        error.handed_out = tuple(values[self.count :])
+        return error
 
     def repeats(self, other: HostCall) -> bool:
         if not isinstance(other, Assumption):
@@ -70,7 +79,7 @@ class ValuesAssumption(Assumption):
     def run(self, values: Sequence[Any]) -> None:
         found = tuple(values[0].tolist())
         if found != self.answer:
-            raise AssumptionFailedError(self.index, found, self.line)
+            raise self.failed(found, values)
 
     def repeats(self, other: HostCall) -> bool:
         return isinstance(other, ValuesAssumption) and super().repeats(other)
@@ -83,6 +92,14 @@ def _nothing() -> None:
 def assumptions(graph: fx.Graph) -> list[fx.Node]:
     """The assumptions of a graph, in order."""
     return [node for node in graph.nodes if isinstance(node.target, Assumption)]
+
+
+def assumption_number(graph: fx.Graph, index: int) -> tuple[fx.Node, Assumption]:
+    """The assumption of a graph with this index: the node and its target."""
+    for node in graph.nodes:
+        if isinstance(node.target, Assumption) and node.target.index == index:
+            return node, node.target
+    raise LookupError(f"the graph has no assumption {index}")
 
 
 def _count(node: fx.Node) -> int:
@@ -101,3 +118,22 @@ def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
     calls = [node for node in graph.nodes if is_host_call(node) and node not in found]
     for node in reversed([call for call in calls if call < last]):
         last.append(node)
+
+
+def without_handed_out(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a node without values that an assumption hands out."""
+    return node.args[: len(node.args) - node.meta.get(_HANDED_OUT, 0)]
+
+
+def hand_out(assumption: fx.Node, values: Sequence[fx.Node]) -> list[int]:
+    """Let an assumption hand out values where it fails.
+
+    Returns:
+        Where each of them stands in `AssumptionFailedError.handed_out`.
+    """
+    known = list(assumption.args[len(without_handed_out(assumption)) :])
+    new = [value for value in values if value not in known]
+    assumption.args = (*assumption.args, *new)
+    assumption.meta[_HANDED_OUT] = len(known) + len(new)
+    first = len(without_handed_out(assumption)) - _count(assumption)
+    return [first + (known + new).index(value) for value in values]

@@ -17,7 +17,6 @@ from typing import Any
 from torch import fx
 
 from graphopt._compat.sizes import Guards, Place
-from graphopt.errors import AssumptionFailedError
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption
 
@@ -90,7 +89,7 @@ class SizeAssumption(Assumption):
         )
         self.relations.found[self.index] = found
         if not self.relations.hold(self.index, self.relations.found):
-            raise AssumptionFailedError(self.index, found, self.line)
+            raise self.failed(found, values)
 
     def repeats(self, other: HostCall) -> bool:
         return isinstance(other, SizeAssumption) and super().repeats(other)

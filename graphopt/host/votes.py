@@ -109,6 +109,20 @@ class Votes:
         if other >= 0:
             self._raise(other, step)
 
+    def alike(self, number: int, step: int) -> bool:
+        """Whether all ranks say the same number, and not 0. Waits for all of them.
+
+        Args:
+            number: at least 0.
+            step: which call of the step function it is about, counted from 1.
+        """
+        device = _compat.device_of(self._group)
+        said = torch.tensor([number, -number], dtype=torch.int64, device=device)
+        with said_explained(self._group, step):
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
+            most, least = said.tolist()
+        return bool(number and most == -least)
+
     def _raise(self, other: int, step: int) -> None:
         reason = reasons(self._group, step).get(other, "an error")
         raise SpmdMismatchError(

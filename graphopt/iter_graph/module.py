@@ -6,7 +6,7 @@ import copy
 import importlib
 import logging
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import fx
@@ -185,6 +185,18 @@ class IterGraphModule(fx.GraphModule):
             self.flush()
         return self._packed(results)
 
+    def go_on(self, args: Sequence[Any], there: list[Any]) -> Any:
+        """Run a graph without late nodes that goes on from values of another one.
+
+        Args:
+            args: one value per input of the step.
+            there: the values, by `INDEX`; taken out as they are needed.
+
+        Returns:
+            What `graph` returns.
+        """
+        return self._packed(self._program("setup").run(args, Flight(there, ()))[0])
+
     def derive(self) -> dict[str, fx.GraphModule]:
         """The graphs that run, by name: "setup" and, with late nodes, "main" and "drain"."""
         names = ("setup", "main", "drain") if self.graph.late else ("setup",)
@@ -267,6 +279,11 @@ class IterGraphModule(fx.GraphModule):
         if self._plan is None:
             self._plan = plan(self.graph)
         return self._plan
+
+    @property
+    def first_executable(self) -> fx.Graph:
+        """What runs where nothing is in flight, after all stages."""
+        return self._program("setup").graph
 
     def _derived(self, name: str, *options: Any) -> fx.GraphModule:
         derivation = Derivation(self.graph, self._current_plan())

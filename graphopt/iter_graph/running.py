@@ -151,11 +151,9 @@ class Program:
     """
 
     def __init__(self, graph_module: fx.GraphModule, carried: int, reads: tuple[bool, ...]) -> None:
-        placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
         self._carried, self.reads = carried, reads
-        self._takes = any(INDEX in node.meta for node in placeholders)
-        if any(GROUP in node.meta for node in graph_module.graph.nodes):
-            self._takes = True
+        self._takes = any(INDEX in n.meta or GROUP in n.meta for n in graph_module.graph.nodes)
+        if self._takes:
             _take_from_flight(graph_module)
         graph_module.graph.lint()
         self._graph_module = graph_module
@@ -184,6 +182,11 @@ class Program:
             user, updates, carried = self._call(*args)
         split = len(carried) - self._carried
         return (user, updates, carried[:split]), carried[split:]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """What it runs."""
+        return self._graph_module.graph
 
     def node_at(self, code: CodeType, line: int) -> fx.Node | None:
         """The node that a line of code runs; None if it is not code of this graph."""

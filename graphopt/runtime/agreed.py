@@ -8,6 +8,7 @@ from types import TracebackType
 
 from torch import fx
 
+from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
 from graphopt.ranks.spmd import collective_plan
 from graphopt.tracing.call import Call
@@ -33,6 +34,7 @@ class Agreed:
         held: names of what some rank holds in a way in which its use is not seen.
         votes: how the ranks agree that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
+        likely: answers to the decisions of the branch that all ranks try first in this call.
         current: False once the ranks have agreed on more; graphs made for it must not run then.
     """
 
@@ -43,6 +45,7 @@ class Agreed:
     votes: Votes
     agreement: Agreement
     current: bool = True
+    likely: tuple[Answer, ...] = ()
 
     def hear(self) -> None:
         """Before a call: raise where a function has raised on another rank when the last call, of

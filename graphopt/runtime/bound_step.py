@@ -25,6 +25,7 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
 from graphopt.runtime.agreed import Agreed
+from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.generators import DrawnGenerators
 from graphopt.runtime.late import LateTensors, settle, warn_of_held
 from graphopt.tracing.call import Call
@@ -35,6 +36,17 @@ from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.signature import Computed, Constant, Recipe, View
 
 logger = logging.getLogger("graphopt")
+
+
+class Tries:
+    """How it went when a branch was tried.
+
+    Attributes:
+        failures: how many calls one after another have taken another branch.
+    """
+
+    def __init__(self) -> None:
+        self.failures = 0
 
 
 class BoundStep:
@@ -50,8 +62,10 @@ class BoundStep:
 
     Attributes:
         cause: why it was captured besides others; None for the first.
+        branch: its graph as it runs.
+        groups: names of the process groups that it communicates in.
         answers: to the decisions by value, in the order of the step, that it holds for.
-        failures: how many calls one after another have taken another branch.
+        tries: how it went when its branch was tried.
     """
 
     def __init__(
@@ -64,13 +78,13 @@ class BoundStep:
         number: int,
     ) -> None:
         self.captured = captured
-        self.module = module
+        self.branch = Branch(module)
         self.guards = guards
         self.agreed = agreed
         self.number = number
         self.cause: Cause | None = None
         self.answers = tuple(captured.live.answers)
-        self.failures = 0
+        self.tries = Tries()
         self._generators = DrawnGenerators(module.graph if self.answers else None)
         inputs = captured.live
         self._holders = inputs.placeholders
@@ -81,54 +95,68 @@ class BoundStep:
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._lock = threading.RLock()
         self._running = False
-        self._groups = group_names(module.graph)
+        self.groups = group_names(module.graph)
         self._step = 0
         self._warned, self._collects = False, True
         self._stream: torch.cuda.Stream | None = None
+        self._left: Left | None = None
         self._late = _updated_late(module)
         reference = weakref.ref(self)
         self._unsettled = LateTensors(lambda: _finish_unasked(reference))
 
-    def __call__(self, call: Call, step: int) -> Any:
+    @property
+    def failures(self) -> int:
+        """How many calls one after another have taken another branch."""
+        return self.tries.failures
+
+    @property
+    def module(self) -> IterGraphModule:
+        """The graph, ready to run."""
+        return self.branch.module
+
+    def __call__(self, call: Call, step: int, begun: Begun | None = None) -> Any:
         """Run the step.
 
         Args:
             step: which call of the training step it is, counted from 1.
+            begun: what another graph has done of it, from which it goes on.
 
         Raises:
             CollectiveError: communication with the other ranks failed, or has failed before.
             AssumptionFailedError: the values take another branch. Nothing has changed then.
         """
         with self._lock:  # other threads that use late tensors wait until the step is over
-            check_usable(self._groups)
+            check_usable(self.groups)
             if self.agreed is not None:
                 self.agreed.hear()
             leave = self._may_leave_in_flight()
             with without_torch_function():
                 self._give_storage()
-                flat = self._values(call)
+                flat = self.values(call)
             settle(flat, besides=self._unsettled)
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step)
             self._running = True
-            drawn = self._generators.states()
+            generators, drawn = self._before_drawing(begun)
+            branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
             try:
                 with torch.no_grad(), without_autocast(), running(host):
-                    # Not as a module: hooks of all modules are not meant for it.
-                    user, _, carried = self.module.forward(*flat, last_iter=not leave)
+                    user, _, carried = branch.run(flat, there, leave)
                 host.say()
-            except AssumptionFailedError:
-                self._generators.restore(drawn)
+            except AssumptionFailedError as error:
+                self._left = Left(branch, error.index, flat, error.handed_out, generators)
+                error.handed_out = ()
+                generators.restore(drawn)
                 self.captured.state = state
-                self.failures += 1
+                self.tries.failures += 1
                 raise
             except BaseException as error:
-                self._raise_explained(error, step, host)
+                self._raise_explained(error, step, host, branch.module)
                 raise
             finally:
                 self._running = False
                 self._watch_flight()
-            self._step, self.failures = step, 0
+            self._step, self.tries.failures = step, 0
             with without_torch_function():
                 if state is not None:
                     state.put()
@@ -136,9 +164,25 @@ class BoundStep:
             host.end()
             return returned
 
+    def _before_drawing(self, begun: Begun | None) -> tuple[DrawnGenerators, list[torch.Tensor]]:
+        """The generators that a call draws from, and what they are before it; they go on from where
+        what has begun has left them."""
+        if begun is None:
+            return self._generators, self._generators.states()
+        generators = self._generators.joined(begun.left.generators)
+        before = generators.states()
+        begun.left.generators.restore(begun.left.drawn)
+        return generators, before
+
+    def take_left(self) -> Left:
+        """What the last call has left behind, in which an assumption failed."""
+        left, self._left = self._left, None
+        assert left is not None
+        return left
+
     def goes_on(self, answers: Sequence[Answer]) -> bool:
         """Whether it holds for a call whose first decisions have these answers."""
-        return answered_alike(self.module.graph, self.answers, answers)
+        return not answers or answered_alike(self.module.graph, self.answers, answers)
 
     def answers_before(self, index: int) -> tuple[Answer, ...]:
         """To the first decisions of the last call, which came to a decision that failed."""
@@ -208,9 +252,14 @@ class BoundStep:
         return "it is updated in its own step, and no update overlaps with the next one"
 
     def _raise_explained(
-        self, error: BaseException, step: int, host: HostRun | None = None
+        self,
+        error: BaseException,
+        step: int,
+        host: HostRun | None = None,
+        module: IterGraphModule | None = None,
     ) -> None:
-        failure = explained(self.module, error, step, host) if self._groups else None
+        module = module or self.module
+        failure = explained(module, error, step, host) if self.groups else None
         if failure is not None:
             raise failure from error
 
@@ -281,7 +330,8 @@ class BoundStep:
         self.flush()
         return not self.module.in_flight
 
-    def _values(self, call: Call) -> list[Any]:
+    def values(self, call: Call) -> list[Any]:
+        """The inputs of the graph as they are now, in order."""
         inputs = self.captured.live
         flat: list[Any] = [
             holder.base() if isinstance(holder, Storage) else holder.live()

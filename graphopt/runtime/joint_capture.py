@@ -60,6 +60,7 @@ class _AsAgreed(Ranks):
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
         communication = communication_for(self._parallel, self.agreed.order)
+        call = call if call.decided else call.deciding(self.agreed.likely)
         try:
             captured = capture_call(call, communication, self._settled, lasts=True)
         except UnagreedParameterError:

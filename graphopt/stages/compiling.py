@@ -254,10 +254,21 @@ class Stages:
         proof = StageProof(Proof())
         return self._runner.run(behind, gm, DerivedGraph("setup"), gm, proof)
 
-    def finish(self, module: IterGraphModule) -> None:
-        """The stages behind the passes, for a graph of its own that no other rank knows of: a part
-        of what was captured."""
+    @property
+    def hands_out(self) -> bool:
+        """Whether graphs leave what they compute to other graphs: recordings write to the same
+        memory again."""
+        return self.options is None or not self.options.cudagraphs
+
+    def finish(self, module: IterGraphModule, agreement: Agreement | None = None) -> None:
+        """The stages behind the passes, for a graph of its own on which the ranks need not agree:
+        a part of what was captured.
+
+        Args:
+            agreement: when all ranks agree that no function of the program's has raised.
+        """
         step = StepInMaking(module)
+        step.agreement = agreement
         self.derive(step)
         self.make_executable(step)
 

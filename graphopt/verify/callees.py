@@ -13,7 +13,8 @@ from graphopt.verify.axioms import RULES, Axiom
 from graphopt.verify.calls import target_name
 from graphopt.verify.functional import is_standard, standard_form
 
-_OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+"""Operators that read elements of a storage besides those of their argument."""
 
 
 class Callee(NamedTuple):
@@ -80,7 +81,7 @@ def _callee_of(node: fx.Node, target: Any, standard: Any) -> Callee:
         standard,
         target_name(standard),
         RULES.get(standard._schema.name) if is_aten else None,
-        is_operator(standard, *_OF_STORAGE),
+        is_operator(standard, *OF_STORAGE),
         str(target).endswith("_mutation"),
         is_operator(standard, *MAY_RAISE),
         node.is_impure() if is_aten and node.target is target else None,

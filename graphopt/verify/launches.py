@@ -43,8 +43,13 @@ def _launches(gm: fx.GraphModule) -> Iterator[Launch]:
             if isinstance(inner, fx.GraphModule):
                 yield from _launches(inner)
         elif is_collective(node):
-            name = _IN_PLACE.sub(".", str(node.target))
-            yield Launch(f"{name}{[launch_part(arg) for arg in node.args]}", node)
+            yield launch_of(node)
+
+
+def launch_of(node: fx.Node) -> Launch:
+    """The launch that a node is."""
+    name = _IN_PLACE.sub(".", str(node.target))
+    return Launch(f"{name}{[launch_part(arg) for arg in node.args]}", node)
 
 
 def other_launches(before: Sequence[Launch], after: Sequence[Launch]) -> Problem | None:
