@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import graphopt
 from graphopt import cli
+from graphopt.cli import demo
 from graphopt.demo import main as demo_main
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.iter_graph import IterGraphModule
@@ -95,7 +96,7 @@ def test_demo_defaults(requests: list[dict[str, Any]]) -> None:
 
 
 def test_demo_examples_are_accepted(requests: list[dict[str, Any]]) -> None:
-    lines = [line.split() for line in cli.DEMO_EXAMPLES.splitlines() if "graphopt" in line]
+    lines = [line.split() for line in demo.EXAMPLES.splitlines() if "graphopt" in line]
     for words in lines:
         assert invoke(*words[1:]).exit_code == 0, words
     assert len(requests) == len(lines) > 2

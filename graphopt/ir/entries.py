@@ -60,7 +60,8 @@ class ListCall:
         return [node for value in others for node in nodes_in(value)]
 
     def reads(self, item: int) -> list[tuple[fx.Node, int | None]]:
-        """What one entry is given alone: nodes, and entries of a list that is given as a whole."""
+        """What one entry is given alone: nodes, and of a list that is given as a whole, the node
+        and the number of the entry."""
         found: list[tuple[fx.Node, int | None]] = []
         for value in self.lists.values():
             if isinstance(value, fx.Node):
