@@ -94,6 +94,40 @@ def test_a_tensor_that_is_an_argument_itself() -> None:
     assert not check_equivalence(*graphs[1:]).ok
 
 
+ELSEWHERE = torch.device("meta")
+
+
+def on_another_device(target: Any, *args: Any, moved: bool, **kwargs: Any) -> fx.Graph:
+    """A call before or after its argument is copied to another device. It is not to be run."""
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = torch.empty(4)
+    copy = (aten._to_copy.default, (), {"device": ELSEWHERE})
+    for function, plain, named in [copy, (target, args, kwargs)][:: 1 if moved else -1]:
+        value = function(node.meta["val"], *plain, **named)
+        node = graph.call_function(function, (node, *plain), named)
+        node.meta["val"] = value
+    graph.output(([node], [], []))
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs", "same"),
+    [
+        (aten.div.Tensor, (3.0,), {}, False),
+        (aten._to_copy.default, (), {"dtype": torch.int64}, False),
+        (aten._to_copy.default, (), {"dtype": torch.bfloat16}, True),
+        (aten.view.default, ([2, 2],), {}, True),
+    ],
+    ids=["quotient", "whole", "half", "view"],
+)
+def test_what_another_device_computes(target: Any, args: Any, kwargs: Any, same: bool) -> None:
+    """A number is divided by with its inverse there; what is too large is another integer."""
+    graphs = [on_another_device(target, *args, moved=moved, **kwargs) for moved in (False, True)]
+    assert check_equivalence(*graphs).ok == same
+    assert check_equivalence(graphs[0], graphs[0]).ok
+
+
 def filled(_: Any, x: Tensor) -> Tensor:
     return torch.full((4,), 2**60 + 2**36 + 1, dtype=torch.float32) + x
 
