@@ -21,7 +21,7 @@ from graphopt.runtime.eager import Fallback
 from graphopt.stages import stages_for
 
 if TYPE_CHECKING:
-    from graphopt.host.counts import Counts
+    from graphopt.host.counts import TimesReached
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
@@ -84,7 +84,7 @@ class TrainStep:
         self._fallback = Fallback(getattr(fn, "__qualname__", repr(fn)), fallback)
         if parallel is None or isinstance(parallel, OverRanks):
             announce(None if parallel is None else parallel.group)
-        self._counts: Counts | None = None
+        self._counts: TimesReached | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -322,7 +322,7 @@ class TrainStep:
 
     def _capture(self, call: Call, mode: tuple[Any, ...], branch: Cause | None) -> BoundStep:
         from graphopt.host import share_counts
-        from graphopt.host.counts import Counts
+        from graphopt.host.counts import TimesReached
         from graphopt.iter_graph import IterGraphModule
         from graphopt.runtime.agreed import Ranks
         from graphopt.runtime.bound_step import BoundStep
@@ -345,7 +345,7 @@ class TrainStep:
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
         call = call.using(captured.besides) or call
-        self._counts = self._counts or Counts()
+        self._counts = self._counts or TimesReached()
         share_counts(module.graph, self._counts)
         captured.effects.apply()
         with captured.state_present():

@@ -29,7 +29,7 @@ from functools import partial
 from torch import fx, nn
 
 from graphopt.graph_utils import tensors_in
-from graphopt.lowering.cudagraphs_cut import Body, body_of, splice
+from graphopt.lowering.cudagraphs_cut import PieceBody, body_of, splice
 from graphopt.lowering.cudagraphs_inputs import Input
 from graphopt.lowering.cudagraphs_nodes import Recordable
 from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
@@ -108,7 +108,7 @@ def _called(modules: dict[str, nn.Module], node: fx.Node) -> nn.Module | None:
 
 
 def _module(
-    gm: fx.GraphModule, body: Body, name: str, position: int, pools: Pools, recorder: Recorder
+    gm: fx.GraphModule, body: PieceBody, name: str, position: int, pools: Pools, recorder: Recorder
 ) -> CudaGraphPiece:
     piece = body.piece
     return CudaGraphPiece(

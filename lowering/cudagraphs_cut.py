@@ -18,7 +18,7 @@ from graphopt.lowering.cudagraphs_pieces import Piece
 
 
 @dataclass
-class Body:
+class PieceBody:
     """A piece as a graph of its own.
 
     Attributes:
@@ -36,9 +36,9 @@ class Body:
         return box_calls(fx.GraphModule(gm, self.graph))
 
 
-def body_of(piece: Piece) -> Body:
+def body_of(piece: Piece) -> PieceBody:
     """Cut out a piece. The graph that it is cut from stays as it is."""
-    body = Body(piece)
+    body = PieceBody(piece)
     copies: dict[fx.Node, fx.Node] = {}
     for node in piece.inputs:
         copies[node] = body.graph.placeholder(node.name)
@@ -68,7 +68,9 @@ def body_of(piece: Piece) -> Body:
     return body
 
 
-def splice(source: fx.Graph, bodies: list[Body], name_of: Callable[[Body], str]) -> fx.Graph:
+def splice(
+    source: fx.Graph, bodies: list[PieceBody], name_of: Callable[[PieceBody], str]
+) -> fx.Graph:
     """A graph in which each piece is one call.
 
     Args:
@@ -97,7 +99,7 @@ def splice(source: fx.Graph, bodies: list[Body], name_of: Callable[[Body], str])
 
 def _call(
     graph: fx.Graph,
-    body: Body,
+    body: PieceBody,
     name: str,
     value: Callable[[fx.Node], Any],
     outer: dict[fx.Node, Any],

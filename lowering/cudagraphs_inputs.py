@@ -33,7 +33,7 @@ class Input(NamedTuple):
 Values: TypeAlias = list[Any]
 
 
-class Inputs:
+class PieceInputs:
     """The inputs of one piece, and what its recording relies on.
 
     Args:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from graphopt.errors import LoweringError
 from graphopt.lowering.compiler import Kind
-from graphopt.lowering.cudagraphs_inputs import Input, Inputs, Values, copy_of
+from graphopt.lowering.cudagraphs_inputs import Input, PieceInputs, Values, copy_of
 from graphopt.lowering.cudagraphs_recorder import Recorder, Recording
 
 logger = logging.getLogger("graphopt")
@@ -84,7 +84,7 @@ class CudaGraphPiece(nn.Module):
         self.graph_module = body
         self.failure: str | None = None
         self._name = name
-        self._inputs = Inputs(inputs, device)
+        self._inputs = PieceInputs(inputs, device)
         self._leaving = list(leaving)
         self._position, self._device = position, device
         self._pools, self._recorder = pools, recorder

@@ -28,7 +28,7 @@ from graphopt.ir.accesses import Accesses
 from graphopt.ir.effects import Effects
 from graphopt.ir.operators import draws, is_item
 from graphopt.iter_graph import IterGraph
-from graphopt.iter_graph.derive import Plan, plan
+from graphopt.iter_graph.derive import LatePlan, plan
 from graphopt.lowering.lowerable import reads_metadata_only
 
 
@@ -67,7 +67,7 @@ def levels_of(
 def run_order(graph: fx.Graph) -> Iterator[fx.Node | None]:
     """Calls in the order in which they run when an iteration is in flight; None between parts
     that are not to be mixed."""
-    planned = plan(graph) if isinstance(graph, IterGraph) else Plan([])
+    planned = plan(graph) if isinstance(graph, IterGraph) else LatePlan([])
     late, groups = set(planned.late), planned.groups
     for node in graph.nodes:
         if node in groups:

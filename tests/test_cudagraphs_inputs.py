@@ -8,14 +8,14 @@ from torch import Tensor
 
 from graphopt._compat import cuda
 from graphopt.errors import LoweringError
-from graphopt.lowering.cudagraphs_inputs import Input, Inputs, copy_of, same_layout
+from graphopt.lowering.cudagraphs_inputs import Input, PieceInputs, copy_of, same_layout
 from graphopt.lowering.cudagraphs_pieces import Way
 
 CPU = torch.device("cpu")
 
 
-def inputs_of(**ways: Way) -> Inputs:
-    return Inputs([Input(name, way) for name, way in ways.items()], CPU)
+def inputs_of(**ways: Way) -> PieceInputs:
+    return PieceInputs([Input(name, way) for name, way in ways.items()], CPU)
 
 
 def test_a_static_input_is_read_where_it_is_and_others_from_a_buffer() -> None:
@@ -114,7 +114,7 @@ def test_a_tensor_on_another_device_is_refused(way: Way) -> None:
 
 
 def test_only_what_is_not_updated_is_copied_once_its_address_changed_twice() -> None:
-    inputs = Inputs([Input("w", Way.STATIC, written=True), Input("x", Way.STATIC)], CPU)
+    inputs = PieceInputs([Input("w", Way.STATIC, written=True), Input("x", Way.STATIC)], CPU)
     kept = [[torch.ones(2), torch.ones(2)] for _ in range(4)]
     inputs.bind(kept[0])
     assert inputs.changed(kept[1]) == ["w", "x"]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import graphopt
 from graphopt import _compat
 from graphopt.executable import inplace_form
-from graphopt.tracing.layouts import Constant, Items, Layout, described, restride
+from graphopt.tracing.layouts import Items, Layout, PlainArgument, described, restride
 from graphopt.tracing.scratch import true_results
 from graphopt.tracing.strides import corrected
 from graphopt.verify import check_equivalence
@@ -620,7 +620,7 @@ def test_other_sizes_lie_in_memory_alike(order: list[int], sizes: list[int], gap
 def test_layouts_of_nests() -> None:
     tensor = torch.empty(2, 3).t()
     value = Items(
-        tuple, (), (Layout((3, 2), (1, 3), torch.float32, tensor.device), Constant(int, 1))
+        tuple, (), (Layout((3, 2), (1, 3), torch.float32, tensor.device), PlainArgument(int, 1))
     )
     assert described((tensor, 1)) == value
 

@@ -22,7 +22,7 @@ from graphopt.lowering import Options
 from graphopt.pipelining import SplitPoint, StageCompileError, pipeline
 from graphopt.pipelining.stage.accumulating import Gradients
 from graphopt.pipelining.stage.crossing import ValueNames
-from graphopt.pipelining.stage.division import Division
+from graphopt.pipelining.stage.division import StageDivision
 from pipeline_cases import CASES, MICROBATCHES, WIDTH
 from sketch import one_rank
 from stage_cases import (
@@ -251,7 +251,7 @@ def computed(graph: fx.Graph) -> Counter[str]:
 @pytest.mark.parametrize("name", ["gpt", "convnet", "skips"])
 def test_nothing_is_computed_twice(name: str) -> None:
     for stage in Training(problem(name), "interleaved", compiled={}).stages:
-        division: Division = stage._compiled._forward
+        division: StageDivision = stage._compiled._forward
         forward, whole = division.forward().graph, division.backward(Gradients.ADD).graph
         inputs = division.input_backward().graph
         weights = division.weight_backward(Gradients.ADD).graph

@@ -25,7 +25,7 @@ from graphopt.pipelining.stage import building as building_module
 from graphopt.pipelining.stage.accumulating import Gradients
 from graphopt.pipelining.stage.compiled import CompiledStage
 from graphopt.pipelining.stage.crossing import Crossing, find_crossing
-from graphopt.pipelining.stage.division import Division
+from graphopt.pipelining.stage.division import StageDivision
 from graphopt.pipelining.stage.graph import SLOT, StageGraph
 from graphopt.runtime.agreed import Ranks
 from graphopt.runtime.joint_capture import JointCapture
@@ -112,15 +112,15 @@ Edit = Callable[[StageGraph], None]
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, method: str, edit: Edit) -> None:
     """Let each graph of that name be edited when it is made."""
-    made = getattr(Division, method)
+    made = getattr(StageDivision, method)
 
-    def make(self: Division, *options: Any) -> StageGraph:
+    def make(self: StageDivision, *options: Any) -> StageGraph:
         graph: StageGraph = made(self, *options)
         edit(graph)
         graph.recompile()
         return graph
 
-    monkeypatch.setattr(Division, method, make)
+    monkeypatch.setattr(StageDivision, method, make)
 
 
 def refused(stage: CompiledStage, *keys: tuple[Any, ...]) -> str:
@@ -238,17 +238,21 @@ def test_a_spoilt_graph_is_refused(
 
 def test_one_graph_may_not_stand_for_another(averaging: None, monkeypatch: Any) -> None:
     """A first microbatch must not add, a later one must, and only the last one averages."""
-    made = Division.backward
+    made = StageDivision.backward
     others = {Gradients.SET: Gradients.ADD, Gradients.ADD: Gradients.AVERAGE}
     others[Gradients.AVERAGE] = Gradients.ADD
-    monkeypatch.setattr(Division, "backward", lambda self, how: made(self, others[how]))
+    monkeypatch.setattr(StageDivision, "backward", lambda self, how: made(self, others[how]))
     for how in MODES:
         refused(averaged("mlp", 1), ("forward",), ("backward", how))
 
 
 def test_the_backward_of_another_stage_is_refused(averaging: None, monkeypatch: Any) -> None:
-    other, stage, made = averaged("skips", 1)._backward, averaged("skips", 2), Division.backward
-    monkeypatch.setattr(Division, "backward", lambda self, how: made(other, how))
+    other, stage, made = (
+        averaged("skips", 1)._backward,
+        averaged("skips", 2),
+        StageDivision.backward,
+    )
+    monkeypatch.setattr(StageDivision, "backward", lambda self, how: made(other, how))
     assert "pipeline stage 2" in refused(stage, ("forward",), ("backward", Gradients.ADD))
 
 
@@ -278,9 +282,9 @@ def counting() -> CompiledStage:
 def test_a_stale_buffer_is_refused(spoil: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the backward runs, forward has run for other microbatches, too."""
     if spoil == "kept as it is":
-        monkeypatch.setattr(Division, "_as_it_is", lambda self, node: node)
+        monkeypatch.setattr(StageDivision, "_as_it_is", lambda self, node: node)
     elif spoil == "read again":
-        monkeypatch.setattr(Division, "_cross", only_computed)
+        monkeypatch.setattr(StageDivision, "_cross", only_computed)
     keys: list[tuple[Any, ...]] = [("forward",), ("backward", Gradients.SET)]
     stage = counting()
     if spoil is None:

@@ -139,7 +139,7 @@ def arithmetic_when_used(tracer: Any) -> Iterator[None]:
         yield
 
 
-class Guards:
+class AnsweredQuestions:
     """The answers that questions about known numbers have been given, read whenever they are
     checked: whatever has asked by then.
 

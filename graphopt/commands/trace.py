@@ -61,7 +61,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Row:
+class SchedulePictures:
     """A schedule: the pictures of it, or why there are none."""
 
     name: str
@@ -122,7 +122,7 @@ def _is_file(request: Request) -> bool:
 # ---------------------------------------------------------------------------- predicted
 
 
-def _predicted(request: Request) -> list[Row]:
+def _predicted(request: Request) -> list[SchedulePictures]:
     durations = _Durations(request)
     if _is_file(request):
         order = ScheduleOrder.from_csv(request.schedule)
@@ -135,22 +135,24 @@ def _predicted(request: Request) -> list[Row]:
     return rows
 
 
-def _named_or_reason(kind: ScheduleKind, durations: _Durations, request: Request) -> Row:
+def _named_or_reason(
+    kind: ScheduleKind, durations: _Durations, request: Request
+) -> SchedulePictures:
     try:
         return _named(kind, durations, request)
     except ScheduleError as error:
-        return Row(kind.name, reason=str(error))
+        return SchedulePictures(kind.name, reason=str(error))
 
 
-def _named(kind: ScheduleKind, durations: _Durations, request: Request) -> Row:
+def _named(kind: ScheduleKind, durations: _Durations, request: Request) -> SchedulePictures:
     ranks, stages = _layout(kind, request.ranks, durations.stages)
     order = ScheduleOrder.named(kind.name, ranks, stages, request.microbatches)
     return _row(order, durations.of(ranks, stages), request)
 
 
-def _row(order: ScheduleOrder, durations: StageDurations, request: Request) -> Row:
+def _row(order: ScheduleOrder, durations: StageDurations, request: Request) -> SchedulePictures:
     picture = predict_schedule(order, durations, transfer=request.transfer)
-    return Row(order.name, order.num_stages, picture)
+    return SchedulePictures(order.name, order.num_stages, picture)
 
 
 def _layout(kind: ScheduleKind, ranks: int | None, stages: int | None) -> tuple[int, int]:
@@ -217,7 +219,7 @@ def _threads(number: int) -> Iterator[None]:
 # ---------------------------------------------------------------------------- measured
 
 
-def _measured(request: Request, rows: Sequence[Row]) -> list[Row]:
+def _measured(request: Request, rows: Sequence[SchedulePictures]) -> list[SchedulePictures]:
     from graphopt.commands.trace_launch import measure_on_ranks
 
     assert request.pipe is not None
@@ -234,7 +236,7 @@ def _measured(request: Request, rows: Sequence[Row]) -> list[Row]:
 # ---------------------------------------------------------------------------- shown and saved
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[SchedulePictures]) -> Table:
     measured = any(row.measured for row in rows)
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("schedule", no_wrap=True)
@@ -249,7 +251,7 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _cells(row: Row, measured: bool) -> list[str]:
+def _cells(row: SchedulePictures, measured: bool) -> list[str]:
     if row.predicted is None:
         return [""] * (6 if measured else 4)
     cells = [str(row.predicted.num_ranks), str(row.stages), *_figures(row.predicted)]
@@ -260,7 +262,7 @@ def _figures(picture: ScheduleTimeline) -> list[str]:
     return [seconds_text(picture.step_seconds), percent(picture.bubble_share)]
 
 
-def _write(rows: Sequence[Row], out: Path) -> None:
+def _write(rows: Sequence[SchedulePictures], out: Path) -> None:
     for row in rows:
         for picture in row.pictures:
             picture.save_chrome_trace(out / f"{row.name}.{picture.origin}.json")

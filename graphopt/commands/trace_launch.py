@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphopt.commands.trace_rank import Task
+from graphopt.commands.trace_rank import TraceTask
 from graphopt.demo import DemoError
 from graphopt.demo.launch import Event, loopback, run_ranks
 from graphopt.errors import GraphOptError
@@ -34,7 +34,7 @@ def measure_on_ranks(
         found[event["schedule"]] = ScheduleTimeline(event["schedule"], "measured", ranks, slots)
 
     with tempfile.TemporaryDirectory(prefix="graphopt-") as name:
-        Task(pipe, schedules, microbatches).save(Path(name))
+        TraceTask(pipe, schedules, microbatches).save(Path(name))
         try:
             run_ranks(_RANK, ranks, Path(name), on_event, environment=loopback())
         except DemoError as error:

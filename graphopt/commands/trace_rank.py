@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class Task:
+class TraceTask:
     """What all ranks run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Task:
         (folder / "task.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def load(cls, folder: Path) -> Task:
+    def load(cls, folder: Path) -> TraceTask:
         """What `save` wrote."""
         return cls(**json.loads((folder / "task.json").read_text()))
 
@@ -50,7 +50,7 @@ class Task:
 def main() -> None:
     """Run every schedule, and let rank 0 report the step of median length."""
     folder = Path(sys.argv[1])
-    task, reporter = Task.load(folder), Reporter(folder)
+    task, reporter = TraceTask.load(folder), Reporter(folder)
     store = dist.FileStore(str(folder / "rendezvous"), reporter.ranks)
     dist.init_process_group(
         "gloo", store=store, rank=reporter.rank, world_size=reporter.ranks, timeout=_TIMEOUT

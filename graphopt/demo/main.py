@@ -22,7 +22,7 @@ from graphopt.demo.launch import Event, loopback, run_ranks, threads_per_rank
 from graphopt.demo.link import SlowLink, parse_rate
 from graphopt.demo.replica import VARIANTS, Variant, train_step
 from graphopt.demo.report import ProgressView, Results, comparison_table, difference_text
-from graphopt.demo.worker import Task
+from graphopt.demo.worker import DemoTask
 
 _WORKER = ("-m", "graphopt.demo.worker")
 
@@ -47,7 +47,7 @@ def run_demo(
     console, errors = Console(), Console(stderr=True)
     try:
         rate = parse_rate(link) if link is not None else None
-        task = Task(steps, device, backend, pipeline, seed, port=_chosen_port(rate))
+        task = DemoTask(steps, device, backend, pipeline, seed, port=_chosen_port(rate))
         _check(task, ranks, rate)
         return _run(task, ranks, rate, console)
     except DemoError as error:
@@ -59,7 +59,7 @@ def run_demo(
         return _interrupted(stop.sigval, errors)
 
 
-def _run(task: Task, ranks: int, rate: int | None, console: Console) -> int:
+def _run(task: DemoTask, ranks: int, rate: int | None, console: Console) -> int:
     console.print(_setting(task, ranks, rate))
     results = Results()
     _train(task, ranks, rate, results, console)
@@ -71,7 +71,9 @@ def _run(task: Task, ranks: int, rate: int | None, console: Console) -> int:
     return _verdict(results, ranks, console)
 
 
-def _train(task: Task, ranks: int, rate: int | None, results: Results, console: Console) -> None:
+def _train(
+    task: DemoTask, ranks: int, rate: int | None, results: Results, console: Console
+) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-")))
         link = stack.enter_context(SlowLink(rate, ranks)) if rate is not None else None
@@ -88,7 +90,7 @@ def _train(task: Task, ranks: int, rate: int | None, results: Results, console: 
         run_ranks(_WORKER, ranks, folder, on_event, prefixes=prefixes, environment=environment)
 
 
-def _measure_alone(task: Task, variant: Variant, ranks: int, results: Results) -> None:
+def _measure_alone(task: DemoTask, variant: Variant, ranks: int, results: Results) -> None:
     def on_event(rank: int, event: Event) -> None:
         results.alone[variant][rank] = event
 
@@ -108,7 +110,7 @@ def _verdict(results: Results, ranks: int, console: Console) -> int:
     return int(colour == "red")
 
 
-def _setting(task: Task, ranks: int, rate: int | None) -> str:
+def _setting(task: DemoTask, ranks: int, rate: int | None) -> str:
     threads = threads_per_rank(ranks)
     lines = [
         f"A character GPT on {ranks} local rank{'s' * (ranks > 1)} ({task.device}, {task.backend},"
@@ -121,7 +123,7 @@ def _setting(task: Task, ranks: int, rate: int | None) -> str:
     return escape("\n".join(lines))
 
 
-def _check(task: Task, ranks: int, rate: int | None) -> None:
+def _check(task: DemoTask, ranks: int, rate: int | None) -> None:
     if ranks < 1 or task.steps < 1:
         raise DemoError("--ranks and --steps must be at least 1", exit_code=2)
     if task.device not in ("cpu", "cuda") or task.backend not in ("gloo", "nccl"):

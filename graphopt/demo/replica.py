@@ -56,7 +56,7 @@ class RandomState:
 
 
 @dataclass
-class Replica:
+class TrainedModel:
     """A model in training.
 
     Attributes:
@@ -99,7 +99,7 @@ class Replica:
 
 def make_replica(
     variant: Variant, alphabet: int, steps: int, pipeline: str, seed: int, device: torch.device
-) -> Replica:
+) -> TrainedModel:
     """The same bits on every rank and for both variants; `seed` gives the weights."""
     torch.manual_seed(seed)
     model = CharGPT(GPTSize(alphabet)).to(device)
@@ -113,7 +113,7 @@ def make_replica(
         step = graphopt.compile(train_step, pipeline=pipeline)
     rank_seed = 1 + seed * 1000 + torch.distributed.get_rank()
     random = RandomState(rank_seed, device)
-    return Replica(step, model, trained, optimizer, schedule, random, device)
+    return TrainedModel(step, model, trained, optimizer, schedule, random, device)
 
 
 def _part_of_rate(step: int, steps: int) -> float:

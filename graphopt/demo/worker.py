@@ -22,7 +22,7 @@ from graphopt.demo.compare import compare
 from graphopt.demo.launch import Reporter
 from graphopt.demo.memory import peak_memory
 from graphopt.demo.model import CharGPT, GPTSize, write
-from graphopt.demo.replica import VARIANTS, Replica, Variant, make_replica, train_step
+from graphopt.demo.replica import VARIANTS, TrainedModel, Variant, make_replica, train_step
 from graphopt.demo.text import Text
 
 BATCH = 16
@@ -33,7 +33,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class Task:
+class DemoTask:
     """What every rank of one start is to do.
 
     Attributes:
@@ -55,7 +55,7 @@ class Task:
         (folder / "task.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def load(cls, folder: Path) -> Task:
+    def load(cls, folder: Path) -> DemoTask:
         """What `save` wrote."""
         return cls(**json.loads((folder / "task.json").read_text()))
 
@@ -79,7 +79,7 @@ def main() -> None:
     """Do the task in the folder named on the command line."""
     folder = Path(sys.argv[1])
     reporter = Reporter(folder)
-    task = Task.load(folder)
+    task = DemoTask.load(folder)
     with _process_group(task, folder) as device:
         batches = Batches(Text(), task.seed, dist.get_rank(), device)
         if task.alone is None:
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 @contextmanager
-def _process_group(task: Task, folder: Path) -> Iterator[torch.device]:
+def _process_group(task: DemoTask, folder: Path) -> Iterator[torch.device]:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(task.device)
     if device.type == "cuda":
@@ -107,7 +107,9 @@ def _process_group(task: Task, folder: Path) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
-def _side_by_side(task: Task, batches: Batches, device: torch.device, reporter: Reporter) -> None:
+def _side_by_side(
+    task: DemoTask, batches: Batches, device: torch.device, reporter: Reporter
+) -> None:
     alphabet = len(batches.text.alphabet)
     replicas = {
         variant: make_replica(variant, alphabet, task.steps, task.pipeline, task.seed, device)
@@ -131,18 +133,18 @@ def _side_by_side(task: Task, batches: Batches, device: torch.device, reporter: 
         reporter.send("sample", text=_sample(replicas["graphopt"], batches.text, task.seed))
 
 
-def _comparison(replicas: dict[Variant, Replica]) -> dict[str, Any]:
+def _comparison(replicas: dict[Variant, TrainedModel]) -> dict[str, Any]:
     eager, captured = (replicas[variant] for variant in VARIANTS)
     return asdict(compare((eager.model, eager.optimizer), (captured.model, captured.optimizer)))
 
 
-def _sample(replica: Replica, text: Text, seed: int) -> str:
+def _sample(replica: TrainedModel, text: Text, seed: int) -> str:
     start = torch.tensor([text.alphabet.index(character) for character in "The "])
     return text.decode(write(replica.model, start, 120, torch.Generator().manual_seed(seed)))
 
 
 def _alone(
-    task: Task, variant: Variant, batches: Batches, device: torch.device, reporter: Reporter
+    task: DemoTask, variant: Variant, batches: Batches, device: torch.device, reporter: Reporter
 ) -> None:
     # Everything is imported before the measurement, in both variants alike: code is not what the
     # training needs more or less memory for.
@@ -150,7 +152,7 @@ def _alone(
 
     alphabet = len(batches.text.alphabet)
     _capture_something_small(batches, device)
-    replicas: list[Replica] = []
+    replicas: list[TrainedModel] = []
 
     def train() -> None:
         steps = ALONE_STEPS + 1

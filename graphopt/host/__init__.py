@@ -21,7 +21,7 @@ from torch.fx.node import has_side_effect
 
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
-from graphopt.host.counts import Counts, Place
+from graphopt.host.counts import Place, TimesReached
 from graphopt.host.functions import is_same, name_of
 from graphopt.host.modes import Modes
 from graphopt.host.running import current_run
@@ -71,7 +71,7 @@ class HostCall:
         self.__name__ = self.__qualname__ = "callback"
         self.__module__ = "graphopt"
         self.fn, self.every, self.place = fn, every, place
-        self.counts = Counts()
+        self.counts = TimesReached()
         self.first = self.last = False
         self.values: list[Any] = []
         self._arguments = [self._taken_apart(argument) for argument in arguments]
@@ -252,7 +252,7 @@ def note_order(graph: fx.Graph, updates: Sequence[fx.Node]) -> None:
             call.last = all(place > other for other in updated)
 
 
-def share_counts(graph: fx.Graph, counts: Counts) -> None:
+def share_counts(graph: fx.Graph, counts: TimesReached) -> None:
     """Let the calls of the program's in a graph count with those of other graphs of the step."""
     for call in filter(None, map(host_call_of, graph.nodes)):
         if call.place:

@@ -48,7 +48,7 @@ def _outside(
     return tuple(found)
 
 
-class Counts:
+class TimesReached:
     """How often each of some places was reached."""
 
     def __init__(self) -> None:
@@ -70,8 +70,8 @@ class EagerCounts:
 
     def __init__(self) -> None:
         # The code that calls knows the code that is called, and lives no longer.
-        self._known: WeakKeyDictionary[CodeType, Counts] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[CodeType, TimesReached] = WeakKeyDictionary()
 
-    def of(self, place: Place) -> Counts:
+    def of(self, place: Place) -> TimesReached:
         """The counts that a place belongs to."""
-        return self._known.setdefault(place[-1][0], Counts())
+        return self._known.setdefault(place[-1][0], TimesReached())

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from graphopt._compat.sizes import Guards, Place
+from graphopt._compat.sizes import AnsweredQuestions, Place
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption
 
@@ -37,7 +37,7 @@ class Relations:
         found: the sizes in the call that runs, or ran last, by the assumption.
     """
 
-    def __init__(self, guards: Guards) -> None:
+    def __init__(self, guards: AnsweredQuestions) -> None:
         self._guards = guards
         self._symbols: dict[int, Sequence[Any]] = {}
         self._plain: dict[int, Sizes] = {}

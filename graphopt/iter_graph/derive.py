@@ -47,7 +47,7 @@ CARRIED = "carried"
 
 
 @dataclass
-class Plan:
+class LatePlan:
     """What late nodes mean for one graph.
 
     Attributes:
@@ -65,7 +65,7 @@ class Plan:
     separate: bool = True
 
 
-def plan(graph: IterGraph) -> Plan:
+def plan(graph: IterGraph) -> LatePlan:
     """Find out what has to be carried. Linear in the number of nodes."""
     marked = graph.late
     early: set[fx.Node] = set()
@@ -75,7 +75,7 @@ def plan(graph: IterGraph) -> Plan:
             early.add(node)
         else:
             late.append(node)
-    found = Plan(late)
+    found = LatePlan(late)
     if not late:
         return found
     inside = set(late)
@@ -133,7 +133,7 @@ def _is_constant_state(node: fx.Node, updated_now: set[fx.Node]) -> bool:
 class Derivation:
     """Builds one derived graph."""
 
-    def __init__(self, source: IterGraph, plan: Plan) -> None:
+    def __init__(self, source: IterGraph, plan: LatePlan) -> None:
         self._source, self._plan = source, plan
         self._graph = fx.Graph()
         self._late = set(plan.late)

@@ -14,9 +14,9 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.graph_utils import follows_output_convention, get_output, is_collective
-from graphopt.iter_graph.derive import Derivation, Plan, plan
+from graphopt.iter_graph.derive import Derivation, LatePlan, plan
 from graphopt.iter_graph.graph import IterGraph, copy_graph
-from graphopt.iter_graph.running import Flight, Program, reads_of
+from graphopt.iter_graph.running import DerivedProgram, WorkInFlight, reads_of
 
 logger = logging.getLogger("graphopt")
 
@@ -59,10 +59,10 @@ class IterGraphModule(fx.GraphModule):
         self._forget_derived()
 
     def _forget_derived(self) -> None:
-        self._plan: Plan | None = None
-        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._plan: LatePlan | None = None
+        self._programs: dict[tuple[Any, ...], DerivedProgram] = {}
         self._given: dict[str, fx.GraphModule] = {}
-        self._flight: Flight | None = None
+        self._flight: WorkInFlight | None = None
 
     @property
     def graph(self) -> IterGraph:
@@ -180,7 +180,7 @@ class IterGraphModule(fx.GraphModule):
             results, carried = self._program("setup").run(args, None)
         else:
             results, carried = self._finishing(flight, "main", args)
-        self._flight = Flight(carried, self._state_for_drain(args))
+        self._flight = WorkInFlight(carried, self._state_for_drain(args))
         if last_iter:
             self.flush()
         return self._packed(results)
@@ -195,7 +195,7 @@ class IterGraphModule(fx.GraphModule):
         Returns:
             What `graph` returns.
         """
-        return self._packed(self._program("setup").run(args, Flight(there, ()))[0])
+        return self._packed(self._program("setup").run(args, WorkInFlight(there, ()))[0])
 
     def derive(self) -> dict[str, fx.GraphModule]:
         """The graphs that run, by name: "setup" and, with late nodes, "main" and "drain"."""
@@ -237,7 +237,7 @@ class IterGraphModule(fx.GraphModule):
         return found
 
     def _finishing(
-        self, flight: Flight, name: str, args: tuple[Any, ...], *options: int
+        self, flight: WorkInFlight, name: str, args: tuple[Any, ...], *options: int
     ) -> tuple[tuple[list[Any], list[Any], list[Any]], list[Any]]:
         """Run a graph that does the work of `flight`."""
         flight.check(self._can_resume(flight))
@@ -252,7 +252,7 @@ class IterGraphModule(fx.GraphModule):
                 )
             raise
 
-    def _can_resume(self, flight: Flight) -> bool:
+    def _can_resume(self, flight: WorkInFlight) -> bool:
         """Whether the groups that are left need nothing of those that are done."""
         plan = self._current_plan()
         return plan.separate or flight.done in (0, len(plan.groups))
@@ -275,7 +275,7 @@ class IterGraphModule(fx.GraphModule):
         _, spec = _compat.tree_flatten(get_output(self.graph).args[0])
         return _compat.tree_unflatten(results[0], spec)
 
-    def _current_plan(self) -> Plan:
+    def _current_plan(self) -> LatePlan:
         if self._plan is None:
             self._plan = plan(self.graph)
         return self._plan
@@ -292,7 +292,7 @@ class IterGraphModule(fx.GraphModule):
         derived.meta[DERIVED] = name
         return derived
 
-    def _program(self, name: str, *options: Any) -> Program:
+    def _program(self, name: str, *options: Any) -> DerivedProgram:
         key = (name, *options)
         if key not in self._programs:
             carried = len(self._current_plan().carried) if name in ("setup", "main") else 0
@@ -301,7 +301,7 @@ class IterGraphModule(fx.GraphModule):
             reads = reads_of(derived.graph)
             if self._transform is not None:
                 derived = self._transform(derived)
-            self._programs[key] = Program(self._loaded(derived), carried, reads)
+            self._programs[key] = DerivedProgram(self._loaded(derived), carried, reads)
         return self._programs[key]
 
     def _loaded(self, executable: fx.GraphModule) -> fx.GraphModule:

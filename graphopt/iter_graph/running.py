@@ -27,7 +27,7 @@ class LateWorkError(GraphOptError):
 
 
 @dataclass
-class Flight:
+class WorkInFlight:
     """Late work of one iteration that is still to be done, group by group.
 
     A group is the late nodes with one destination. Between groups a failure loses nothing: the
@@ -114,34 +114,34 @@ class _HeldInterrupt:
             self._handler(*self._came[0])
 
 
-def take(flight: Flight, index: int) -> Any:
+def take(flight: WorkInFlight, index: int) -> Any:
     """Take a carried value out of `flight`, which then no longer holds it."""
     value = flight.carried[index]
     flight.carried[index] = None
     return value
 
 
-def look_at(flight: Flight, index: int) -> Any:
+def look_at(flight: WorkInFlight, index: int) -> Any:
     """A carried value that other groups need as well."""
     return flight.carried[index]
 
 
-def begin(flight: Flight) -> None:
-    """See `Flight.begin`."""
+def begin(flight: WorkInFlight) -> None:
+    """See `WorkInFlight.begin`."""
     flight.begin()
 
 
-def write(flight: Flight) -> None:
-    """See `Flight.write`."""
+def write(flight: WorkInFlight) -> None:
+    """See `WorkInFlight.write`."""
     flight.write()
 
 
-def end(flight: Flight) -> None:
-    """See `Flight.end`."""
+def end(flight: WorkInFlight) -> None:
+    """See `WorkInFlight.end`."""
     flight.end()
 
 
-class Program:
+class DerivedProgram:
     """One derived graph, ready to run.
 
     Args:
@@ -160,7 +160,7 @@ class Program:
         self._call = _compat.forward_of(graph_module)
 
     def run(
-        self, args: Sequence[Any], flight: Flight | None
+        self, args: Sequence[Any], flight: WorkInFlight | None
     ) -> tuple[tuple[list[Any], list[Any], list[Any]], list[Any]]:
         """Call the graph.
 
@@ -202,7 +202,8 @@ def reads_of(graph: fx.Graph) -> tuple[bool, ...]:
 
 
 def _take_from_flight(graph_module: fx.GraphModule) -> None:
-    """Let a graph take its carried values from a `Flight`, and report which groups it has done."""
+    """Let a graph take its carried values from a `WorkInFlight`, and report the groups that it has
+    done."""
     graph = graph_module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_after(placeholders[-1]):

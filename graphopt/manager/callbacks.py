@@ -34,7 +34,7 @@ from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.interface import changed_arguments, kinds_returned, returned_problems
 from graphopt.verify.matching import correspondence_by_name, same_nodes
 from graphopt.verify.metadata import KindsOfResults, changed_problems
-from graphopt.verify.regions import Regions
+from graphopt.verify.regions import RewrittenRegions
 
 logger = logging.getLogger("graphopt")
 
@@ -212,7 +212,7 @@ class Verification(PassCallback):
         same = context.before.correspondence
         if not context.before.annotated or same is None:
             return []
-        regions = Regions(places, same)
+        regions = RewrittenRegions(places, same)
         problems = list(regions.problems())
         if problems:
             return problems

@@ -25,15 +25,15 @@ from graphopt.partition.ordering import (
     shortest_cycle,
     stable_order,
 )
-from graphopt.partition.regions import Regions, find_regions, find_states
+from graphopt.partition.regions import RegionBounds, find_regions, find_states
 
 
 @dataclass
-class Plan:
+class PartitionPlan:
     """Partitions in the order in which they run, and whether that is the one asked for."""
 
     order: list[Partition]
-    regions: Regions
+    regions: RegionBounds
     in_original_order: bool
 
 
@@ -45,7 +45,7 @@ def make_plan(
     *,
     keep_original_order: bool,
     merge_cycles: bool,
-) -> Plan:
+) -> PartitionPlan:
     """Assign, order and connect partitions. The graph stays as it is."""
     states = find_states(graph)
     assignment = assign(graph, split_callback, affix)
@@ -63,7 +63,7 @@ def make_plan(
         check_order(order, dependencies)
     _connect(order, dependencies)
     Boundaries(graph, attributes, assignment, order).find(states)
-    return Plan(order, regions, keep_original_order)
+    return PartitionPlan(order, regions, keep_original_order)
 
 
 def _connect(partitions: list[Partition], dependencies: Dependencies) -> None:

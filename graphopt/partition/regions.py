@@ -21,7 +21,7 @@ from graphopt.partition.assignment import Assignment, Partition
 
 
 @dataclass
-class Regions:
+class RegionBounds:
     """Nodes that begin or end regions, and those to repeat where a partition begins and ends."""
 
     states: frozenset[fx.Node]
@@ -42,9 +42,9 @@ def find_states(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(node for nodes in found for node in nodes)
 
 
-def find_regions(assignment: Assignment, states: frozenset[fx.Node]) -> Regions:
+def find_regions(assignment: Assignment, states: frozenset[fx.Node]) -> RegionBounds:
     """What each partition repeats of the regions that it crosses."""
-    regions = Regions(states)
+    regions = RegionBounds(states)
     if not states:
         return regions
     _check_contiguous(assignment)

@@ -14,7 +14,7 @@ from graphopt.errors import PartitionError
 from graphopt.partition.assignment import Partition, SplitCallback, unique_name
 from graphopt.partition.attributes import Attributes
 from graphopt.partition.boundaries import VALUE_KEYS
-from graphopt.partition.planning import Plan, make_plan
+from graphopt.partition.planning import PartitionPlan, make_plan
 from graphopt.runtime.collector import collector_paused
 
 _TAKEN = frozenset(dir(fx.GraphModule)) | {"training"}
@@ -107,7 +107,7 @@ class _Style:
 
 
 def _build(
-    m: fx.GraphModule, attributes: Attributes, plan: Plan, style: _Style
+    m: fx.GraphModule, attributes: Attributes, plan: PartitionPlan, style: _Style
 ) -> tuple[fx.GraphModule, dict[str, str]]:
     """The new module, and old qualified names of modules by their new ones."""
     names: dict[str, str] = {}

@@ -40,7 +40,7 @@ from graphopt.tracing.capture import (
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Inputs, bare_tensors
 from graphopt.tracing.reduction import UnagreedParameterError
-from graphopt.tracing.trace import Communication, RawTrace, trace
+from graphopt.tracing.trace import MarkedCommunication, RawTrace, trace
 
 
 class _AsAgreed(Ranks):
@@ -147,7 +147,7 @@ class _Together(Ranks):
         note_held_somewhere(captured, self._held)
         return captured
 
-    def _communication(self, order: tuple[str, ...] | None) -> Communication | None:
+    def _communication(self, order: tuple[str, ...] | None) -> MarkedCommunication | None:
         return communication_for(self._parallel, order) if self._sync else None
 
     def _meet(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:

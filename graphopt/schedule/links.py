@@ -19,7 +19,7 @@ CAPACITY = 1.0
 
 
 @dataclass(eq=False)
-class Flight:
+class MessageInFlight:
     """A message of one iteration on its way.
 
     Attributes:
@@ -34,7 +34,7 @@ class Flight:
     launched: float
     start: float | None = None
     end: float | None = None
-    behind: Flight | None = None
+    behind: MessageInFlight | None = None
     latency_left: float = field(init=False)
     transfer_left: float = field(init=False)
 
@@ -47,12 +47,12 @@ class Links:
     """All groups and links, at one point in time."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[Flight]] = {}
+        self._queues: dict[str, deque[MessageInFlight]] = {}
         self._rates: dict[tuple[tuple[str, ...], ...], list[float]] = {}
         self.busy = 0
         """How many groups have something under way."""
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: MessageInFlight) -> None:
         """Put a flight at the end of its group's queue."""
         queue = self._queues.setdefault(flight.message.group, deque())
         if queue:
@@ -81,7 +81,7 @@ class Links:
             if flight.latency_left <= 0 and flight.transfer_left <= 0:
                 self._arrive(flight, now + seconds)
 
-    def _arrive(self, flight: Flight, now: float) -> None:
+    def _arrive(self, flight: MessageInFlight, now: float) -> None:
         flight.end = now
         queue = self._queues[flight.message.group]
         queue.popleft()
@@ -90,7 +90,7 @@ class Links:
         else:
             self.busy -= 1
 
-    def _state(self) -> tuple[list[Flight], list[float]]:
+    def _state(self) -> tuple[list[MessageInFlight], list[float]]:
         """Active flights, and the rate of each."""
         heads = [queue[0] for queue in self._queues.values() if queue]
         if len(heads) == 1:

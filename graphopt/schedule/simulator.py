@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graphopt.cost import CostModel, default_cost_model
-from graphopt.schedule.links import Flight, Links
+from graphopt.schedule.links import Links, MessageInFlight
 from graphopt.schedule.program import Message, Program, peak_bytes, program_of
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, PathPart
 from graphopt.schedule.timeline import Timeline
@@ -108,10 +108,10 @@ class _Machine:
     now: float = 0.0
     record: bool = False
     computed: list[ComputeSlot] = field(default_factory=list)
-    stalls: list[tuple[float, float, Flight]] = field(default_factory=list)
-    flights: dict[Message, deque[Flight]] = field(default_factory=dict)
-    before: dict[Message, Flight] = field(default_factory=dict)
-    current: dict[Message, Flight] = field(default_factory=dict)
+    stalls: list[tuple[float, float, MessageInFlight]] = field(default_factory=list)
+    flights: dict[Message, deque[MessageInFlight]] = field(default_factory=dict)
+    before: dict[Message, MessageInFlight] = field(default_factory=dict)
+    current: dict[Message, MessageInFlight] = field(default_factory=dict)
     links: Links = field(default_factory=Links)
 
     def iterate(self, actions: list[Action]) -> None:
@@ -123,7 +123,7 @@ class _Machine:
                 self._compute(seconds, node)
             elif kind == "launch":
                 assert message is not None
-                flight = Flight(message, self.now)
+                flight = MessageInFlight(message, self.now)
                 self.current[message] = flight
                 self.links.launch(flight)
             else:
@@ -185,7 +185,7 @@ def _timeline(program: Program, machine: _Machine, step: float, begin: float) ->
 
 
 def _slot(
-    flight: Flight, exposed: float, begin: float, position: dict[fx.Node, int]
+    flight: MessageInFlight, exposed: float, begin: float, position: dict[fx.Node, int]
 ) -> CollectiveSlot:
     assert flight.start is not None and flight.end is not None
     message = flight.message
@@ -227,7 +227,7 @@ def _critical_path(machine: _Machine, begin: float, end: float) -> list[PathPart
             parts.append(PathPart("compute", None, max(since, begin), now))
         if not stalls:
             break
-        flight: Flight | None = stalls.pop()[2]
+        flight: MessageInFlight | None = stalls.pop()[2]
         while flight is not None:
             assert flight.start is not None and flight.end is not None
             parts.append(PathPart("communication", flight.message, flight.start, flight.end))

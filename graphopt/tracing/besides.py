@@ -28,7 +28,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.constants import constant_of, is_new
 from graphopt.tracing.outside.attributes import read_attribute
-from graphopt.tracing.outside.places import Place
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
@@ -152,8 +152,8 @@ class Finder:
         path, line = record.path(owner, ""), current_user_line() or SourceLine("", 0, "")
         for name in attributes:
             read_attribute(record, owner, name, f"{path}.{name}", line)
-        record.read(Place("length", table, notes), f"len({path}.{notes})", line)
-        record.wrote(Place("item", table, notes), counting=False)
+        record.read(OutsidePlace("length", table, notes), f"len({path}.{notes})", line)
+        record.wrote(OutsidePlace("item", table, notes), counting=False)
         record.emptied(table[notes])
 
     def unknown(self, tensor: torch.Tensor) -> CaptureError:

@@ -19,11 +19,11 @@ from graphopt.parallel.parallelize import parallelize
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported
-from graphopt.tracing.compare import Difference, fingerprint, first_difference
+from graphopt.tracing.compare import GraphDifference, fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Storage, collect
-from graphopt.tracing.leftovers import Effects, is_told
+from graphopt.tracing.leftovers import OutsideChanges, is_told
 from graphopt.tracing.outside.existing import (
     existing_kept,
     forget_existing,
@@ -35,7 +35,7 @@ from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.signature import Live, Signature, View
 from graphopt.tracing.steady import NewState, steady_step
-from graphopt.tracing.trace import Communication, RawTrace, trace
+from graphopt.tracing.trace import MarkedCommunication, RawTrace, trace
 
 
 @dataclass
@@ -69,7 +69,7 @@ class CapturedStep:
     signature: Signature
     live: Inputs
     fingerprint: str
-    effects: Effects
+    effects: OutsideChanges
     lasting: bool
     outside: OutsideGuard
     casts: bool
@@ -85,7 +85,7 @@ class CapturedStep:
 def finish(
     call: Call,
     inputs: Inputs,
-    communication: Communication | None,
+    communication: MarkedCommunication | None,
     raw: RawTrace,
     settled: Collection[str] = (),
     *,
@@ -130,12 +130,16 @@ class _Repeated(NamedTuple):
     raw: RawTrace
     outside: Record
     lasting: bool
-    effects: Effects
+    effects: OutsideChanges
     state: NewState | None = None
 
 
 def _rewritten(
-    call: Call, inputs: Inputs, found: _Repeated, mark: str, communication: Communication | None
+    call: Call,
+    inputs: Inputs,
+    found: _Repeated,
+    mark: str,
+    communication: MarkedCommunication | None,
 ) -> CapturedStep:
     raw, kinds = found.raw, list(inputs.kinds_and_names(call))
     with explained(call):
@@ -253,7 +257,7 @@ def _repeats(first: RawTrace, second: RawTrace | None) -> bool:
 
 def _difference_once(
     first: RawTrace, after: RawTrace | None, again: RawTrace, retrace: Callable[[], RawTrace]
-) -> Difference | None:
+) -> GraphDifference | None:
     """Of a step whose first call alone does something else (a model that finishes its construction
     in its first forward): what differs between two first calls, or between two later ones."""
     difference = first_difference(first.graph_module, again.graph_module)
@@ -374,7 +378,7 @@ def capture(
 
 def capture_call(
     call: Call,
-    communication: Communication | None = None,
+    communication: MarkedCommunication | None = None,
     settled: Collection[str] = (),
     *,
     lasts: bool = False,
@@ -390,7 +394,9 @@ def capture_call(
                 call = retried(call, inputs, error)
 
 
-def first_trace(call: Call, communication: Communication | None) -> tuple[Call, Inputs, RawTrace]:
+def first_trace(
+    call: Call, communication: MarkedCommunication | None
+) -> tuple[Call, Inputs, RawTrace]:
     """The first trace of a call that has all that it works on, and that call.
 
     Raises:
@@ -450,10 +456,10 @@ def prepare(call: Call) -> Inputs:
 
 def communication_for(
     parallel: Parallel, agreed: tuple[str, ...] | None = None
-) -> Communication | None:
+) -> MarkedCommunication | None:
     """What a trace needs to know of the process group."""
     if not isinstance(parallel, OverRanks):
         return None
     group = _compat.group_or_default(parallel.group)
     named = Group(group.group_name, group.size())
-    return Communication(parallel, named, agreed)
+    return MarkedCommunication(parallel, named, agreed)

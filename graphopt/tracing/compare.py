@@ -17,14 +17,14 @@ from graphopt.ir.source import SourceLine
 
 
 @dataclass(frozen=True)
-class Difference:
+class GraphDifference:
     """The first place where two graphs differ."""
 
     what: str
     source: SourceLine | None
 
 
-def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
+def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> GraphDifference | None:
     """The first node that differs in operator, arguments, constants or result; None if none does.
 
     Whether autograd takes a gradient over or copies it depends on reference counts; copies that
@@ -39,22 +39,24 @@ Said = tuple[fx.Node, Any]
 
 def difference_of(
     a: fx.GraphModule, nodes_a: Sequence[Said], b: fx.GraphModule, nodes_b: Sequence[Said]
-) -> Difference | None:
+) -> GraphDifference | None:
     """The first difference between what two graphs compute, given by `significant`."""
     for (x, arguments_x), (y, arguments_y) in zip(nodes_a, nodes_b, strict=False):
         source = x.meta.get("source") or y.meta.get("source")
         if x.op == "get_attr" and y.op == "get_attr":
             if not _same_constant(getattr(a, str(x.target)), getattr(b, str(y.target))):
-                return Difference("a constant", _next_source(x) or source)
+                return GraphDifference("a constant", _next_source(x) or source)
             continue
         if x.op != y.op or not _same_target(x.target, y.target):
             if isinstance(x.target, HostCall) and isinstance(y.target, HostCall):
-                return Difference("what a function given to graphopt.callback holds", source)
-            return Difference(f"{x.target} in one, {y.target} in the other", source)
+                return GraphDifference("what a function given to graphopt.callback holds", source)
+            return GraphDifference(f"{x.target} in one, {y.target} in the other", source)
         if arguments_x != arguments_y:
-            return Difference(f"the arguments of {x.target}", source)
+            return GraphDifference(f"the arguments of {x.target}", source)
     if len(nodes_a) != len(nodes_b):
-        return Difference(f"{len(nodes_a)} operations in one, {len(nodes_b)} in the other", None)
+        return GraphDifference(
+            f"{len(nodes_a)} operations in one, {len(nodes_b)} in the other", None
+        )
     return None
 
 
@@ -102,7 +104,7 @@ def _constant_bytes(value: Any) -> bytes:
     return repr((value.dtype, value.shape, value.tolist())).encode()
 
 
-class Labels:
+class NodeLabels:
     """What the nodes of a graph are called in a comparison: their position among those that compute
     something, where this class says nothing else."""
 
@@ -125,9 +127,9 @@ class Labels:
         return _comparable(node, self.of)
 
 
-def significant(graph: fx.Graph, labels: Labels | None = None) -> list[Said]:
+def significant(graph: fx.Graph, labels: NodeLabels | None = None) -> list[Said]:
     """Nodes that compute something, each with its arguments in a form that can be compared."""
-    labels = Labels() if labels is None else labels
+    labels = NodeLabels() if labels is None else labels
     nodes: list[Said] = []
     for node in graph.nodes:
         if not labels.passes_over(node, len(nodes)):

@@ -24,7 +24,7 @@ _MISSING: Any = object()
 
 
 @dataclass(frozen=True)
-class Kind:
+class ObjectKind:
     """How objects of one kind are looked after.
 
     Attributes:
@@ -211,16 +211,16 @@ def _write_modes(_: Any, content: tuple[Any, ...]) -> None:
         torch.set_autocast_dtype(device, precision)
 
 
-TABLE = Kind(_read_table, _same_table, _write_table)
-LIST = Kind(list.copy, _same_list, _write_list)
-QUEUE = Kind(list, _same_queue, _write_queue)
-SET = Kind(frozenset, _same_set, _write_set)
-CELL = Kind(_read_cell, _same_cell, _write_cell)
-NAMES = Kind(_read_names, _same_names, _write_names)
-BYTES = Kind(bytes, _same_bytes, _write_bytes)
-ARRAY = Kind(lambda array: array.copy(), _same_array, _write_array)
-GENERATOR = Kind(_read_generator, _same_generator, _write_generator)
-MODES = Kind(_read_modes, _same_modes, _write_modes)
+TABLE = ObjectKind(_read_table, _same_table, _write_table)
+LIST = ObjectKind(list.copy, _same_list, _write_list)
+QUEUE = ObjectKind(list, _same_queue, _write_queue)
+SET = ObjectKind(frozenset, _same_set, _write_set)
+CELL = ObjectKind(_read_cell, _same_cell, _write_cell)
+NAMES = ObjectKind(_read_names, _same_names, _write_names)
+BYTES = ObjectKind(bytes, _same_bytes, _write_bytes)
+ARRAY = ObjectKind(lambda array: array.copy(), _same_array, _write_array)
+GENERATOR = ObjectKind(_read_generator, _same_generator, _write_generator)
+MODES = ObjectKind(_read_modes, _same_modes, _write_modes)
 
 
 def is_generator(value: object) -> bool:

@@ -18,7 +18,14 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt._compat.sizes import Guards, Place, backed, number_at, unknown_places, with_sizes
+from graphopt._compat.sizes import (
+    AnsweredQuestions,
+    Place,
+    backed,
+    number_at,
+    unknown_places,
+    with_sizes,
+)
 from graphopt.budget import WITHOUT_BRANCHES
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_collective, without_autocast
@@ -63,7 +70,7 @@ class Decider:
         self._tracer, self._inputs, self._alone = tracer, inputs, alone
         self._kinds = kinds
         self._mode = mode
-        self._relations = Relations(Guards(mode))
+        self._relations = Relations(AnsweredQuestions(mode))
         self._count = 0
         self._fake = any(map(_compat.is_fake, values))
         self._values = (KnownValues if self._fake else Values)(tracer, values)

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt.graph_utils import is_operator
 from graphopt.tracing.call import Call
-from graphopt.tracing.compare import Labels, difference_of, significant
+from graphopt.tracing.compare import NodeLabels, difference_of, significant
 from graphopt.tracing.creation import Creation
 from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs
@@ -145,7 +145,7 @@ def _results_of_states(raw: RawTrace) -> set[int]:
     return {recipe.index for recipe in recipes if isinstance(recipe, Computed)}
 
 
-class _FirstLabels(Labels):
+class _FirstLabels(NodeLabels):
     """Of the first call: without the nodes that make state alone, which are called after it.
 
     Attributes:
@@ -190,7 +190,7 @@ class _FirstLabels(Labels):
         ]
 
 
-class _NextLabels(Labels):
+class _NextLabels(NodeLabels):
     """Of the next call. State that the first call makes as a copy is taken for negative zeros until
     ``state * positive number + value`` has made it that value.
 

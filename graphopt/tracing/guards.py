@@ -23,7 +23,7 @@ from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.signature import AttributeResult
-from graphopt.tracing.snapshot import Snapshot, body_of, is_body
+from graphopt.tracing.snapshot import StateSnapshot, body_of, is_body
 
 
 class Guards:
@@ -236,8 +236,8 @@ def _tables(call: Call) -> list[dict[Any, Any]]:
     return [optimizer.state for optimizer in call.optimizer_objects()]
 
 
-def _state_of(call: Call) -> tuple[list[dict[Any, Any]], Snapshot]:
-    tables, snapshot = _tables(call), Snapshot()
+def _state_of(call: Call) -> tuple[list[dict[Any, Any]], StateSnapshot]:
+    tables, snapshot = _tables(call), StateSnapshot()
     for table in tables:
         snapshot.has_items(table)
         for entries in table.values():

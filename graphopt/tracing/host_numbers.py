@@ -46,7 +46,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Term:
+class Application:
     """A function of other expressions."""
 
     function: Callable[..., Any]
@@ -57,7 +57,7 @@ def evaluate(expression: Any, values: Sequence[Any]) -> Any:
     """The value of an expression: a leaf, a term or a constant."""
     if isinstance(expression, Leaf):
         return values[expression.index]
-    if isinstance(expression, Term):
+    if isinstance(expression, Application):
         return expression.function(*(evaluate(each, values) for each in expression.args))
     return expression
 
@@ -66,7 +66,7 @@ def leaves_of(expression: Any) -> Iterator[int]:
     """All numbers that an expression depends on."""
     if isinstance(expression, Leaf):
         yield expression.index
-    for arg in expression.args if isinstance(expression, Term) else ():
+    for arg in expression.args if isinstance(expression, Application) else ():
         yield from leaves_of(arg)
 
 
@@ -136,7 +136,7 @@ class HostNumber(TracedFloat):
 
     def exactly(self) -> Any:
         """The number, which the graph holds for alone from now on."""
-        if isinstance(self.expression, (Leaf, Term)):
+        if isinstance(self.expression, (Leaf, Application)):
             self.conditions.add(Condition(_same_number, self.expression, self.value, True))
         return self.value
 
@@ -211,7 +211,7 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
     if type(value) not in (int, float):
         return None
     expressions = tuple(arg.expression if is_host_number(arg) else arg for arg in args)
-    term, conditions = Term(function, expressions), numbers[0].conditions
+    term, conditions = Application(function, expressions), numbers[0].conditions
     if function in _POWERS and (type(value) is int or type(args[1]) is not int):
         # Signs decide whether a power is an integer, a fraction or complex.
         conditions.add(Condition(_is_of, term, type(value), True))

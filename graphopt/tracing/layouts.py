@@ -35,7 +35,7 @@ class Items(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Constant(NamedTuple):
+class PlainArgument(NamedTuple):
     """Any other argument. The type tells 1 from 1.0 and True."""
 
     kind: type
@@ -43,7 +43,7 @@ class Constant(NamedTuple):
 
 
 def map_layouts(described: Any, function: Callable[[Any], Any]) -> Any:
-    """`described` with every `Layout` and `Constant` replaced."""
+    """`described` with every `Layout` and `PlainArgument` replaced."""
     if isinstance(described, Items):
         values = tuple(map_layouts(value, function) for value in described.values)
         return described._replace(values=values)
@@ -51,7 +51,7 @@ def map_layouts(described: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(described: Any) -> Iterator[Any]:
-    """Every `Layout` and `Constant`, in order."""
+    """Every `Layout` and `PlainArgument`, in order."""
     if isinstance(described, Items):
         for value in described.values:
             yield from leaves(value)
@@ -110,9 +110,9 @@ def described(value: Any) -> Any:
     if isinstance(value, dict):
         return Items(dict, tuple(value), tuple(map(described, value.values())))
     if isinstance(value, torch.SymFloat):
-        return Constant(float, 0.5)
+        return PlainArgument(float, 0.5)
     if isinstance(value, torch.Generator):
-        return Constant(type(None), None)  # the default one, which is put back
+        return PlainArgument(type(None), None)  # the default one, which is put back
     if isinstance(value, (torch.SymInt, torch.SymBool)):
         raise TypeError("a number that is known only when the step runs")
-    return Constant(type(value), value)
+    return PlainArgument(type(value), value)

@@ -16,7 +16,7 @@ from typing import Any
 from graphopt.errors import CaptureError
 from graphopt.tracing import contents
 from graphopt.tracing.call import Call
-from graphopt.tracing.contents import Kind
+from graphopt.tracing.contents import ObjectKind
 from graphopt.tracing.reachable import reachable
 from graphopt.tracing.signature import SYMBOLIC
 
@@ -25,14 +25,14 @@ from graphopt.tracing.signature import SYMBOLIC
 class Change:
     """One object that held something else after a trace than before."""
 
-    kind: Kind
+    kind: ObjectKind
     changed: Any
     before: Any
     after: Any
 
 
 @dataclass
-class Effects:
+class OutsideChanges:
     """What one trace changed outside the graph; truthy where there is anything.
 
     Attributes:
@@ -78,7 +78,7 @@ class HostState:
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
         self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
 
-    def restore(self) -> Effects:
+    def restore(self) -> OutsideChanges:
         """Put everything back, and say what had changed."""
         changes = [
             Change(kind, holder, before, kind.read(holder))
@@ -87,14 +87,14 @@ class HostState:
         ]
         for change in changes:
             change.kind.write(change.changed, change.before)
-        return Effects(changes)
+        return OutsideChanges(changes)
 
     def generator_advanced(self) -> bool:
         """Whether a random number generator is no longer as it was."""
         return any(not kind.same(holder, before) for kind, holder, before in self._generators)
 
 
-def check_effects(effects: Effects) -> None:
+def check_effects(effects: OutsideChanges) -> None:
     """Refuse what cannot be left behind once.
 
     Raises:
@@ -115,7 +115,7 @@ def check_effects(effects: Effects) -> None:
             )
 
 
-def keeps_plain_values(effects: Effects) -> bool:
+def keeps_plain_values(effects: OutsideChanges) -> bool:
     """Whether numbers or texts are kept that were not there before."""
     for change in effects.changes:
         if change.kind is not contents.GENERATOR:
@@ -129,7 +129,7 @@ def keeps_plain_values(effects: Effects) -> bool:
 _PLAIN = (int, float, complex, str, bytes)
 
 
-def is_told(effects: Effects) -> bool:
+def is_told(effects: OutsideChanges) -> bool:
     """Whether containers or plain values changed: what each call may do for itself, unlike an
     object that is made once and kept."""
     for change in effects.changes:
@@ -150,7 +150,7 @@ def _new_values(change: Change) -> Iterator[Any]:
         yield from _flat(change.after)
 
 
-def drawn_from(effects: Effects) -> str | None:
+def drawn_from(effects: OutsideChanges) -> str | None:
     """The class of a random number generator that was drawn from or seeded."""
     for change in effects.changes:
         if change.kind is contents.GENERATOR:

@@ -21,7 +21,7 @@ from graphopt.tracing.guard_values import (
 )
 from graphopt.tracing.inputs import is_number
 from graphopt.tracing.numbers import SCHEDULED
-from graphopt.tracing.snapshot import Snapshot, body_of, is_body
+from graphopt.tracing.snapshot import StateSnapshot, body_of, is_body
 
 _HOOKS = (
     "_forward_hooks",
@@ -48,7 +48,7 @@ class ModuleGuards:
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module, Collection[str]]]) -> None:
         self._guards = [ModuleGuard(*each) for each in modules]
-        self._unchanged: Snapshot | None = self._snapshot()
+        self._unchanged: StateSnapshot | None = self._snapshot()
 
     def mismatches(self) -> Iterator[str]:
         """What has changed."""
@@ -58,8 +58,8 @@ class ModuleGuards:
         self._unchanged = None if reasons else self._snapshot()
         yield from reasons
 
-    def _snapshot(self) -> Snapshot:
-        snapshot = Snapshot()
+    def _snapshot(self) -> StateSnapshot:
+        snapshot = StateSnapshot()
         for guard in self._guards:
             guard.describe(snapshot)
         return snapshot
@@ -134,7 +134,7 @@ class ModuleGuard:
             return f"hooks of {self.name} changed"
         return None
 
-    def describe(self, snapshot: Snapshot) -> None:
+    def describe(self, snapshot: StateSnapshot) -> None:
         """Say what `mismatch` looks at, as it is now, where nothing has changed."""
         attributes = self.attributes
         snapshot.has_size(attributes)

@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphopt.tracing import contents
-from graphopt.tracing.contents import Kind, Names
+from graphopt.tracing.contents import Names, ObjectKind
 from graphopt.tracing.source import is_library_file
 
 _LIMIT = 200_000
@@ -63,7 +63,7 @@ _NOT_ENTERED = _LEFT_ALONE | {
     "sympy",
 }
 
-Found = tuple[Kind, Any]
+Found = tuple[ObjectKind, Any]
 
 
 class _Search:
@@ -187,7 +187,7 @@ def _function_of(step: Any) -> Any:
     return step if isinstance(step, FunctionType) else type(step).__call__
 
 
-_CONTAINERS: dict[type, Kind] = {
+_CONTAINERS: dict[type, ObjectKind] = {
     dict: contents.TABLE,
     OrderedDict: contents.TABLE,
     defaultdict: contents.TABLE,
@@ -202,7 +202,7 @@ _HOLDERS = (dict, list, set, deque, tuple, frozenset)
 _WITHOUT_ATTRIBUTES = frozenset({*_CONTAINERS, tuple, frozenset}) - {OrderedDict}
 
 
-def _kind_of(value: object) -> Kind | None:
+def _kind_of(value: object) -> ObjectKind | None:
     """How a value is looked after itself; None where only what it refers to matters."""
     exact = _CONTAINERS.get(type(value))
     if exact is not None:

@@ -18,9 +18,9 @@ import torch
 from graphopt import _compat
 from graphopt.graph_utils import without_autocast
 from graphopt.tracing.layouts import (
-    Constant,
     Items,
     Layout,
+    PlainArgument,
     described,
     layouts,
     leaves,
@@ -111,7 +111,7 @@ def _shrunk(call: Call, sizes: Mapping[int, int]) -> Call | None:
 
     def smaller(leaf: Any) -> Any:
         nonlocal failed
-        if isinstance(leaf, Constant):
+        if isinstance(leaf, PlainArgument):
             return (
                 leaf._replace(value=sizes.get(leaf.value, leaf.value)) if leaf.kind is int else leaf
             )
@@ -183,7 +183,7 @@ def _called(call: Call, make: Callable[[Layout], torch.Tensor]) -> Any | None:
 def _built(value: Any, make: Callable[[Layout], torch.Tensor]) -> Any:
     if isinstance(value, Layout):
         return make(value)
-    if isinstance(value, Constant):
+    if isinstance(value, PlainArgument):
         return value.value
     values = [_built(item, make) for item in value.values]
     if value.kind is dict:

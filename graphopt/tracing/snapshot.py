@@ -21,7 +21,7 @@ Container = dict[Any, Any] | list[Any]
 Body = tuple[type, dict[str, Any]] | None
 
 
-class Snapshot:
+class StateSnapshot:
     """What was there, to be compared with what is there.
 
     Keeps alive the containers, and what `has` is told of.

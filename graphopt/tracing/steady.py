@@ -30,7 +30,7 @@ from graphopt.tracing.inputs import Inputs, collect
 from graphopt.tracing.optimizer_state import entries_at, has, write
 from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.signature import Computed, Constant
-from graphopt.tracing.trace import Communication, RawTrace, trace
+from graphopt.tracing.trace import MarkedCommunication, RawTrace, trace
 
 _MISSING: Any = object()
 
@@ -107,7 +107,7 @@ class Steady:
 
 
 def steady_step(
-    call: Call, inputs: Inputs, communication: Communication | None, first: RawTrace
+    call: Call, inputs: Inputs, communication: MarkedCommunication | None, first: RawTrace
 ) -> Steady | None:
     """The step as its next call runs it; None where that is the same anyway, or differs in more
     than what it finds.

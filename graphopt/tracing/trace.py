@@ -38,8 +38,8 @@ from graphopt.tracing.host_numbers import (
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
 from graphopt.tracing.leftovers import (
-    Effects,
     HostState,
+    OutsideChanges,
     check_effects,
     drawn_from,
     keeps_plain_values,
@@ -65,7 +65,7 @@ from graphopt.tracing.tagging import Tagger, tagged
 
 
 @dataclass(frozen=True)
-class Communication:
+class MarkedCommunication:
     """What is marked in this trace, for a kind of parallelism to expand.
 
     Attributes:
@@ -97,11 +97,11 @@ class RawTrace:
     used: tuple[str, ...]
     outside: Record
     gradients_first: bool
-    effects: Effects = field(default_factory=Effects)
+    effects: OutsideChanges = field(default_factory=OutsideChanges)
     handed_out: Sequence[SourceLine | None] = ()
 
 
-def trace(call: Call, inputs: Inputs, communication: Communication | None) -> RawTrace:
+def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None) -> RawTrace:
     """Run the step of `call` once on fake tensors.
 
     Raises:
@@ -133,7 +133,7 @@ class Drawn:
 
 
 def _attempt(
-    call: Call, inputs: Inputs, communication: Communication | None
+    call: Call, inputs: Inputs, communication: MarkedCommunication | None
 ) -> tuple[RawTrace, Drawn | None]:
     """One trace, and the random generator outside the graph that it advanced, if any.
 
@@ -157,7 +157,7 @@ def _attempt(
 
 
 def _traced(
-    call: Call, inputs: Inputs, communication: Communication | None
+    call: Call, inputs: Inputs, communication: MarkedCommunication | None
 ) -> tuple[RawTrace, Drawn | None]:
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(strides.corrected)
@@ -250,7 +250,7 @@ class _StepRun:
         self,
         call: Call,
         inputs: Inputs,
-        communication: Communication | None,
+        communication: MarkedCommunication | None,
         mode: Any,
         values: list[torch.Tensor],
     ) -> None:

@@ -30,7 +30,7 @@ from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations, late_pro
 from graphopt.verify.module_constants import of_constants
 from graphopt.verify.outcomes import differences, of_errors, of_what_is_said, reorders_sums
 from graphopt.verify.problems import Problem
-from graphopt.verify.regions import Regions
+from graphopt.verify.regions import RewrittenRegions
 from graphopt.verify.terms import Terms
 
 _SHOWN = 10
@@ -135,7 +135,7 @@ class Proof:
         self,
         before: fx.GraphModule | fx.Graph,
         after: fx.GraphModule | fx.Graph,
-        regions: Regions | None = None,
+        regions: RewrittenRegions | None = None,
     ) -> EquivalenceReport:
         """As `check_equivalence`. After a call without problems, what `after` computes is known.
 
@@ -165,7 +165,7 @@ class Proof:
         self,
         old: Evaluation,
         after: fx.GraphModule | fx.Graph,
-        regions: Regions | None,
+        regions: RewrittenRegions | None,
         problems: list[Problem],
     ) -> EquivalenceReport:
         self.forget()

@@ -30,7 +30,7 @@ from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unkn
 from graphopt.verify.inlining import call_of, constant_name
 from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
-from graphopt.verify.recall import Call
+from graphopt.verify.recall import RecalledCall
 from graphopt.verify.regions import Unknown
 from graphopt.verify.terms import Pending, Terms, canonical
 from graphopt.verify.traits import traits_of
@@ -176,7 +176,7 @@ class _Evaluator:
             return value[index[0]], self._base_of_item(node)
         return self._picked(node, value), self._base_of_item(node)
 
-    def _recalled(self, node: fx.Node) -> Call | None:
+    def _recalled(self, node: fx.Node) -> RecalledCall | None:
         """The same call, if it was evaluated before."""
         if node.name not in self._terms.recall.by_name or node in self._sent_constants:
             return None

@@ -20,7 +20,7 @@ _FEW = 3
 """Calls of one name that are kept: those of a step, and those of its late work in flight."""
 
 
-class Call(NamedTuple):
+class RecalledCall(NamedTuple):
     """A call of which the value follows from its target, its arguments and its layout alone.
 
     Attributes:
@@ -47,9 +47,9 @@ class Recall:
     """
 
     def __init__(self) -> None:
-        self.by_name: dict[str, list[Call]] = {}
+        self.by_name: dict[str, list[RecalledCall]] = {}
 
-    def find(self, node: fx.Node, gives: Same) -> Call | None:
+    def find(self, node: fx.Node, gives: Same) -> RecalledCall | None:
         """The call that a node is, if it is one of those of its name.
 
         Args:
@@ -72,7 +72,7 @@ class Recall:
         """Remember a call."""
         calls = self.by_name.setdefault(node.name, [])
         fake = node.meta.get("val")
-        calls.insert(0, Call(node.target, fake, args, kwargs, value, based, raises))
+        calls.insert(0, RecalledCall(node.target, fake, args, kwargs, value, based, raises))
         del calls[_FEW:]
 
 

@@ -60,7 +60,7 @@ class Unknown:
     like: fx.Node
 
 
-class Regions:
+class RewrittenRegions:
     """The rewritten parts of two graphs.
 
     Args:

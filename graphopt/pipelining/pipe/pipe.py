@@ -22,7 +22,7 @@ from graphopt.pipelining.pipe.marks import SplitPoint, annotate_split_points
 from graphopt.pipelining.pipe.mutation import copy_received_before_update, nested_graphs
 from graphopt.pipelining.pipe.placement import module_of, place_state, stage_nodes
 from graphopt.pipelining.pipe.proof import PipeProof, check_backward
-from graphopt.pipelining.pipe.sharing import MultiUseSpec, Replica, transmit_shared
+from graphopt.pipelining.pipe.sharing import MultiUseSpec, ParameterReplica, transmit_shared
 from graphopt.pipelining.pipe.stage_module import StageModule
 from graphopt.verify.module_constants import attribute
 
@@ -82,7 +82,7 @@ class Pipe(nn.Module):
         calling: Calling,
         output_spec: OutputSpec,
         loss_index: int | None,
-        replicated_params: list[Replica],
+        replicated_params: list[ParameterReplica],
     ) -> None:
         super().__init__()
         self.split_gm = split_gm

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import fx, nn
 
-from graphopt.pipelining.pipe.sharing import Replica
+from graphopt.pipelining.pipe.sharing import ParameterReplica
 from graphopt.pipelining.pipe.stage_module import StageModule, make_stage_module
 from graphopt.pipelining.pipe.state import State
 
@@ -39,7 +39,7 @@ def results(call: fx.Node) -> dict[int, fx.Node]:
     return dict(sorted(items.items())) or {0: call}
 
 
-def place_state(top: fx.GraphModule, state: State) -> tuple[fx.GraphModule, list[Replica]]:
+def place_state(top: fx.GraphModule, state: State) -> tuple[fx.GraphModule, list[ParameterReplica]]:
     """Move each `get_attr` of the graph of stages into the stages that read it.
 
     Every name of the model's parameters and buffers is then in some stage: a name that no stage
@@ -119,9 +119,9 @@ def _is_shared(pairs: list[tuple[int, str]], state: State, name: str) -> bool:
     return state.is_parameter(name) and len({stage for stage, _ in pairs}) > 1
 
 
-def _replica(pairs: list[tuple[int, str]]) -> Replica:
+def _replica(pairs: list[tuple[int, str]]) -> ParameterReplica:
     """With the first of the names that each stage has for it."""
     first: dict[int, str] = {}
     for stage, name in pairs:
         first.setdefault(stage, name)
-    return Replica(tuple(sorted(first.items())))
+    return ParameterReplica(tuple(sorted(first.items())))

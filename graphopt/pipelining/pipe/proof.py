@@ -26,7 +26,7 @@ from graphopt.partition.hazards import hazards
 from graphopt.pipelining.pipe.backward import add_gradients, cut, stage_backward, value_before_cut
 from graphopt.pipelining.pipe.boundary import give_back, receive, send
 from graphopt.pipelining.pipe.placement import arguments_of, module_of, results, stage_nodes
-from graphopt.pipelining.pipe.sharing import Replica
+from graphopt.pipelining.pipe.sharing import ParameterReplica
 from graphopt.pipelining.stage.chain import ChainPlan
 from graphopt.verify.composition import Composition, Objects
 from graphopt.verify.evaluated import NotDecidedError
@@ -56,7 +56,7 @@ class PipeProof:
         self._objects.learn(exported.graph, find)
         self._whole = _composed(exported, self._objects)
 
-    def check_stages(self, top: fx.GraphModule, replicas: Sequence[Replica]) -> None:
+    def check_stages(self, top: fx.GraphModule, replicas: Sequence[ParameterReplica]) -> None:
         """Show that the graph of stages computes what the model does, backward aside.
 
         Raises:
@@ -129,7 +129,7 @@ def _no_order(graph: fx.Graph) -> tuple[Ordered, ...]:
     return ()
 
 
-def _not_listed(top: fx.GraphModule, replicas: Sequence[Replica]) -> Iterator[Problem]:
+def _not_listed(top: fx.GraphModule, replicas: Sequence[ParameterReplica]) -> Iterator[Problem]:
     """Parameters that several stages read have to be listed, with all of these stages: what adds
     their gradients goes by the list."""
     calls = stage_nodes(top.graph)

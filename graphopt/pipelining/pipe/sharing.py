@@ -35,7 +35,7 @@ MultiUseSpec = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig] |
 
 
 @dataclass(frozen=True)
-class Replica:
+class ParameterReplica:
     """One parameter that several stages hold.
 
     Attributes:

@@ -17,7 +17,7 @@ from graphopt.pipelining.errors import StageCompileError
 from graphopt.pipelining.pipe.boundary import apart, no_view
 from graphopt.pipelining.stage.accumulating import Gradients
 from graphopt.pipelining.stage.capture import Microbatch, StageCapture
-from graphopt.pipelining.stage.division import Division
+from graphopt.pipelining.stage.division import StageDivision
 from graphopt.pipelining.stage.division_proof import DivisionProof
 from graphopt.pipelining.stage.gradient_layout import (
     Layouts,
@@ -95,7 +95,7 @@ class CompiledStage:
         self._parallel, self._stages = parallel, stages
         self._capture = capture
         self._captured = capture.capture(microbatch)
-        self._forward = self._backward = Division(self._captured, len(microbatch.received))
+        self._forward = self._backward = StageDivision(self._captured, len(microbatch.received))
         self._owners = self._parameters()
         self._guard = StateGuard(module)
         self._graphs: dict[tuple[Any, ...], StageGraph] = {}
@@ -154,7 +154,7 @@ class CompiledStage:
         self._microbatch = dataclasses.replace(self._microbatch, incoming=incoming)
         self._captured = self._capture.capture(self._microbatch)
         inputs = len(self._microbatch.received)
-        self._backward = Division(self._captured, inputs, self._forward)
+        self._backward = StageDivision(self._captured, inputs, self._forward)
         self._owners = self._parameters()
         self._proof = None
         self._graphs = {key: g for key, g in self._graphs.items() if key in _FORWARDS}

@@ -67,7 +67,7 @@ class Result:
         return torch.as_strided(value, view.size, view.stride, offset)
 
 
-class Division:
+class StageDivision:
     """The graphs of one stage.
 
     Args:
@@ -86,7 +86,7 @@ class Division:
     """
 
     def __init__(
-        self, captured: CapturedStep, inputs: int, forward: Division | None = None
+        self, captured: CapturedStep, inputs: int, forward: StageDivision | None = None
     ) -> None:
         self._captured = captured
         self._root = captured.graph_module
@@ -114,7 +114,7 @@ class Division:
         if forward is not None:
             self._crossing = self._as_kept_by(forward)
 
-    def _as_kept_by(self, forward: Division) -> Crossing:
+    def _as_kept_by(self, forward: StageDivision) -> Crossing:
         """The values that this backward needs, with the places that they have in `forward`."""
         table = ValueNames()
         names = table.of(forward._root, forward._graph, forward._early)

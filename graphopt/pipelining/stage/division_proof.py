@@ -26,7 +26,7 @@ from torch import fx
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import Outputs
 from graphopt.pipelining.stage.accumulating import Gradients
-from graphopt.pipelining.stage.division import Division, Result
+from graphopt.pipelining.stage.division import Result, StageDivision
 from graphopt.pipelining.stage.graph import SLOT, StageGraph
 from graphopt.pipelining.stage.microbatch_graph import (
     Named,
@@ -64,7 +64,7 @@ class DivisionProof:
     """
 
     def __init__(
-        self, stage: int, captured: CapturedStep, forward: Division, backward: Division
+        self, stage: int, captured: CapturedStep, forward: StageDivision, backward: StageDivision
     ) -> None:
         self._stage, self._captured = stage, captured
         self._forward, self._backward = forward, backward
@@ -135,7 +135,9 @@ class _Microbatch:
         changing: inputs that other microbatches update.
     """
 
-    def __init__(self, captured: CapturedStep, sent: Sequence[Result], backward: Division) -> None:
+    def __init__(
+        self, captured: CapturedStep, sent: Sequence[Result], backward: StageDivision
+    ) -> None:
         self._sent, self._backward = sent, backward
         whole = captured.graph_module
         objects = Objects()

@@ -16,7 +16,7 @@ from graphopt.pipelining.stage.chain import ChainPlan
 
 
 @dataclass(frozen=True)
-class Flow:
+class StageFlow:
     """Tensors without data, contiguous, on the meta device, with their `requires_grad`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Flow:
         return self.received[stage + 1] if stage + 1 < len(self.received) else self.returned
 
 
-def find_flow(top: fx.GraphModule, plan: ChainPlan) -> Flow:
+def find_flow(top: fx.GraphModule, plan: ChainPlan) -> StageFlow:
     """Run the stages on fake tensors. Parameters count as they are now, frozen or not."""
     values = {node: node.meta.get("val") for node in top.graph.find_nodes(op="placeholder")}
     mode = _compat.fake_mode_of(list(tensors_in(list(values.values())))) or _mode_of(top)
@@ -42,7 +42,7 @@ def find_flow(top: fx.GraphModule, plan: ChainPlan) -> Flow:
             result = _FakeRun(module_of(top, call)).run(*arguments)
             by_index = result if isinstance(result, (tuple, list)) else (result,)
             values.update({value: by_index[index] for index, value in results(call).items()})
-    return Flow(
+    return StageFlow(
         [tuple(_described(values[node]) for node in stage) for stage in plan.received],
         tuple(_described(values[node]) for node in plan.returned),
     )

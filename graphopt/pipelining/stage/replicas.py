@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from graphopt.pipelining.pipe.sharing import Replica
+from graphopt.pipelining.pipe.sharing import ParameterReplica
 
 if TYPE_CHECKING:
     from graphopt.pipelining.stage.stage import Stage
@@ -31,7 +31,7 @@ def reduce_replicated_gradients(*stages: Stage) -> None:
         _reduce(replica, by_index)
 
 
-def own_replicas(module: nn.Module, stage: int, replicas: Iterable[Replica]) -> None:
+def own_replicas(module: nn.Module, stage: int, replicas: Iterable[ParameterReplica]) -> None:
     """Give a stage copies of the parameters that an earlier stage holds as well.
 
     So stages on one rank are as stages on several: each has a gradient of its own, which schedules
@@ -50,7 +50,7 @@ def own_replicas(module: nn.Module, stage: int, replicas: Iterable[Replica]) -> 
                 module.get_submodule(path).register_parameter(leaf, copied)
 
 
-def _reduce(replica: Replica, stages: dict[int, Stage]) -> None:
+def _reduce(replica: ParameterReplica, stages: dict[int, Stage]) -> None:
     owner, _ = replica.holders[0]
     own = {index: name for index, name in replica.holders if index in stages}
     parameters = {i: stages[i].submod.get_parameter(name) for i, name in own.items()}
@@ -67,7 +67,7 @@ def _reduce(replica: Replica, stages: dict[int, Stage]) -> None:
 
 
 def _collect(
-    replica: Replica,
+    replica: ParameterReplica,
     stage: Stage,
     rank_of: dict[int, int],
     parameters: dict[int, nn.Parameter],

@@ -14,7 +14,7 @@ from graphopt.errors import GraphOptError
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.pipelining.errors import StageCompileError
 from graphopt.pipelining.pipe.calling import Calling, OutputNest
-from graphopt.pipelining.pipe.sharing import Replica
+from graphopt.pipelining.pipe.sharing import ParameterReplica
 
 if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraphModule
@@ -63,7 +63,7 @@ class Stage(PipelineStage):
         divides: bool,
         output: OutputNest,
         calling: Calling | None = None,
-        replicas: Sequence[Replica] = (),
+        replicas: Sequence[ParameterReplica] = (),
     ) -> None:
         super().__init__(
             module,

@@ -18,7 +18,7 @@ from graphopt.pipelining.pipe.pipe import Pipe
 from graphopt.pipelining.pipe.placement import stage_nodes
 from graphopt.pipelining.stage.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
 from graphopt.pipelining.stage.devices import move_to_device
-from graphopt.pipelining.stage.metadata import Flow, find_flow
+from graphopt.pipelining.stage.metadata import StageFlow, find_flow
 from graphopt.pipelining.timeline.errors import ScheduleError
 from graphopt.pipelining.timeline.slots import Action
 
@@ -179,7 +179,7 @@ class _StageAlone:
 
 
 def _stage_alone(
-    pipe: Pipe, index: int, plan: ChainPlan, flow: Flow, device: torch.device
+    pipe: Pipe, index: int, plan: ChainPlan, flow: StageFlow, device: torch.device
 ) -> _StageAlone:
     call = stage_nodes(pipe.split_gm.graph)[index]
     module = copy.deepcopy(chain_stage(pipe.get_stage_module(index), call, index, plan))
@@ -218,7 +218,7 @@ def example_inputs(pipe: Pipe, device: torch.device | str) -> list[Tensor]:
     return _examples(find_flow(pipe.split_gm, plan_chain(pipe.split_gm.graph)), device)
 
 
-def _examples(flow: Flow, device: torch.device | str) -> list[Tensor]:
+def _examples(flow: StageFlow, device: torch.device | str) -> list[Tensor]:
     return [_example(description, device) for description in flow.received[0]]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.outside.places import MISSING, Place
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import is_own_file
 
@@ -35,7 +35,7 @@ def read_attribute(record: Record, value: Any, name: str, path: str, line: Sourc
         _of_type(record, value, name, path, line)
     elif isinstance(value, types.MethodType) and not hasattr(types.MethodType, name):
         if record.is_outside(value):
-            record.read(Place("attribute", value, "__func__"), f"{path}.__func__", line)
+            record.read(OutsidePlace("attribute", value, "__func__"), f"{path}.__func__", line)
         read_attribute(record, value.__func__, name, path, line)
     elif isinstance(value, Optimizer) and name in _WATCHED_OF_OPTIMIZERS:
         return
@@ -56,7 +56,7 @@ def read_class(record: Record, value: Any, path: str, line: SourceLine) -> None:
     if not type(value).__flags__ & _MUTABLE:
         return
     if attributes is None or not record.is_own(attributes):
-        record.read(Place("type", value), f"the class of {path}", line)
+        record.read(OutsidePlace("type", value), f"the class of {path}", line)
 
 
 def read_function(record: Record, function: types.FunctionType, line: SourceLine) -> None:
@@ -66,7 +66,7 @@ def read_function(record: Record, function: types.FunctionType, line: SourceLine
         return
     name = function.__qualname__
     for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
-        record.read(Place("attribute", function, attribute), f"{name}.{attribute}", line)
+        record.read(OutsidePlace("attribute", function, attribute), f"{name}.{attribute}", line)
     if function.__defaults__ is not None:
         record.contents(function.__defaults__, f"{name}.__defaults__", line, depth=1)
     if function.__kwdefaults__ is not None:
@@ -76,15 +76,15 @@ def read_function(record: Record, function: types.FunctionType, line: SourceLine
         record.owned(cell, function)
 
 
-def attribute_place(value: Any, name: str) -> Place | None:
+def attribute_place(value: Any, name: str) -> OutsidePlace | None:
     """Where `value.name = …` writes to; None where that is code of its own."""
     if isinstance(value, type):
-        return Place("class", value, name)
+        return OutsidePlace("class", value, name)
     found = _found(type(value), name)
     if found is not None and _is_data(found[1]):
-        return Place("attribute", value, name) if _is_member(found[1]) else None
+        return OutsidePlace("attribute", value, name) if _is_member(found[1]) else None
     attributes = attributes_of(value)
-    return None if attributes is None else Place("item", attributes, name)
+    return None if attributes is None else OutsidePlace("item", attributes, name)
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
@@ -100,7 +100,7 @@ def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLin
     owner = type(value)
     if issubclass(owner, _WITH_OTHER_ATTRIBUTES):
         if record.is_outside(value):
-            record.read(Place("attribute", value, name), path, line)
+            record.read(OutsidePlace("attribute", value, name), path, line)
         return
     read_class(record, value, path.removesuffix(f".{name}"), line)
     found = _of_class(record, owner, name, f"{owner.__name__}.{name}", line)
@@ -112,7 +112,7 @@ def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLin
         return
     if not isinstance(value, types.ModuleType):
         record.owned(attributes, value)
-    record.read(Place("item", attributes, name), path, line)
+    record.read(OutsidePlace("item", attributes, name), path, line)
     if name not in attributes and found is None:
         _registered(record, value, name, path)
 
@@ -124,7 +124,7 @@ def _of_descriptor(
     if not record.is_outside(value):
         return
     if type(found).__module__.startswith("torch.") or not _is_python(found):
-        record.read(Place("attribute", value, name), path, line)
+        record.read(OutsidePlace("attribute", value, name), path, line)
 
 
 def _is_python(descriptor: Any) -> bool:
@@ -169,7 +169,7 @@ def _in_classes(
                 return vars(each)[name]
             continue
         if record.is_outside(each):
-            value = record.read(Place("class", each, name), path, line)
+            value = record.read(OutsidePlace("class", each, name), path, line)
         else:
             value = vars(each).get(name, MISSING)
         if value is not MISSING:

@@ -23,7 +23,7 @@ from graphopt.tracing.outside.attributes import (
     read_method,
 )
 from graphopt.tracing.outside.files import is_observed
-from graphopt.tracing.outside.places import Place, filled, is_value
+from graphopt.tracing.outside.places import OutsidePlace, filled, is_value
 from graphopt.tracing.outside.record import Record, is_container, viewed
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
@@ -49,7 +49,7 @@ _PICKLING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 _READING_OBJECTS = (vars, dir)
 
 
-class Calls:
+class NativeCalls:
     """Follows calls of what is not a Python function."""
 
     def __init__(self, record: Record) -> None:
@@ -117,7 +117,7 @@ class Calls:
         else:
             self._all(args, line)
 
-    def store(self, place: Place | None, owner: Any, counting: bool = False) -> None:
+    def store(self, place: OutsidePlace | None, owner: Any, counting: bool = False) -> None:
         """The step writes to a place of `owner`."""
         if place is not None and self._record.is_outside(owner):
             self._record.wrote(place, counting)
@@ -149,7 +149,7 @@ class Calls:
             record.item(bound, args[0], path, line)
             if (args[0] in bound) is (name == "pop"):
                 record.mutated(bound)
-                record.wrote(Place("item", bound, args[0]), counting=False)
+                record.wrote(OutsidePlace("item", bound, args[0]), counting=False)
         elif name == "__contains__":
             self.contains(bound, args[0], line)
         elif isinstance(bound, dict) and name == "__setitem__":
@@ -179,7 +179,7 @@ class Calls:
         elif name == "reset" and args and held.is_original(args[0]):
             held.own = False
         elif name == "get" and not held.own:
-            self._record.read(Place("attribute", held, "value"), f"{path}.get()", line)
+            self._record.read(OutsidePlace("attribute", held, "value"), f"{path}.get()", line)
 
     def contains(self, container: Any, key: Any, line: SourceLine) -> None:
         """The step asks whether a container has a key."""
@@ -188,7 +188,7 @@ class Calls:
             return
         path = record.path(container, type(container).__name__)
         if isinstance(container, dict) and _hashable(key):
-            record.read(Place("has", container, key), f"{key!r} in {path}", line)
+            record.read(OutsidePlace("has", container, key), f"{key!r} in {path}", line)
         else:
             record.contents(container, path, line)
 
@@ -202,7 +202,7 @@ class Calls:
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             key += len(container)
         if _hashable(key):
-            record.wrote(Place("item", container, key), counting)
+            record.wrote(OutsidePlace("item", container, key), counting)
         else:
             record.mutated(container)
 
@@ -210,8 +210,10 @@ class Calls:
         """The step calls a method that is bound to its object."""
         if isinstance(callee, types.MethodType) and self._record.is_outside(callee):
             path = self._record.path(callee, getattr(callee, "__name__", "method"))
-            self._record.read(Place("attribute", callee, "__self__"), f"{path}.__self__", line)
-            self._record.read(Place("attribute", callee, "__func__"), path, line)
+            self._record.read(
+                OutsidePlace("attribute", callee, "__self__"), f"{path}.__self__", line
+            )
+            self._record.read(OutsidePlace("attribute", callee, "__func__"), path, line)
 
     def _partial(
         self, callee: functools.partial[Any], args: Sequence[Any], line: SourceLine
@@ -220,7 +222,7 @@ class Calls:
         if record.is_outside(callee):
             path = record.path(callee, "partial")
             for name in ("func", "args", "keywords"):
-                record.read(Place("attribute", callee, name), f"{path}.{name}", line)
+                record.read(OutsidePlace("attribute", callee, name), f"{path}.{name}", line)
             record.contents(callee.args, f"{path}.args", line, depth=1)
             record.contents(callee.keywords, f"{path}.keywords", line, depth=1)
         self.call(callee.func, [*callee.args, *args, *callee.keywords.values()], line)
@@ -244,7 +246,7 @@ class Calls:
         """The step asks a weak reference for its object."""
         if self._record.is_outside(reference):
             path = self._record.path(reference, "a weak reference")
-            self._record.read(Place("target", reference), f"{path}()", line)
+            self._record.read(OutsidePlace("target", reference), f"{path}()", line)
 
     def _remembered(
         self, function: functools._lru_cache_wrapper[Any], args: Sequence[Any], line: SourceLine
@@ -253,7 +255,7 @@ class Calls:
         self._pin(args)
         if self._record.is_outside(function):
             path = self._record.path(function, getattr(function, "__name__", "a function"))
-            known = Place("remembers", function, filled(function))
+            known = OutsidePlace("remembers", function, filled(function))
             self._record.read(known, f"the cache of {path}", line)
 
     def _attributes(self, value: Any, line: SourceLine, depth: int = 1) -> None:

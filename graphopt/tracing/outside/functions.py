@@ -9,7 +9,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from typing import Any
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.outside.places import Place
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 
 _CALLED = (FunctionType, BuiltinFunctionType, type)
@@ -31,7 +31,7 @@ def called_by_torch(record: Record, frame: FrameType) -> None:
             name, value = attribute, namespace.get(attribute)
         if isinstance(value, _CALLED):
             line = SourceLine(code.co_filename, frame.f_lineno, code.co_name)
-            record.read(Place("item", namespace, name), path, line)
+            record.read(OutsidePlace("item", namespace, name), path, line)
 
 
 @lru_cache(maxsize=4096)

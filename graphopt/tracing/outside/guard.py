@@ -16,7 +16,7 @@ import torch
 from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.outside.held import Entry, Held
 from graphopt.tracing.outside.modules import only_within
-from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.sweeps import prepared
 
@@ -175,7 +175,7 @@ class _Following:
         line = f"{entry.line.file}:{entry.line.line}"
         if holder is MISSING:
             return f"the object of {entry.path} is gone, read at {line}"
-        now = Place(entry.kind, holder, entry.key).now()
+        now = OutsidePlace(entry.kind, holder, entry.key).now()
         self._values.append(now)
         if same(now, entry.value) if entry.held is None else self._is(entry.held, now):
             return None

@@ -19,7 +19,7 @@ from graphopt._compat.hidden import undisabled
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.modules import description_of
-from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 
 _CONTAINERS = frozenset({dict, list, set})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
@@ -211,4 +211,4 @@ class Entry:
             self._wrapper = None if value is self.held.get() else weakref.ref(value)
 
     def holds(self) -> bool:
-        return same(Place(self.kind, self.holder.get(), self.key).now(), self.expected())
+        return same(OutsidePlace(self.kind, self.holder.get(), self.key).now(), self.expected())

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from graphopt._compat.frames import NULL, Operands
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
-from graphopt.tracing.outside.calls import Calls
+from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.counting import counting_pairs
-from graphopt.tracing.outside.places import Place
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record, is_container, viewed
 
 
-class Step(NamedTuple):
+class OutsideAccess(NamedTuple):
     """One instruction that may read or write outside.
 
     Attributes:
@@ -44,14 +44,14 @@ class Step(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def steps_of(code: CodeType) -> dict[int, Step]:
+def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
     """The instructions of a function that are looked at, by offset."""
     instructions = list(dis.get_instructions(code))
     feeding, counting = counting_pairs(instructions)
     visible = [i for i in instructions if i.opname != "CACHE"]
     discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
     return {
-        i.offset: Step(
+        i.offset: OutsideAccess(
             "_in_place" if _is_in_place(i) else _HANDLERS[i.opname],
             i.opname,
             i.argval,
@@ -75,10 +75,10 @@ class Instructions:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._calls = Calls(record)
-        self._feeding: dict[int, tuple[Place, str, SourceLine]] = {}
+        self._calls = NativeCalls(record)
+        self._feeding: dict[int, tuple[OutsidePlace, str, SourceLine]] = {}
 
-    def before(self, frame: FrameType, step: Step) -> None:
+    def before(self, frame: FrameType, step: OutsideAccess) -> None:
         """`frame` is about to execute an instruction."""
         operands = Operands(frame, step.offset)
         code = frame.f_code
@@ -106,7 +106,9 @@ class Instructions:
         for value in added:
             self._read_contents(frame, value, line)
 
-    def _stored(self, frame: FrameType, step: Step, place: Place | None, owner: Any) -> None:
+    def _stored(
+        self, frame: FrameType, step: OutsideAccess, place: OutsidePlace | None, owner: Any
+    ) -> None:
         """A store: of a value made from what was at the same place, or of another."""
         fed = self._feeding.pop(id(frame), None) if step.counting else None
         counting = fed is not None and place is not None and fed[0].identity == place.identity
@@ -116,58 +118,72 @@ class Instructions:
 
     # ------------------------------------------------------------------ names
 
-    def _global(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _global(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         names, known = frame.f_globals, vars(builtins)
         if step.name in names or step.name not in known:
-            self._record.read(Place("item", names, step.name), step.name, line)
+            self._record.read(OutsidePlace("item", names, step.name), step.name, line)
             return
-        self._record.read(Place("has", names, step.name), f"{step.name} in globals", line)
-        self._record.read(Place("item", known, step.name), step.name, line)
+        self._record.read(OutsidePlace("has", names, step.name), f"{step.name} in globals", line)
+        self._record.read(OutsidePlace("item", known, step.name), step.name, line)
 
-    def _name(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _name(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         if step.name not in frame.f_locals:
             self._global(frame, step, operands, line)
 
-    def _cell(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _cell(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         cell = operands.variable(step.argument)
         if isinstance(cell, CellType) and self._record.is_outside(cell):
-            self._record.read(Place("cell", cell), step.name, line)
+            self._record.read(OutsidePlace("cell", cell), step.name, line)
 
     def _set_global(
-        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        self._stored(frame, step, Place("item", frame.f_globals, step.name), frame.f_globals)
+        self._stored(frame, step, OutsidePlace("item", frame.f_globals, step.name), frame.f_globals)
 
-    def _set_cell(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _set_cell(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         cell = operands.variable(step.argument)
         if isinstance(cell, CellType):
-            self._stored(frame, step, Place("cell", cell), cell)
+            self._stored(frame, step, OutsidePlace("cell", cell), cell)
 
     # ------------------------------------------------------------------ attributes
 
     def _attribute(
-        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         value = operands.top(1)
         path = f"{self._record.path(value, _called(frame, value))}.{step.name}"
         read_attribute(self._record, value, step.name, path, line)
 
-    def _super(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _super(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         value = super(operands.top(2), operands.top(1))
         read_attribute(self._record, value, step.name, f"super().{step.name}", line)
 
     def _set_attribute(
-        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         owner = operands.top(1)
         self._stored(frame, step, attribute_place(owner, step.name), owner)
 
-    def _import(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
-        self._record.read(Place("item", sys.modules, step.name), step.name, line)
+    def _import(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
+        self._record.read(OutsidePlace("item", sys.modules, step.name), step.name, line)
 
     # ------------------------------------------------------------------ containers
 
-    def _item(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _item(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         container, key = viewed(operands.top(2)), operands.top(1)
         record = self._record
         if not record.is_outside(container) or (
@@ -184,7 +200,9 @@ class Instructions:
         else:
             read_method(record, type(container), "__getitem__", line)
 
-    def _slice(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _slice(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         if not self._is_trimmed(frame, operands.top(3)):
             self._read_contents(frame, operands.top(3), line)
 
@@ -200,7 +218,9 @@ class Instructions:
             return  # the instruction raises as well
         self._record.item(container, key, path, line)
 
-    def _set_item(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _set_item(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         container, key = operands.top(2), operands.top(1)
         if not is_container(container) or not self._record.is_outside(container):
             return
@@ -211,23 +231,31 @@ class Instructions:
         self._calls.store_item(container, key, counting)
 
     def _delete_item(
-        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         if is_container(operands.top(2)):
             self._record.mutated(operands.top(2))
 
-    def _contents(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _contents(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         self._read_contents(frame, operands.top(1), line)
 
-    def _items(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _items(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         """The step gets the items, and what it reads in them is seen."""
         self._read_contents(frame, operands.top(1), line, depth=1)
 
-    def _two(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _two(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         for place in (1, 2):
             self._read_contents(frame, operands.top(place), line)
 
-    def _in_place(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _in_place(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         changed = operands.top(2)
         self._read_contents(frame, operands.top(1), line)
         if isinstance(changed, (list, dict, set)):
@@ -236,32 +264,40 @@ class Instructions:
             self._read_contents(frame, changed, line)
 
     def _same_object(
-        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         if operands.top(1) is not None and operands.top(2) is not None:
             self._record.pin(operands.top(1))
             self._record.pin(operands.top(2))
 
-    def _compared(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _compared(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         self._two(frame, step, operands, line)
         if not (is_container(operands.top(1)) or is_container(operands.top(2))):
             self._same_object(frame, step, operands, line)
 
-    def _contains(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _contains(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         self._record.pin(operands.top(2))
         self._calls.contains(operands.top(1), operands.top(2), line)
 
-    def _truth(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _truth(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         value = operands.top(1)
         if is_container(value) and self._record.is_outside(value):
             self._record.size(value, self._record.path(value, _called(frame, value)), line)
 
-    def _next(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _next(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         value = operands.top(1)
         self._record.iterator(value, self._record.path(value, _called(frame, value)), line)
 
     def _class_pattern(
-        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         names, kind, value = operands.top(1), operands.top(2), operands.top(3)
         positional = getattr(kind, "__match_args__", ())[: step.argument]
@@ -279,19 +315,21 @@ class Instructions:
 
     # ------------------------------------------------------------------ calls
 
-    def _call(self, frame: FrameType, step: Step, operands: Operands, line: SourceLine) -> None:
+    def _call(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
         callee, args = _called_with(step, operands)
         self._calls.call(callee, args, line, step.discarded)
 
     def _prepare_call(
-        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         """Python 3.11 takes bound methods apart before the call."""
         if operands.top(step.argument + 2) is NULL:
             self._calls.method(operands.top(step.argument + 1), line)
 
     def _call_expanded(
-        self, frame: FrameType, step: Step, operands: Operands, line: SourceLine
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         keywords = step.argument & 1
         args = operands.top(1 + keywords)
@@ -301,7 +339,7 @@ class Instructions:
         self._calls.call(callee, [*(args if isinstance(args, (tuple, list)) else ()), *given], line)
 
 
-def _called_with(step: Step, operands: Operands) -> tuple[Any, list[Any]]:
+def _called_with(step: OutsideAccess, operands: Operands) -> tuple[Any, list[Any]]:
     """The callee and its arguments, the object of a method first."""
     count = step.argument
     top = int(step.instruction in ("CALL_KW", "CALL_FUNCTION_KW"))  # above all: names of keywords

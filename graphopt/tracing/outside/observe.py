@@ -25,7 +25,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.functions import called_by_torch
-from graphopt.tracing.outside.instructions import Instructions, Step, steps_of
+from graphopt.tracing.outside.instructions import Instructions, OutsideAccess, steps_of
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import is_library_file
 
@@ -52,7 +52,7 @@ class Observer:
         """Functions of which the observer wants to know nothing more, by their identity: a hash of
         code goes through all of it."""
 
-    def entered(self, frame: FrameType) -> dict[int, Step] | None:
+    def entered(self, frame: FrameType) -> dict[int, OutsideAccess] | None:
         """A function begins. Returns which of its instructions to look at; None for none."""
         code = frame.f_code
         if id(code) in self.ignored or code in _FORGETTING:
@@ -68,7 +68,7 @@ class Observer:
         self._function(frame)
         return steps_of(code)
 
-    def before(self, frame: FrameType, step: Step) -> None:
+    def before(self, frame: FrameType, step: OutsideAccess) -> None:
         """An instruction is about to run."""
         self._instructions.before(frame, step)
 
@@ -151,7 +151,9 @@ class _FrameTracer:
 
     __slots__ = ("_observer", "_other", "_other_opcodes", "_steps")
 
-    def __init__(self, observer: Observer, steps: dict[int, Step] | None, other: Any) -> None:
+    def __init__(
+        self, observer: Observer, steps: dict[int, OutsideAccess] | None, other: Any
+    ) -> None:
         self._observer, self._steps, self._other = observer, steps or {}, other
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -210,7 +212,7 @@ def _monitored(observer: Observer) -> Iterator[None]:
     tool = next(each for each in (4, 3, 5, 0) if monitoring.get_tool(each) is None)
     monitoring.use_tool_id(tool, "graphopt")
     instruction, start = monitoring.events.INSTRUCTION, monitoring.events.PY_START
-    looked_at: dict[CodeType, dict[int, Step]] = {}
+    looked_at: dict[CodeType, dict[int, OutsideAccess]] = {}
 
     def started(code: CodeType, offset: int) -> Any:
         steps = observer.entered(sys._getframe(1))

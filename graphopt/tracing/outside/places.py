@@ -22,7 +22,7 @@ _COPIED = (set, frozenset, bytearray)
 
 
 @dataclass(frozen=True)
-class Place:
+class OutsidePlace:
     """One place. `holder` is kept alive.
 
     Attributes:
@@ -105,7 +105,7 @@ _READERS: Mapping[str, Any] = {
 class Read(NamedTuple):
     """A place that was read, what was there, how the program gets there, and the line."""
 
-    place: Place
+    place: OutsidePlace
     value: Any
     path: str
     line: SourceLine

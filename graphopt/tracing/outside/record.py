@@ -15,7 +15,7 @@ import torch
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.existing import existing_now
-from graphopt.tracing.outside.places import MISSING, Place, Read, is_value, same
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 
 _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
@@ -58,7 +58,7 @@ class Record:
         self.counted: Read | None = None
         self.asked_type: SourceLine | None = None
         self.advanced: tuple[str, SourceLine] | None = None
-        self.pending: list[tuple[Place, str, SourceLine]] | None = None
+        self.pending: list[tuple[OutsidePlace, str, SourceLine]] | None = None
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
@@ -124,7 +124,7 @@ class Record:
 
     # ------------------------------------------------------------------ reads
 
-    def read(self, place: Place, path: str, line: SourceLine) -> Any:
+    def read(self, place: OutsidePlace, path: str, line: SourceLine) -> Any:
         """The step reads a place. Returns what is there."""
         value = place.now()
         identity = place.identity
@@ -148,14 +148,14 @@ class Record:
         if identity not in self.reads:
             self.reads[identity] = self._made(place, value, path, line)
             if isinstance(value, torch.Tensor):
-                self.read(Place("kind", value), path, line)
+                self.read(OutsidePlace("kind", value), path, line)
             elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
                 self.contents(value, path, line)
         return value
 
-    def _read_before(self, place: Place, value: Any, path: str, line: SourceLine) -> None:
+    def _read_before(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
         """What the step makes of a container depends on what the container held before."""
-        before = Place(place.kind, self._mutated[id(place.holder)], place.key).now()
+        before = OutsidePlace(place.kind, self._mutated[id(place.holder)], place.key).now()
         if before is value:
             self.reached(value, path)
         self.reads[place.identity] = self._made(place, before, path, line)
@@ -165,18 +165,18 @@ class Record:
         if not self.is_outside(container) or depth == 0:
             return
         if isinstance(container, (dict, types.MappingProxyType)):
-            self.read(Place("keys", container), f"the keys of {path}", line)
+            self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
             keys: Iterable[Any] = list(container)
         elif isinstance(container, (list, tuple)):
             self.size(container, path, line)
             keys = range(len(container))
         elif hasattr(container, "tobytes"):
             if getattr(container, "nbytes", 0) <= _WHOLE_BYTES:
-                self.read(Place("whole", container), path, line)
+                self.read(OutsidePlace("whole", container), path, line)
             return
         else:
             if len(container) <= _WHOLE:
-                self.read(Place("whole", container), path, line)
+                self.read(OutsidePlace("whole", container), path, line)
             return
         if len(container) > _WHOLE:
             return
@@ -190,15 +190,15 @@ class Record:
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             self.size(container, path, line)
             key += len(container)
-        return self.read(Place("item", container, key), f"{path}[{key!r}]", line)
+        return self.read(OutsidePlace("item", container, key), f"{path}[{key!r}]", line)
 
     def size(self, container: Any, path: str, line: SourceLine) -> None:
         if not isinstance(container, (tuple, str, bytes)):
-            self.read(Place("size", container), f"len({path})", line)
+            self.read(OutsidePlace("size", container), f"len({path})", line)
 
     # ------------------------------------------------------------------ writes
 
-    def wrote(self, place: Place, counting: bool) -> None:
+    def wrote(self, place: OutsidePlace, counting: bool) -> None:
         """The step writes to a place, `counting` if what it makes of the value there."""
         identity = place.identity
         if counting and (identity not in self._written or identity in self._derived):
@@ -224,7 +224,7 @@ class Record:
 
     def has_written(self, table: dict[str, Any], key: str) -> bool:
         """Whether the step wrote to an item of a dictionary."""
-        return Place("item", table, key).identity in self._written
+        return OutsidePlace("item", table, key).identity in self._written
 
     def _settle_trimmed(self) -> None:
         """Containers that were added to, and in whose place is a part of them now: another may be
@@ -244,7 +244,7 @@ class Record:
                 return read, now
         return None
 
-    def _made(self, place: Place, value: Any, path: str, line: SourceLine) -> Read:
+    def _made(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> Read:
         return Read(place, value, path, line)
 
 
