@@ -62,6 +62,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_backward_hooks": lambda: torch.ones(1),
     "_backward_pre_hooks": nn.Module,
     "_cdata": lambda: torch.ones(1).untyped_storage(),
+    "_body_transformer": lambda: fx.Graph()._codegen,
     "_codegen": fx.Graph,
     "_compiled_call_impl": nn.Module,
     "_ctc_loss": lambda: torch.ops.aten,

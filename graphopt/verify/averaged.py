@@ -30,6 +30,7 @@ from graphopt.verify.problems import Problem
 logger = logging.getLogger("graphopt")
 
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+_MUL = torch.ops.aten.mul.Tensor
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _PERMUTE = torch.ops.aten.permute.default
 
@@ -50,15 +51,25 @@ def averaged(marked: fx.Graph) -> fx.Graph:
 def _mean(graph: fx.Graph, marker: fx.Node) -> fx.Node:
     gradient, _, ranks, group = marker.args
     assert isinstance(ranks, int)
-    part = _alike(graph, marker, torch.ops.aten.mul.Tensor, gradient, 1 / ranks)
-    layout = _memory_order(marker.meta["val"])
+    call = _alike if _lies_in_order(cast(fx.Node, gradient).meta["val"]) else _call
+    part = call(graph, marker, _MUL, gradient, 1 / ranks)
+    layout = _memory_order(part.meta["val"])
     if layout is None:
-        launched = _alike(graph, marker, _ALL_REDUCE, part, "sum", group)
-        return _alike(graph, marker, _WAIT, launched)
+        launched = call(graph, marker, _ALL_REDUCE, part, "sum", group)
+        return call(graph, marker, _WAIT, launched)
     rows = _call(graph, marker, _PERMUTE, part, layout)  # what is sent lies in one piece
     total = _shared(graph, marker, _ALL_REDUCE, rows, "sum", group)
     back = [place for _, place in sorted((dim, place) for place, dim in enumerate(layout))]
     return _call(graph, marker, _PERMUTE, total, back)
+
+
+def _lies_in_order(value: torch.Tensor) -> bool:
+    """Whether strides are those of a new tensor, sizes of one included: arithmetic keeps them."""
+    strides, step = [], 1
+    for size in reversed(value.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return value.stride() == tuple(reversed(strides))
 
 
 def _memory_order(value: torch.Tensor) -> list[int] | None:
