@@ -8,6 +8,7 @@ is found in it again: the guard follows from place to place, as the program does
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -121,8 +122,11 @@ class Held:
     def reference(self) -> Any:
         return self._object
 
-    def _lost(self, reference: weakref.ref[Any]) -> None:
-        if reference is self._object:
+    def _lost(
+        self, reference: weakref.ref[Any], ending: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
+        # When Python ends, objects go after the globals of the modules that would see to it.
+        if reference is self._object and not ending():
             self._gone(self)
 
 
