@@ -51,15 +51,20 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x[:, :2]).square().mean()
 
 
-def by_norm(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Skips the update."""
+def clipped(model: nn.Module, optimizer: Optimizer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and norm of a step whose update is left out where gradients are large."""
     loss = loss_of(model, x)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if norm < 2:
         optimizer.step()
     optimizer.zero_grad()
-    return loss
+    return loss, norm
+
+
+def by_norm(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Skips the update."""
+    return clipped(model, optimizer, x)[0]
 
 
 def by_loss(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -240,13 +245,7 @@ def test_what_is_not_the_same_is_not_shared(step: Step) -> None:
 
 
 def average_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    loss = loss_of(model, x)
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if norm < 2:
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm
+    return clipped(model, optimizer, x)[1]
 
 
 def by_one_gradient(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:

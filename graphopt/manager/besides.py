@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _compat
-from graphopt.host import HostCall
+from graphopt.host import host_calls
 from graphopt.iter_graph import copy_graph
 from graphopt.verify import Problem
 from graphopt.verify.inlining import graph_of_part
@@ -35,7 +35,7 @@ class BesidesNodes:
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
         self._told = {_name_of(node): node.meta.copy() for node in _inputs_and_parts(gm.graph)}
         self._parts = {part: copy_graph(part.graph)[0] for part in _parts(gm)}
-        self._host_calls = [(n, n.target, dict(vars(n.target))) for n in _host_calls(gm.graph)]
+        self._host_calls = [(n, n.target, dict(vars(n.target))) for n in host_calls(gm.graph)]
         self._hooks = _hooks(gm)
 
     def problems(self) -> list[Problem]:
@@ -153,11 +153,6 @@ def _parts(gm: fx.GraphModule) -> list[fx.GraphModule]:
         if part is not None:
             found += [part, *_parts(part)]
     return found
-
-
-def _host_calls(graph: fx.Graph) -> list[fx.Node]:
-    calls = _compat.calls_by_target(graph)
-    return [node for target, nodes in calls if isinstance(target, HostCall) for node in nodes]
 
 
 def _hooks(gm: nn.Module) -> dict[nn.Module, list[Any]]:

@@ -130,6 +130,9 @@ _TARGETS: list[_compat.OpOverload] = []
 """
 
 
+_ROUNDS = ROUNDS_IN_PLACE | LISTS_ROUND_IN_PLACE
+
+
 def _row(target: _compat.OpOverload) -> Operator:
     schema = target._schema
     name = schema.name
@@ -160,7 +163,7 @@ def _row(target: _compat.OpOverload) -> Operator:
         metadata_only=name in METADATA_ONLY,
         one_tensor_twice=name in ONE_TENSOR_TWICE,
         drops=name in DROPOUTS,
-        rounds=(ROUNDS_IN_PLACE | LISTS_ROUND_IN_PLACE).get(_name_with_overload(target), ()),
+        rounds=_ROUNDS.get(_name_with_overload(target), ()),
     )
 
 
