@@ -57,4 +57,4 @@ def test_all(name: str) -> None:
     for ranks in RANKS:
         for optimizers in OPTIMIZERS:
             outcome = judged(name, cases()[name], ranks, optimizers, captures)
-            assert outcome.verdict in ("proven", "not captured", "failed"), outcome.reason
+            assert outcome.verdict in ("proven", "not captured"), outcome.reason

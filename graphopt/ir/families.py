@@ -181,16 +181,29 @@ MAY_RAISE = _aten(
     *("_functional_assert_async", "_functional_assert_scalar", "_functional_sym_constrain_range"),
     *("_functional_sym_constrain_range_for_size", "sym_constrain_range"),
     *("_assert_tensor_metadata", "sym_constrain_range_for_size"),
-    *("bincount", "embedding", "embedding_bag", "_embedding_bag"),
-    *("_embedding_bag_forward_only", "embedding_dense_backward", "floor_divide", "fmod"),
-    *("gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce"),
-    *("index_select", "masked_scatter", "nll_loss_forward", "nll_loss2d_forward", "put"),
-    *("remainder", "repeat_interleave", "scatter", "scatter_add", "scatter_reduce"),
+    *("_ctc_loss_backward", "_embedding_bag", "_embedding_bag_forward_only"),
+    *("_embedding_bag_per_sample_weights_backward", "_segment_reduce_backward"),
+    *("_sparse_mm_reduce_impl_backward", "adaptive_max_pool2d_backward"),
+    *("adaptive_max_pool3d_backward", "bincount", "embedding", "embedding_bag"),
+    *("embedding_dense_backward", "fractional_max_pool2d_backward"),
+    *("fractional_max_pool3d_backward", "gather", "grid_sampler_2d_backward", "index"),
+    *("index_add", "index_copy", "index_fill", "index_put", "index_reduce", "index_select"),
+    *("masked_scatter", "max_pool2d_with_indices_backward", "max_unpool2d", "max_unpool3d"),
+    *("nll_loss_backward", "nll_loss_forward", "nll_loss2d_backward", "nll_loss2d_forward", "put"),
+    *("repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "segment_reduce"),
     *("select_backward", "take", "take_along_dim", "tensor_split"),
+    *("div.Scalar_mode", "div.Tensor_mode", "floor_divide", "fmod", "remainder"),
+    *("_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "bernoulli", "binary_cross_entropy"),
+    *("histc", "histogram", "linspace.Scalar_Tensor", "linspace.Tensor_Scalar"),
+    *("linspace.Tensor_Tensor", "multi_margin_loss", "multi_margin_loss_backward"),
+    *("multilabel_margin_loss_backward", "multilabel_margin_loss_forward", "multinomial"),
+    *("normal.Tensor_Tensor", "normal.float_Tensor"),
     *("cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "linalg_cholesky"),
     *("linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh", "_linalg_eigh"),
-    *("linalg_inv", "linalg_lstsq", "linalg_lu", "linalg_lu_factor", "linalg_solve"),
+    *("linalg_inv", "linalg_ldl_solve", "linalg_lstsq", "linalg_lu", "linalg_lu_factor"),
+    *("linalg_lu_solve", "linalg_pinv", "linalg_solve", "lu_unpack"),
     *("_linalg_solve_ex", "linalg_svd", "_linalg_svd", "_linalg_check_errors"),
 )
-"""Operators that raise for some values of their arguments: positions that are not there, numbers
-that nothing can be divided by, matrices that have no inverse."""
+"""Operators that raise for some values of their arguments, or end the process: positions that are
+not there, numbers that nothing can be divided by or that are no probability, matrices that have no
+inverse. A name with an overload speaks of that alone."""

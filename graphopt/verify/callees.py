@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphopt import _compat
-from graphopt.ir.families import MAY_RAISE
+from graphopt.ir.families import COLLECTIVE_NAMESPACE, MAY_RAISE
 from graphopt.ir.operators import is_operator
 from graphopt.verify.axioms import RULES, Axiom
 from graphopt.verify.calls import target_name
@@ -15,6 +15,9 @@ from graphopt.verify.functional import is_standard, standard_form
 
 OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
 """Operators that read elements of a storage besides those of their argument."""
+
+NAMESPACES = ("aten", "prims", "prim", COLLECTIVE_NAMESPACE, "graphopt")
+"""Where operators are of which `MAY_RAISE` speaks; those of the program may raise at any time."""
 
 
 class Callee(NamedTuple):
@@ -27,7 +30,7 @@ class Callee(NamedTuple):
         rule: about its elements, if there is one.
         reads_storage: it reads elements of a storage besides those of its argument.
         writes_unseen: it updates arguments of which its schema does not speak.
-        may_raise: it ends the step for some values of its arguments.
+        may_raise: it ends the step for some values of its arguments, or nothing is known of that.
         impure: whether it does more than to give a value; None where its arguments decide.
         itself: what is known of calls to which `standard` would give other bits, as some do to
             tensors that are not contiguous; None where there are none.
@@ -83,6 +86,14 @@ def _callee_of(node: fx.Node, target: Any, standard: Any) -> Callee:
         RULES.get(standard._schema.name) if is_aten else None,
         is_operator(standard, *OF_STORAGE),
         str(target).endswith("_mutation"),
-        is_operator(standard, *MAY_RAISE),
+        _may_raise(standard),
         node.is_impure() if is_aten and node.target is target else None,
     )
+
+
+def _may_raise(target: Any) -> bool:
+    if not isinstance(target, _compat.OpOverload):
+        return False
+    schema = target._schema
+    name, known = schema.name, target.namespace in NAMESPACES
+    return not known or name in MAY_RAISE or f"{name}.{schema.overload_name}" in MAY_RAISE

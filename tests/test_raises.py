@@ -1,0 +1,107 @@
+"""Operators that raise for some values: the table against what kernels do; no step gets one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from edit_tools import with_arg
+from graphopt.errors import VerificationError
+from graphopt.ir.families import MAY_RAISE
+from test_verify_hidden import applied, captured, first, put_before
+
+aten = torch.ops.aten
+
+TESTS = Path(__file__).parent
+
+
+def raising(part: int, parts: int) -> tuple[int, list[str]]:
+    """How many entries of the database were tried in a process of its own, and what raised."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    command = [sys.executable, TESTS / "raising.py", str(part), str(parts)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1000)
+    assert run.returncode == 0, run.stderr[-2000:]
+    count, *names = run.stdout.splitlines()[-1].split()
+    return int(count), names
+
+
+def unknown(names: list[str]) -> list[str]:
+    return [name for name in names if not {name, name.rpartition(".")[0]} & MAY_RAISE]
+
+
+def test_operators_that_raise_are_known() -> None:
+    count, names = raising(3, 12)
+    assert count > 40 and "aten::index_select.default" in names
+    assert not unknown(names)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_all_operators_that_raise_are_known(part: int) -> None:
+    count, names = raising(part, 4)
+    assert count > 100 and len(names) > 5
+    assert not unknown(names)
+
+
+def zeros_and_more(_: Any, x: Tensor) -> Any:
+    return torch.zeros_like(x) + x, x * 1.5
+
+
+def probability(x: fx.Node, zeros: fx.Node) -> fx.Node:
+    return put_before(zeros, aten.binary_cross_entropy.default, x, x, None, 0)
+
+
+def remainder(x: fx.Node, zeros: fx.Node) -> fx.Node:
+    whole = put_before(zeros, aten._to_copy.default, x, dtype=torch.int64)
+    divided = put_before(zeros, aten.div.Tensor_mode, whole, whole, rounding_mode="floor")
+    return put_before(zeros, aten._to_copy.default, divided, dtype=torch.float32)
+
+
+def of_the_program(x: fx.Node, zeros: fx.Node) -> fx.Node:
+    return put_before(zeros, torch.ops.raises_for_test.positive.default, x)
+
+
+@pytest.fixture
+def operator_of_the_program() -> Iterator[None]:
+    with torch.library._scoped_library("raises_for_test", "DEF") as library:
+        library.define("positive(Tensor x) -> Tensor")
+        library.impl("positive", torch.clone, "CPU")
+        library._register_fake("positive", torch.empty_like)
+        yield
+
+
+@pytest.mark.parametrize("value", [probability, remainder, of_the_program])
+@pytest.mark.usefixtures("operator_of_the_program")
+def test_no_step_gets_an_operator_that_raises(value: Any) -> None:
+    """Also where only the shape of its result is read."""
+
+    def edit(gm: fx.GraphModule) -> None:
+        zeros = first(gm, "zeros_like")
+        with_arg(zeros, 0, value(zeros.args[0], zeros))
+
+    with pytest.raises(VerificationError, match="raises an error for some values"):
+        applied(captured(zeros_and_more, torch.ones(4, 4)), edit)
+
+
+def halves(_: Any, x: Tensor) -> Tensor:
+    return torch.cat([x[:2], x[2:]]) / 3.0
+
+
+def test_what_cannot_raise_may_be_computed_of_parts() -> None:
+    def edit(gm: fx.GraphModule) -> None:
+        whole = first(gm, "div")
+        parts = [put_before(whole, aten.slice.Tensor, whole.args[0], 0, i, i + 2) for i in (0, 2)]
+        divided = [put_before(whole, aten.div.Tensor, part, 3.0) for part in parts]
+        whole.replace_all_uses_with(put_before(whole, aten.cat.default, divided))
+        gm.graph.erase_node(whole)
+
+    applied(captured(halves, torch.rand(4, 4)), edit)
