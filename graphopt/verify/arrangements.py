@@ -115,6 +115,30 @@ def beside(terms: Terms, rows: Iterable[Row], height: int) -> Row:
     return _joined(terms, height, [p for row in rows if row for p in _pieces(terms, row, height)])
 
 
+def height_of(terms: Terms, row: Row) -> int | None:
+    """How many rows the matrix has that a row of elements is as a whole, if it is columns put
+    together."""
+    key = terms[row[0].term].key if len(row) == 1 else ("",)
+    if key[0] != "beside" or row[0][1:] != (0, key[1] * sum(p.end - p.start for p in key[2])):
+        return None
+    height: int = key[1]
+    return height
+
+
+def rows_of(terms: Terms, row: Row) -> list[Row]:
+    """The rows of the matrix of which `height_of` says how many it has."""
+    _, height, pieces = terms[row[0].term].key
+    return [
+        terms.segments(s for piece in pieces for s in _row(terms, piece, index))
+        for index in range(height)
+    ]
+
+
+def _row(terms: Terms, piece: Columns, index: int) -> Row:
+    start = index * piece.width + piece.start
+    return terms.part(piece.base, start, piece.end - piece.start)
+
+
 def _pieces(terms: Terms, row: Row, height: int) -> Sequence[Columns]:
     length = sum(segment.length for segment in row)
     key = terms[row[0].term].key if len(row) == 1 else ("",)
@@ -144,6 +168,9 @@ def _joined(terms: Terms, height: int, pieces: Iterable[Columns]) -> Row:
         return ()
     if len(found) == 1 and (found[0].start, found[0].end) == (0, found[0].width):
         return found[0].base
+    if all(len(piece.base) >= height for piece in found):  # such as what was gathered, by ranks
+        rows = (_row(terms, piece, index) for index in range(height) for piece in found)
+        return terms.segments(segment for row in rows for segment in row)
     length = height * sum(piece.end - piece.start for piece in found)
     return (Segment(terms.make(("beside", height, tuple(found))), 0, length),)
 

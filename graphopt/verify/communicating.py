@@ -10,7 +10,16 @@ from graphopt.ir.operators import first_argument
 from graphopt.verify.calls import fresh
 from graphopt.verify.elementwise import reduced
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
-from graphopt.verify.labels import sent_tensors, signature_of
+from graphopt.verify.gathering import (
+    GATHERS,
+    SCATTERS,
+    as_reduction,
+    gathered,
+    is_share,
+    parts,
+    scattered,
+)
+from graphopt.verify.labels import as_reduced, sent_tensors, signature_of
 from graphopt.verify.reading import Reading
 from graphopt.verify.sending import Sending, with_constants_of
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical
@@ -49,12 +58,24 @@ class Communication:
             sent = with_constants_of(self._terms, sent, (self._found.launches,))
         self._note(node, kind, sent)
         fake = node.meta["val"]
-        if reduction in ELEMENTWISE and _is_static(sent):
-            if isinstance(sent, tuple):
-                pairs = zip(sent, fake, strict=True)
-                return Pending(tuple(reduced(self._terms, kind, v, f) for v, f in pairs))
-            return Pending(reduced(self._terms, kind, sent, fake))
+        if isinstance(sent, tuple):
+            given = [self._given(kind, v, f) for v, f in zip(sent, fake, strict=True)]
+            known = tuple(value for value in given if value is not None)
+            if len(known) == len(sent):
+                return Pending(known)
+        elif (value := self._given(kind, sent, fake)) is not None:
+            return Pending(value)
         return Pending(fresh(self._terms, ("collective", *kind, canonical(sent)), fake))
+
+    def _given(self, kind: Any, sent: Any, fake: Any) -> TensorValue | None:
+        """What a collective gives of one tensor, if it is known of each element."""
+        if not isinstance(sent, TensorValue) or not sent.is_static:
+            return None
+        if kind[0] in ELEMENTWISE:
+            return reduced(self._terms, kind, sent, fake)
+        rule = {SCATTERS: scattered, GATHERS: gathered}.get(kind[0])
+        size = None if rule is None else parts(kind, sent)
+        return None if rule is None or size is None else rule(self._terms, kind, size, sent, fake)
 
     def waited(self, node: fx.Node) -> Any:
         """What a wait gives."""
@@ -71,7 +92,7 @@ class Communication:
         """Note that something is sent, and how much of it."""
         self._found.launches += 1
         self.sending.launched(node)
-        signature = signature_of(node)
+        signature = as_reduced(signature_of(node))
         for tensor in sent_tensors(node):
             elements = tensor.numel()
             if isinstance(elements, int):
@@ -81,17 +102,18 @@ class Communication:
         rows = sent if isinstance(sent, tuple) else (sent,)
         for row in rows:
             self._count(kind, row)
-        if kind[0] in _SUMMING:
+        if kind[0] in _SUMMING or self._completes(kind, rows):
             self._found.places[kind, tuple(canonical(row) for row in rows)] += 1
 
+    def _completes(self, kind: Any, rows: Any) -> bool:
+        """Whether it gathers what was scattered."""
+        terms = (s.term for row in rows if isinstance(row, TensorValue) for s in row.segments)
+        return kind[0] == GATHERS and any(is_share(self._terms, term, kind) for term in terms)
+
     def _count(self, kind: Any, row: Any) -> None:
+        counted = as_reduction(kind)
         for segment in row.segments if isinstance(row, TensorValue) else ():
             if not self._terms[segment.term].constant:
-                edges = self._found.edges(kind, segment.term)
+                edges = self._found.edges(counted, segment.term)
                 edges[segment.start] += 1
                 edges[segment.start + segment.length] -= 1
-
-
-def _is_static(sent: Any) -> bool:
-    values = sent if isinstance(sent, tuple) else (sent,)
-    return all(isinstance(value, TensorValue) and value.is_static for value in values)

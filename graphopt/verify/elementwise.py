@@ -91,7 +91,7 @@ def elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     given = {key: value for key, value in args.items() if key not in _NEUTRAL}
     computed = Computed(name, given, kind, commutes=alike and name in _COMMUTING)
     rows = [value.segments if fake.numel() else () for value in operands]
-    return tensor_value(_each(terms, computed, rows), fake)
+    return tensor_value(each(terms, computed, rows), fake)
 
 
 _NEUTRAL = ("alpha", "rounding_mode")
@@ -109,9 +109,10 @@ def _mixes_halves(dtypes: Sequence[torch.dtype]) -> bool:
     return len(set(dtypes)) > 1 and any(d.is_floating_point and d.itemsize < 4 for d in dtypes)
 
 
-def _each(
+def each(
     terms: Terms, computed: Computed, rows: Sequence[Sequence[Segment]]
 ) -> tuple[Segment, ...]:
+    """What is computed of each element of rows of equal length, one for each operand."""
     found = []
     for runs in _aligned(rows):
         arranged = arranged_alike(terms, runs)
@@ -122,7 +123,7 @@ def _each(
         row = terms.rearranged.get(key)
         if row is None:
             groups, rebuild = arranged
-            parts = [_each(terms, computed, rows_of_part) for rows_of_part in groups]
+            parts = [each(terms, computed, rows_of_part) for rows_of_part in groups]
             row = terms.rearranged[key] = rebuild(parts)
         found += terms.part(row, runs[0].start, runs[0].length)
     return terms.segments(found)

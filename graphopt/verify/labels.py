@@ -19,6 +19,14 @@ def signature_of(launch: fx.Node) -> Signature:
     return (traits_of(launch).reduction, *(str(setting) for setting in settings))
 
 
+def as_reduced(signature: Signature) -> Signature:
+    """The same, of the `all_reduce` that a scattered reduction is a part of."""
+    if signature[0] != "reduce_scatter_tensor":
+        return signature
+    _, reduction, _, group = signature
+    return "all_reduce", reduction, group
+
+
 def signature_text(signature: Signature) -> str:
     """``all_reduce(sum, group 0)``."""
     name, *settings, group = signature

@@ -11,6 +11,7 @@ from torch import fx
 from graphopt.verify.arrangements import arranged_rows
 from graphopt.verify.difference import Difference
 from graphopt.verify.evaluated import Evaluation
+from graphopt.verify.gathering import GATHERS, is_share
 from graphopt.verify.labels import signature_text
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Terms, canonical
@@ -100,12 +101,14 @@ def _of_sends(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Ite
         before, after = _edges(was_sent, key), _edges(is_sent, key)
         if before == after:
             continue
-        (kind, _), term = key
+        kind, term = key
+        if kind[0] == GATHERS and is_share(terms, term, kind):
+            continue  # to gather what was scattered completes a reduction
         node = new.origins.get(term) or old.origins.get(term)
         name = "what is sent" if node is None else f"%{node.name}"
         element, was, now = _first_change(before, after)
         yield Problem(
-            f"{where}element {element} of {name} goes through {kind} {now} times, before it was"
+            f"{where}element {element} of {name} goes through {kind[0]} {now} times, before it was"
             f" {was}",
             () if node is None else (node,),
             hint="each element that was sent is sent once; comm.get_all_comm_blocks lists the"

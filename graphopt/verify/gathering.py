@@ -1,0 +1,130 @@
+"""What a rank gets of a reduction that is scattered, and what is gathered of all ranks.
+
+Of the rank that a graph runs on nothing is known but that it is one of a group. So what
+`reduce_scatter_tensor` gives is, element by element, the one of as many values of the reduction
+that is this rank's. What `all_gather_into_tensor` gives begins with what the first rank of the
+group sends, then comes what the second one sends, and so on. What the k-th rank has of a reduction
+that was scattered over that group is the k-th part of the reduction, so that both together are an
+`all_reduce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphopt.verify.arrangements import Row, arranged_alike, height_of, rows_of
+from graphopt.verify.elementwise import Computed, each, reduced
+from graphopt.verify.terms import (
+    Segment,
+    TensorValue,
+    Terms,
+    elements,
+    elements_of,
+    tensor_value,
+)
+
+SCATTERS = "reduce_scatter_tensor"
+GATHERS = "all_gather_into_tensor"
+
+_SHARE = "this rank's"
+_MOST = 1024
+"""Ranks of a group: each is an operand."""
+
+
+def parts(kind: tuple[Any, ...], sent: TensorValue) -> int | None:
+    """How many ranks there are; None where so many parts cannot be told apart."""
+    size = dict(kind[1][1:]).get("group_size")
+    if not isinstance(size, int) or not 0 < size <= _MOST or "out" in dict(kind[1][1:]):
+        return None
+    return size if sent.is_static else None
+
+
+def as_reduction(kind: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The `all_reduce` that a kind of collective is a part of."""
+    if kind[0] != SCATTERS:
+        return kind
+    return "all_reduce", tuple(entry for entry in kind[1] if entry[0] != "group_size")
+
+
+def scattered(
+    terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
+) -> TensorValue:
+    """This rank's part of what is reduced."""
+    whole = reduced(terms, as_reduction(kind), sent, fake).segments
+    length = elements(sent.shape) // size
+    rows = _divided(terms, whole, size, length)
+    named = {str(rank): _of(row, sent, length) for rank, row in enumerate(rows)}
+    computed = Computed(_SHARE, named, _group(kind), commutes=False)
+    return tensor_value(each(terms, computed, rows) if size > 1 else rows[0], fake)
+
+
+def gathered(
+    terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
+) -> TensorValue:
+    """What each rank sends, one after another."""
+    if size == 1:
+        return tensor_value(sent.segments, fake)
+    how = (_group(kind), str(sent.dtype))
+    rows = _of_ranks(terms, kind, size, how, sent.segments)
+    return tensor_value(terms.segments(segment for row in rows for segment in row), fake)
+
+
+def _of_ranks(
+    terms: Terms, kind: tuple[Any, ...], size: int, how: tuple[str, str], row: Row
+) -> list[list[Segment]]:
+    """What each rank sends where this one sends a row of elements."""
+    found: list[list[Segment]] = [[] for _ in range(size)]
+    for run in row:
+        arranged = arranged_alike(terms, [run])
+        if is_share(terms, run.term, kind):
+            for rank, ours in enumerate(found):
+                ours.append(_share_of(terms, run, rank))
+        elif arranged is None:
+            held = elements_of(run.term)
+            for rank, ours in enumerate(found):
+                term = terms.make(("sent by rank", rank, *how, held))
+                ours.append(Segment(term, run.start, run.length))
+        else:
+            groups, rebuild = arranged
+            parts = [_of_ranks(terms, kind, size, how, part) for (part,) in groups]
+            for rank, ours in enumerate(found):
+                whole = rebuild([tuple(part[rank]) for part in parts])
+                ours += terms.part(whole, run.start, run.length)
+    return found
+
+
+def is_share(terms: Terms, term: int, kind: tuple[Any, ...]) -> bool:
+    """Whether a term is what a rank has of a reduction that is scattered over the ranks that gather
+    it."""
+    key = terms[term].key
+    if key[:3] != ("each", _SHARE, _group(kind)):
+        return False
+    return len(key) == 3 + (dict(kind[1][1:]).get("group_size") or 0)
+
+
+def _share_of(terms: Terms, run: Segment, rank: int) -> Segment:
+    """What the `rank`-th has of a reduction of which this one has a share."""
+    _, (_, term, _, *place) = terms[run.term].key[3 + rank]
+    start = 0 if terms[term].uniform else run.start + sum(place)
+    return Segment(term, start, run.length)
+
+
+def _divided(terms: Terms, whole: Row, size: int, length: int) -> list[Row]:
+    """What each rank gets of a row of elements."""
+    if height_of(terms, whole) == size:
+        return rows_of(terms, whole)
+    if len(whole) == 1 and not terms[whole[0].term].uniform:
+        ((term, start, _),) = whole
+        return [(Segment(term, start + rank * length, length),) for rank in range(size)]
+    return [terms.part(whole, rank * length, length) for rank in range(size)]
+
+
+def _of(row: Sequence[Segment], like: TensorValue, length: int) -> TensorValue:
+    return TensorValue(tuple(row), (length,), (1,), like.dtype, like.device)
+
+
+def _group(kind: tuple[Any, ...]) -> str:
+    return str(dict(kind[1][1:])["group_name"])
