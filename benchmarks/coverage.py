@@ -5,6 +5,7 @@
     python benchmarks/coverage.py --write               into docs/coverage.md as well
     python benchmarks/coverage.py --device cuda --jobs 8   on a GPU, several cases at once
     python benchmarks/coverage.py --against aot_eager   CPU seconds of torch.compile beside them
+    python benchmarks/coverage.py --fullgraph           what torch.compile takes as one graph
     python benchmarks/coverage.py --steps 20            what a step takes beside eager's as well
 
 Every case is a loop as people publish it, in a small size (`benchmarks/cases`). It is run eagerly
@@ -34,9 +35,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from cases import Build, Case, cases, tensors_of
-from coverage_outcomes import Outcome, compared, show, steps_compared, summary, table
+from coverage_outcomes import Outcome, compared, show, steps_compared, summary, table, taken_whole
 from coverage_steps import step_times
-from torch.utils._pytree import tree_leaves, tree_map_only
+from coverage_torch import first_of_torch, whole_by_torch
 
 import graphopt
 from graphopt.errors import GraphOptError
@@ -65,27 +66,6 @@ def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainS
         generators.append(torch.cuda.get_rng_state())
     left = [*results, list(case.state), generators]
     return [tensor.detach() for tensor in tensors_of(left)], step, first
-
-
-def first_of_torch(name: str, build: Build, backend: str) -> Outcome:
-    """What the first call takes with `torch.compile`."""
-    return Outcome(name, "torch", against=seconds_of_torch(build, backend))
-
-
-def seconds_of_torch(build: Build, backend: str) -> float | None:
-    """CPU seconds of the first call of a case whose models are compiled by torch; None without
-    models among its arguments, and where torch fails."""
-    case = built(build)
-    args = case.calls[0]
-    if not any(isinstance(leaf, torch.nn.Module) for leaf in tree_leaves(args)):
-        return None
-    begin = time.process_time()
-    try:
-        case.step(*tree_map_only(torch.nn.Module, partial(torch.compile, backend=backend), args))
-    except Exception as error:
-        print(f"    torch.compile: {type(error).__name__}", flush=True)
-        return None
-    return time.process_time() - begin
 
 
 def built(build: Build) -> Case:
@@ -190,8 +170,11 @@ def found(name: str, build: Build, options: argparse.Namespace) -> Outcome:
     """All that is asked for of one case, each in a process of its own."""
     outcome = in_process(name, partial(judged, name, build, options.device), options.device)
     if options.against:
-        job = partial(first_of_torch, name, build, options.against)
+        job = partial(first_of_torch, name, build, built, options.against)
         outcome.against = in_process(name, job, options.device).against
+    if options.fullgraph:
+        whole = in_process(name, partial(whole_by_torch, name, build, built), options.device)
+        outcome.whole_step, outcome.whole_models = whole.whole_step, whole.whole_models
     if options.steps and outcome.verdict == "bitwise":
         job = partial(timed, name, build, options.steps, options.against)
         times = in_process(name, job, options.device)
@@ -216,6 +199,9 @@ def main() -> None:
     parser.add_argument("--reasons", action="store_true", help="show refusals in full")
     parser.add_argument("--device", default="cpu", help="where models and data are; cpu")
     parser.add_argument("--against", metavar="BACKEND", help="time torch.compile with it as well")
+    parser.add_argument(
+        "--fullgraph", action="store_true", help="what torch.compile(fullgraph=True) takes"
+    )
     parser.add_argument("--steps", type=int, default=0, help="time as many later steps; 0")
     parser.add_argument("--jobs", type=int, default=1, help="cases at once; 1")
     options = parser.parse_args()
@@ -228,6 +214,8 @@ def main() -> None:
     print(summary(outcomes))
     if options.against:
         print(compared(outcomes, options.against))
+    if options.fullgraph:
+        print(taken_whole(outcomes))
     if options.steps:
         print(steps_compared(outcomes))
     if options.json:

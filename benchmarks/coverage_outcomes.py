@@ -20,6 +20,10 @@ class Outcome:
         seconds: CPU seconds of the first call.
         against: those of the first call of the same loop with its models compiled by torch, forward
             and backward (the optimizer runs eagerly); None where that fails, or was not asked for.
+        whole_step: whether `torch.compile(fullgraph=True)` takes the step; None where that was not
+            asked for.
+        whole_models: whether it takes each of the models among the arguments; None where there are
+            none, or it was not asked for.
         eager_step: CPU seconds of an eager step later on; None where it was not asked for.
         step_ratio: of the captured step to it.
         torch_ratio: of the step with models compiled by torch to it.
@@ -32,6 +36,8 @@ class Outcome:
     nodes: int = 0
     seconds: float = 0.0
     against: float | None = None
+    whole_step: bool | None = None
+    whole_models: bool | None = None
     eager_step: float | None = None
     step_ratio: float | None = None
     torch_ratio: float | None = None
@@ -92,6 +98,17 @@ def compared(outcomes: Sequence[Outcome], backend: str) -> str:
     return (
         f"{len(pairs)} cases beside torch.compile(backend={backend!r}): {ours:.0f} and"
         f" {theirs:.0f} CPU seconds in all, less in {less}, median ratio {ratio:.2f}"
+    )
+
+
+def taken_whole(outcomes: Sequence[Outcome]) -> str:
+    """How many cases `torch.compile(fullgraph=True)` takes, beside those captured."""
+    steps = [each.whole_step for each in outcomes if each.whole_step is not None]
+    models = [each.whole_models for each in outcomes if each.whole_models is not None]
+    ours = sum(each.verdict == "bitwise" for each in outcomes)
+    return (
+        f"whole steps: {ours} of {len(outcomes)}, torch.compile(fullgraph=True) {sum(steps)} of"
+        f" {len(steps)}, and the models alone of {sum(models)} of {len(models)}"
     )
 
 
