@@ -65,12 +65,7 @@ def call_function_with_meta(
 
 
 def _value_of_call(graph: fx.Graph, node: fx.Node) -> Any:
-    """As `evaluate`; views of buckets, of which there are many, in a fraction of the time."""
-    if not node.kwargs:
-        given = fx.node.map_arg(node.args, lambda source: source.meta["val"])
-        found = _compat.plain_view(node.target, given)
-        if found is not None:
-            return found
+    """As `evaluate`; what is made from no tensor, in the mode of the graph."""
     return evaluate(cast(Any, node.target), node.args, node.kwargs, _fake_mode(graph))
 
 
@@ -112,6 +107,9 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = Non
     if target is operator.getitem and isinstance(args[0], fx.Node):
         return args[0].meta["val"][args[1]]
     values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+    view = None if kwargs else _compat.plain_view(target, values[0])
+    if view is not None:  # those of buckets are many, and take a fraction of the time so
+        return view
     mode = _compat.fake_mode_of(list(tensors_in(values))) or mode
     if mode is None:
         return target(*values[0], **values[1])

@@ -33,7 +33,8 @@ class BesidesNodes:
         self._lists = {n: (value, _entries(value)) for n, value in held if type(value) in _LISTS}
         self._code_maker = _compat.code_maker(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
-        self._told = {_name_of(node): node.meta.copy() for node in _inputs_and_parts(gm.graph)}
+        inputs = _inputs_and_parts(gm.graph)
+        self._told = {_name_of(node): _told(node) for node in inputs if node.meta}
         self._parts = {part: copy_graph(part.graph)[0] for part in _parts(gm)}
         self._host_calls = [(n, n.target, dict(vars(n.target))) for n in host_calls(gm.graph)]
         self._hooks = _hooks(gm)
@@ -81,8 +82,9 @@ class BesidesNodes:
         return [
             Problem(f"it changed meta[{name!r}] of an input or a part", (node,), hint)
             for node in _inputs_and_parts(self._gm.graph)
-            for name in _TOLD
-            if (known := self._told.get(_name_of(node))) and node.meta.get(name) != known.get(name)
+            if (now := _told(node)) != (known := self._told.get(_name_of(node), now))
+            for name, held, was in zip(_TOLD, now, known, strict=True)
+            if held != was
         ]
 
     def _has_its_code(self) -> bool:
@@ -106,6 +108,11 @@ class BesidesNodes:
 def _inputs_and_parts(graph: fx.Graph) -> list[fx.Node]:
     inputs = graph.find_nodes(op="placeholder")
     return [*inputs, *graph.find_nodes(op="call_module")]
+
+
+def _told(node: fx.Node) -> tuple[Any, ...]:
+    """What `_TOLD` names of a node."""
+    return tuple(map(node.meta.get, _TOLD))
 
 
 def _name_of(node: fx.Node) -> object:

@@ -160,6 +160,9 @@ def _split(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     if not is_static(source) or not source.shape:
         return None
     height = elements(source.shape[: args["dim"] % len(source.shape)])
+    if height == 1:
+        rows = terms.parts(source.segments, [piece.numel() for piece in fake])
+        return tuple(map(tensor_value, rows, fake))
     parts, start = [], 0
     for piece in fake:
         parts.append(_columns(terms, source, height, start, piece))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -38,14 +39,27 @@ def entries(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> 
     several = isinstance(fake, tuple) or (bool(fake) and isinstance(fake[0], (list, tuple)))
     columns = list(fake) if several else [fake]
     said = {name: canonical(value) for name, value in arguments.items() if name not in lists}
-    rows = [
-        _entry(terms, target, arguments, (lists, said), index, columns) for index in range(length)
-    ]
-    found = tuple(
-        tuple(row[number] for row in rows) if column else ()
+    alone = {
+        name: [v if type(v) is TensorValue else canonical(v) for v in value]
+        for name, value in lists.items()
+        if value
+    }
+    alike = (str(target), *said.items(), *(("lists", name) for name in alone), *map(bool, columns))
+    known = terms.entries.setdefault(alike, {})
+    rows = []
+    for index, one in enumerate(zip(*alone.values(), strict=True)):
+        fakes = tuple([column[index] for column in columns if column])
+        found = known.get(one)
+        if found is None or not all(map(operator.is_, found[0], fakes)):
+            given = dict.fromkeys(lists) | said | dict(zip(alone, one, strict=True))
+            row = _entry(terms, target, arguments, (lists, given), index, columns)
+            found = known[one] = (fakes, row)
+        rows.append(found[1])
+    results = tuple(
+        tuple([row[number] for row in rows]) if column else ()
         for number, column in enumerate(columns)
     )
-    return found if several else found[0]
+    return results if several else results[0]
 
 
 def _is_one_element(value: TensorValue) -> bool:
@@ -60,15 +74,9 @@ def _entry(
     index: int,
     columns: Sequence[Any],
 ) -> list[Any]:
-    """What one entry gives. `given`: lists by name, and what all entries have as part of a key."""
+    """What one entry gives. `given`: lists by name, and all arguments of it as parts of a key."""
     lists, said = given
-    one = (
-        (
-            name,
-            said[name] if name in said else canonical(lists[name][index] if lists[name] else None),
-        )
-        for name in arguments
-    )
+    one = ((name, said[name]) for name in arguments)
     alone = _alone(target)
     if alone is not None and len(columns) == 1 and columns[0][index].device.type == "cpu":
         values = {n: lists[n][index] if n in lists else v for n, v in arguments.items()}

@@ -92,6 +92,7 @@ class _Evaluator:
         self._found = found or Evaluation()
         self._callees = Callees()
         self._unknowns = unknowns or {}
+        self._separate: set[fx.Node] = set()  # whose items share no storage with others
         waits = calls_of(graph, attrgetter("wait"))
         self._awaited = {source for wait in waits for source in wait.all_input_nodes}
         self._reading = Reading(terms, self._view)
@@ -122,23 +123,62 @@ class _Evaluator:
 
     def _taken_in(self, node: fx.Node) -> Any:
         """The value of a node, after which others may read it."""
+        if node.op == "call_function" and node not in self._unknowns:
+            if node.target is operator.getitem:
+                return self._item_taken_in(node)
+            traits = traits_of(node)
+            if traits.only_computes:
+                known = self._recalled(node)
+                value = self._value(node) if known is None else self._again(node, known)
+                self._contents.current[node] = value
+                return value
+            if traits.copies:
+                value, source = self._updates.copied(node), first_argument(node)
+                base = source if isinstance(source, fx.Node) else None
+                self._contents.add(node, value, base, same=base is not None)
+                return value
+        return self._other_taken_in(node)
+
+    def _other_taken_in(self, node: fx.Node) -> Any:
+        """As `_taken_in`, of inputs, constants, views, updates, communication and modules."""
         base: fx.Node | None = None
         same = False
         if node.op == "placeholder":
             value = self._input(node)
         elif node in self._unknowns:
             value, base = self._unknown(node), self._base(node)
-        elif node.target is operator.getitem:
-            value, base = self._item(node)
         elif (known := self._recalled(node)) is not None:
-            value, base = known.value, self._base(node) if known.based else None
-            if known.raises is not None:
-                self._found.may_raise.setdefault(known.raises, node)
+            value, base = self._again(node, known), self._base(node) if known.based else None
         else:
             value, base = self._value(node), self._base(node)
             same = base is not None and is_itself(node)
         self._contents.add(node, value, base, same=same)
         if base is None and node.op == "call_function":
+            self._note_possible_view(node)
+        return value
+
+    def _again(self, node: fx.Node, known: RecalledCall) -> Any:
+        """The value of a call that was evaluated before."""
+        if known.raises is not None:
+            self._found.may_raise.setdefault(known.raises, node)
+        return known.value
+
+    def _item_taken_in(self, node: fx.Node) -> Any:
+        """As `_taken_in`, of one of several results, or a view."""
+        source, *index = node.args
+        if isinstance(source, fx.Node) and not self._reading.in_flight:
+            value = self._contents.read(source)
+        else:
+            value = self._read(source, sent=True)
+        if type(value) is tuple and type(index[0]) is int:
+            value = value[index[0]]
+        else:
+            value = self._picked(node, value)
+        if isinstance(source, fx.Node) and source in self._separate:
+            self._contents.current[node] = value
+        else:
+            self._contents.add(node, value, self._base_of_item(node))
+        if self._contents.possible and not self._contents.is_alias(node):
             self._note_possible_view(node)
         return value
 
@@ -165,22 +205,12 @@ class _Evaluator:
         value = unknown_input(self._terms, node)
         return Pending(value) if node in self._awaited else value
 
-    def _item(self, node: fx.Node) -> tuple[Any, fx.Node | None]:
-        """One of several results, or a view, and the node whose storage it shares."""
-        source, *index = node.args
-        if isinstance(source, fx.Node) and not self._reading.in_flight:
-            value = self._contents.read(source)
-        else:
-            value = self._read(source, sent=True)
-        if type(value) is tuple and type(index[0]) is int:
-            return value[index[0]], self._base_of_item(node)
-        return self._picked(node, value), self._base_of_item(node)
-
     def _recalled(self, node: fx.Node) -> RecalledCall | None:
         """The same call, if it was evaluated before."""
         if node.name not in self._terms.recall.by_name or node in self._sent_constants:
             return None
-        return self._terms.recall.find(node, self._reading.gives)
+        known = {} if self._reading.in_flight else self._contents.current
+        return self._terms.recall.find(node, known, self._reading.gives)
 
     def _unknown(self, node: fx.Node) -> Any:
         unknown = self._unknowns[node]
@@ -209,7 +239,10 @@ class _Evaluator:
         if not isinstance(source, fx.Node):
             return None
         several = isinstance(source.meta.get("val"), (list, tuple))
-        return None if several and not self._contents.is_alias(source) else source
+        if not several or self._contents.is_alias(source):
+            return source
+        self._separate.add(source)
+        return None
 
     def _view(self, node: fx.Node, value: Any) -> Any:
         """What a view gives of another value of its first argument."""

@@ -15,8 +15,8 @@ from torch import fx
 from graphopt.ir.entries import list_positions
 from graphopt.verify.calls import named, parameters
 
-Evaluated = Callable[[Any, dict[str, Any]], Any]
-"""(operator, arguments by name) -> what it gives."""
+Evaluated = Callable[[Any, dict[str, Any], dict[str, Any]], Iterator[Any]]
+"""(operator, arguments of all entries by name, lists by name) -> what it gives for each entry."""
 
 
 def entries_of(node: fx.Node, evaluated: Evaluated) -> Iterator[tuple[Any, Any]]:
@@ -32,12 +32,11 @@ def entries_of(node: fx.Node, evaluated: Evaluated) -> Iterator[tuple[Any, Any]]
     names = [name for name in names if isinstance(arguments[name], (list, tuple))]
     lists = {name: arguments[name] for name in names if len(arguments[name])}
     columns = says if isinstance(says[0], (list, tuple)) else [says]
-    for index in range(max(map(len, lists.values()), default=0)):
-        if any(len(entries) <= index for entries in lists.values()):
-            return
-        one = {name: [entries[index]] for name, entries in lists.items()}
+    shared = {name: value for name, value in arguments.items() if name not in lists}
+    rows = evaluated(node.target, shared, lists)
+    for index in range(min(map(len, lists.values()), default=0)):
         try:
-            gives = evaluated(node.target, {**arguments, **one})
+            gives = next(rows)
         except Exception:  # there is no rule, or none for such numbers
             return
         yield [tensor for column in columns for tensor in column[index : index + 1]], gives

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +64,31 @@ class KindsOfResults:
 
     def __init__(self) -> None:
         self._found: dict[Any, list[Layout]] = {}
+        self._of_entries: dict[Any, dict[Any, list[Layout]]] = {}
 
     def of(self, node: fx.Node) -> list[Layout]:
         """Of the tensors that a node gives; raises what its operator raises for its arguments."""
         return self._of(node.target, node.args, node.kwargs, node.meta.get("val"))
 
-    def of_call(self, target: Any, arguments: dict[str, Any]) -> list[Layout]:
-        """As `of`, of a call that no node makes, with arguments by name."""
-        return self._of(target, (), arguments, None)
+    def of_entries(
+        self, target: Any, shared: dict[str, Any], lists: dict[str, Sequence[Any]]
+    ) -> Iterator[list[Layout]]:
+        """As `of`, of calls that no node makes: one for each entry of lists, up to the end of the
+        shortest; raises what the operator raises for one of them.
+
+        Args:
+            shared: by name, the arguments that all calls have.
+            lists: by name, one value for each call, of which it gets a list.
+        """
+        alike = target, tuple(lists), _lookup_key(shared)
+        known = self._of_entries.setdefault(alike, {})
+        for one in zip(*lists.values(), strict=False):
+            key = _lookup_key(one)
+            found = known.get(key)
+            if found is None:
+                alone = {name: [value] for name, value in zip(lists, one, strict=True)}
+                found = known[key] = _kinds_given(target, (), {**shared, **alone}, None)
+            yield found
 
     def _of(self, target: Any, args: Any, kwargs: Any, like: Any) -> list[Layout]:
         if target is operator.getitem:
@@ -84,6 +101,16 @@ class KindsOfResults:
         if found is None:
             found = self._found[key] = _kinds_given(target, args, kwargs, like)
         return found
+
+
+def _lookup_key(value: Any) -> Any:
+    """As `_kind_of`; for an argument that cannot be looked up, what is equal to nothing."""
+    try:
+        key = _kind_of(value)
+        hash(key)
+        return key
+    except TypeError:
+        return object()
 
 
 def _kinds_given(target: Any, args: Any, kwargs: Any, like: Any) -> list[Layout]:
@@ -142,7 +169,7 @@ def changed_problems(
         yield from _of_input(node, value)
         yield from _of_value(node, value, former, kinds)
     for node, value in changed:
-        if _layouts(node.meta.get("val")) != _layouts(value):
+        if node.meta.get("val") is not value and _layouts(node.meta.get("val")) != _layouts(value):
             for reader in node.users.keys() - looked_at:
                 looked_at.add(reader)
                 yield from _of_value(reader, reader.meta.get("val"), former, kinds)
@@ -215,7 +242,8 @@ def _of_value(
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         yield Problem(f"its arguments do not fit: {what}", (node,))
         return
-    held, earlier = _layouts(node.meta["val"]), _layouts(before)
+    held = _layouts(node.meta["val"])
+    earlier = held if before is node.meta["val"] else _layouts(before)
     if len(held) != len(found):
         count = f"{len(held)} tensor(s) where the node gives {len(found)}"
         yield Problem(f"meta['val'] holds {count}", (node,), hint=_HINT)
@@ -229,7 +257,7 @@ def _of_value(
 
 
 def _of_entries(node: fx.Node, kinds: KindsOfResults) -> Iterator[Problem]:
-    for index, (says, gives) in enumerate(entries_of(node, kinds.of_call)):
+    for index, (says, gives) in enumerate(entries_of(node, kinds.of_entries)):
         if _layouts(says) != gives:
             held, found = (", ".join(map(_text, row)) for row in (_layouts(says), gives))
             message = f"meta['val'] says {held} for entry {index}, but the node gives {found}"

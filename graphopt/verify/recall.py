@@ -6,8 +6,7 @@ nodes. To find that a call is one that was evaluated is many times cheaper than 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import repeat
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +48,13 @@ class Recall:
     def __init__(self) -> None:
         self.by_name: dict[str, list[RecalledCall]] = {}
 
-    def find(self, node: fx.Node, gives: Same) -> RecalledCall | None:
+    def find(
+        self, node: fx.Node, current: Mapping[fx.Node, Any], gives: Same
+    ) -> RecalledCall | None:
         """The call that a node is, if it is one of those of its name.
 
         Args:
+            current: values of nodes; of those that are not in it, `gives` tells.
             gives: whether a node has a value.
         """
         target, fake = node.target, node.meta.get("val")
@@ -62,7 +64,7 @@ class Recall:
                 continue
             if (kwargs or call.kwargs) and not same_arguments(kwargs, call.kwargs, gives):
                 continue
-            if all(map(_is_given, args, call.args, repeat(gives))):
+            if _are_given(args, call.args, current, gives):
                 return call
         return None
 
@@ -76,10 +78,18 @@ class Recall:
         del calls[_FEW:]
 
 
-def _is_given(given: Any, known: Any, gives: Same) -> bool:
-    if isinstance(given, fx.Node):
-        return gives(given, known)
-    return given is known or same_arguments(given, known, gives)
+def _are_given(
+    args: Sequence[Any], known: Sequence[Any], current: Mapping[fx.Node, Any], gives: Same
+) -> bool:
+    for given, was in zip(args, known, strict=True):
+        if isinstance(given, fx.Node):
+            if was is not None and current.get(given) is was:
+                continue
+            if not gives(given, was):
+                return False
+        elif given is not was and not same_arguments(given, was, gives):
+            return False
+    return True
 
 
 def same_arguments(given: Any, known: Any, same: Same) -> bool:

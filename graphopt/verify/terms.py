@@ -99,11 +99,14 @@ class Terms:
         recall: what calls gave in these terms.
         rearranged: what operators on each element gave of terms that arrange others, by the keys
             of calls: what is arranged of arranged terms is gone through once.
+        entries: what entries of list operators gave, with the metadata of which it has its layout;
+            by what all entries of a call have in common, and by what each is given alone.
     """
 
     def __init__(self) -> None:
         self.recall = Recall()
         self.rearranged: dict[Key, tuple[Segment, ...]] = {}
+        self.entries: dict[Key, dict[Key, tuple[Key, list[Any]]]] = {}
         self._numbers: dict[Key, int] = {}
         self._terms: list[Term] = []
 
@@ -149,6 +152,26 @@ class Terms:
                 found.append(Segment(segment.term, segment.start + low - offset, high - low))
             offset += segment.length
         return self.segments(found)
+
+    def parts(
+        self, segments: Iterable[Segment], lengths: Iterable[int]
+    ) -> list[tuple[Segment, ...]]:
+        """A row of segments cut into parts of these lengths, one behind the other."""
+        found = []
+        remaining = iter(segments)
+        term, start, left = 0, 0, 0
+        for length in lengths:
+            part = []
+            while length:
+                if not left:
+                    term, start, left = next(remaining, (0, 0, 0))
+                taken = min(left, length)
+                if not taken:
+                    break
+                part.append(Segment(term, start, taken))
+                start, left, length = start + taken, left - taken, length - taken
+            found.append(self.segments(part))
+        return found
 
 
 Layout: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype, str]

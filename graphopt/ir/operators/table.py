@@ -93,6 +93,12 @@ class Operator:
         return not (self.may_alias or self.one_tensor_twice)
 
     @cached_property
+    def only_computes(self) -> bool:
+        """Whether calls do nothing but give a value of their own, which is no item of another."""
+        shares = self.item or self.may_alias or self.writes
+        return not (shares or self.copies or self.wait or self.collective)
+
+    @cached_property
     def aliased(self) -> tuple[int, ...]:
         """Positions of the arguments whose memory a result may share."""
         return tuple(dict.fromkeys(index for result in self.aliases for index in result))
