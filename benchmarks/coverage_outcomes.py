@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import linear_regression, median
 
 
 @dataclass
@@ -84,7 +84,14 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     text = f"{len(bitwise)} of {len(outcomes)} captured and bitwise, {wrong} captured and not"
     if not per_node:
         return text
-    return f"{text}; CPU seconds per 1,000 nodes: median {median(per_node):.1f}"
+    text += (
+        f"; CPU seconds per 1,000 nodes: median {median(per_node):.1f}, worst {max(per_node):.1f}"
+    )
+    points = [(each.nodes / 1000, each.seconds) for each in bitwise if each.nodes]
+    if len({nodes for nodes, _ in points}) < 2:
+        return text
+    slope, fixed = linear_regression(*zip(*points, strict=True))
+    return f"{text}; by regression {fixed:.1f} s and {slope:.1f} s per 1,000 nodes"
 
 
 def compared(outcomes: Sequence[Outcome], backend: str) -> str:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
-from gloo import pool
+from gloo import RankError, pool
 from graphopt.branches.continuation import (
     NotSharedError,
     Stopped,
@@ -260,6 +261,27 @@ def by_one_gradient(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor
     return norm
 
 
+def by_all_losses(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """No rank updates where the loss of one is large."""
+    loss = loss_of(model, x)
+    loss.backward()
+    large = (loss.detach() > 1).float()
+    dist.all_reduce(large)
+    if large == 0:
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def by_a_part(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """What is beside the part that is reduced is another number on each rank."""
+    sums = x.sum(0)
+    dist.all_reduce(sums[1:])
+    if sums.sum() > 0:
+        optimizer.zero_grad()
+    return sums
+
+
 def _on_rank(
     rank: int, step: Step, compiled: bool, pipeline: str, uneven: bool
 ) -> tuple[list[Any], list[int], list[bool]]:
@@ -297,6 +319,21 @@ def test_ranks_launch_each_collective_once(pipeline: str, uneven: bool) -> None:
         assert any(failures[-10:])
         assert launched[-1] > 0
         assert uneven or set(launched[-10:]) == {launched[-1]}
+
+
+def test_ranks_decide_by_what_they_have_reduced_in_place() -> None:
+    with pool(2) as ranks:
+        expected = ranks.run(_on_rank, by_all_losses, False, "default", True)
+        found = ranks.run(_on_rank, by_all_losses, True, "default", True)
+    for (left, _, failures), (eager, _, _) in zip(found, expected, strict=True):
+        assert any(failures)
+        assert len(left) == len(eager)
+        assert all(map(same, left, eager))
+
+
+def test_a_value_of_which_a_part_is_reduced_is_refused() -> None:
+    with pool(2) as ranks, pytest.raises(RankError, match="another one on each rank"):
+        ranks.run(_on_rank, by_a_part, True, "default", False)
 
 
 @pytest.mark.parametrize("pipeline", ["none", "default"])

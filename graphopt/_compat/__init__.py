@@ -103,6 +103,7 @@ from graphopt._compat.tracers import (
     is_recording,
     make_fx,
     node_of,
+    rebind,
     record_call,
     record_number,
 )
@@ -183,6 +184,7 @@ __all__ = [
     "quiet_fakes",
     "rank_among_several",
     "ranks_of_group",
+    "rebind",
     "record_call",
     "record_number",
     "register_fused_meta_kernels",

@@ -19,9 +19,13 @@ def lazy_graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def forward_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
-    """The code of a graph as it is now."""
+    """The code of a graph as it is now, which calls operators as directly as torch allows."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
+    from graphopt._compat.bindings import DirectCalls
+
+    if type(graph_module.graph._codegen) is fx.graph.CodeGen:
+        graph_module.graph.set_codegen(DirectCalls())
     graph_module.recompile()
     _LazyGraphModule.force_recompile(graph_module)
     return graph_module.forward

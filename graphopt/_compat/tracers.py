@@ -69,6 +69,14 @@ def forget_constant(tracer: Any, tensor: torch.Tensor) -> None:
         tensor.constant = None  # type: ignore[attr-defined]
 
 
+def rebind(tracer: Any, target: torch.Tensor, new: torch.Tensor) -> None:
+    """`target.data = new` of traced tensors, after which one node gives both."""
+    from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot
+
+    torch._C.TensorBase.data.__set__(target, new)  # type: ignore[attr-defined]
+    set_proxy_slot(target, tracer, _ProxyTensor(_slot(tracer, new).proxy, None))
+
+
 def _slot(tracer: Any, tensor: torch.Tensor) -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 

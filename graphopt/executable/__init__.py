@@ -1,9 +1,9 @@
 """The executable dialect: the same step with updates in place and storage reused.
 
 The captured dialect makes a new tensor for every value. Here an operator writes into its first
-argument where nobody can tell: the argument is dense, its storage belongs to the graph alone, and
-nobody reads it afterwards. Parameters and state are updated in place the same way, which removes
-their `copy_`.
+argument where nobody can tell: no two elements of it share memory, its storage belongs to the graph
+alone, and nobody reads it afterwards. Parameters and state are updated in place the same way, which
+removes their `copy_`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from graphopt.graph_utils import (
     Outputs,
     call_function_with_meta,
     get_outputs,
-    is_dense,
     is_operator,
     is_pointwise,
+    lies_apart,
     same_kind,
     set_outputs,
 )
@@ -114,7 +114,7 @@ class _Reuse:
         effects = self._effects
         if not all(same_kind(source, result) for result in results):
             return False
-        if not is_dense(source.meta["val"]):
+        if not lies_apart(source.meta["val"]):
             return False
         if effects.old_read_after(source, node) or effects.leaves_the_graph(source):
             return False

@@ -10,7 +10,7 @@ from graphopt.graph_utils.nodes import (
     move_after,
     move_before,
 )
-from graphopt.graph_utils.tensors import is_dense, same_kind, tensors_in
+from graphopt.graph_utils.tensors import is_dense, lies_apart, same_kind, tensors_in
 from graphopt.ir.families import COLLECTIVE_NAMESPACE, WAIT_FOR_SEVERAL, WAITS
 from graphopt.ir.operators import (
     is_collective,
@@ -59,6 +59,7 @@ __all__ = [
     "is_random",
     "is_view",
     "is_wait",
+    "lies_apart",
     "may_alias",
     "move_after",
     "move_before",

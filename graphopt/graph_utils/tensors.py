@@ -46,6 +46,23 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def lies_apart(tensor: torch.Tensor) -> bool:
+    """Whether each element of a tensor has a place of its own in memory, perhaps with gaps.
+
+    >>> from graphopt.graph_utils import lies_apart
+    >>> lies_apart(torch.ones(4, 3)[:, ::2]), lies_apart(torch.ones(1).expand(3))
+    (True, False)
+    """
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size <= 1:
+            continue
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
 def same_kind(a: fx.Node, b: fx.Node) -> bool:
     """Whether two nodes hold tensors of one shape, stride, dtype and device.
 

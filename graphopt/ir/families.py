@@ -141,8 +141,8 @@ METADATA_ONLY = _aten(
 """Operators that read the shape, dtype and device of their argument alone."""
 
 TWINS = _aten(
-    *("bernoulli", "fill", "index_add", "index_copy", "index_put", "masked_fill", "scatter"),
-    *("scatter_add", "zero"),
+    *("bernoulli", "copy", "fill", "index_add", "index_copy", "index_put", "masked_fill"),
+    *("scatter", "scatter_add", "zero"),
 ) | _collective("all_reduce", "broadcast")
 """Operators, besides pointwise and list ones, whose in-place form computes the same bits."""
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -27,11 +28,11 @@ from graphopt.ranks.failures import check_usable
 from graphopt.runtime.agreed import Agreed
 from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.generators import DrawnGenerators
-from graphopt.runtime.late import LateTensors, settle, warn_of_held
+from graphopt.runtime.late import LateTensors, is_shared, settle, warn_of_held
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
-from graphopt.tracing.inputs import Storage, as_tensor
+from graphopt.tracing.inputs import Storage, as_tensor, state_key
 from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.signature import Computed, Constant, Recipe, View
 
@@ -101,6 +102,7 @@ class BoundStep:
         self._stream: torch.cuda.Stream | None = None
         self._left: Left | None = None
         self._late = _updated_late(module)
+        self._replaced_aliases = self._count_replaced_aliases()
         reference = weakref.ref(self)
         self._unsettled = LateTensors(lambda: _finish_unasked(reference))
 
@@ -131,7 +133,7 @@ class BoundStep:
                 self.agreed.hear()
             leave = self._may_leave_in_flight()
             with without_torch_function():
-                self._give_storage()
+                moved = self._moved_apart()
                 flat = self.values(call)
             settle(flat, besides=self._unsettled)
             state, self.captured.state = self.captured.state, None
@@ -144,6 +146,8 @@ class BoundStep:
                     user, _, carried = branch.run(flat, there, leave)
                 host.say()
             except AssumptionFailedError as error:
+                for tensor, former in moved.values():
+                    tensor.data = former
                 self._left = Left(branch, error.index, flat, error.handed_out, generators)
                 error.handed_out = ()
                 generators.restore(drawn)
@@ -160,7 +164,7 @@ class BoundStep:
             with without_torch_function():
                 if state is not None:
                     state.put()
-                returned = self._apply(call, flat, [*user, *carried])
+                returned = self._apply(call, flat, [*user, *carried], moved)
             host.end()
             return returned
 
@@ -189,11 +193,31 @@ class BoundStep:
         found = found_before(self.module.graph, index)
         return tuple(found.get(i, answer) for i, answer in enumerate(self.answers[:index]))
 
-    def _give_storage(self) -> None:
-        """Move tensors whose `.data` the step sets to storage of their own."""
+    def _moved_apart(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Move tensors whose `.data` the step sets to storage of their own, where somebody else has
+        theirs: by position each of them, and what is over the storage that it had."""
+        moved = {}
         for index in self.captured.signature.rebound:
             tensor = self.captured.live.module_tensors[index].tensor
-            tensor.data = tensor.detach().clone()
+            if is_shared(tensor, besides=self._replaced_aliases.get(index, 0)):
+                moved[index] = tensor, tensor.detach()
+                tensor.data = tensor.detach().clone()
+        return moved
+
+    def _count_replaced_aliases(self) -> Counter[int]:
+        """How many entries of optimizer state share the memory of a module tensor, by its position,
+        that the step replaces without reading them through anything else."""
+        tensors = self.captured.live.module_tensors
+        positions = {id(entry): index for index, entry in enumerate(tensors)}
+        replaced = {
+            (state.optimizer, id(state.stands_at(tensors)), state.key)
+            for state in self.captured.signature.states
+        }
+        return Counter(
+            positions[id(owner)]
+            for state, owner in self.captured.live.aliases
+            if (state.optimizer, id(state_key(state.parameter)), state.key) in replaced
+        )
 
     def _host_run(self, flat: list[Any], step: int) -> HostRun:
         rank = _compat.rank_among_several()
@@ -355,8 +379,18 @@ class BoundStep:
             self._numbers[index] = value, tensor
         return tensor
 
-    def _apply(self, call: Call, flat: list[Any], results: list[Any]) -> Any:
+    def _apply(
+        self,
+        call: Call,
+        flat: list[Any],
+        results: list[Any],
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    ) -> Any:
         signature = self.captured.signature
+        for index, (_, former) in moved.items():
+            left = signature.rebound[index]
+            if left is not None:
+                former.copy_(results[left.index])
         tensors = self.captured.live.module_tensors
         optimizers = call.optimizer_objects()
         for gradient in signature.gradients:

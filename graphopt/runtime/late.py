@@ -168,6 +168,13 @@ def held_elsewhere(tensors: Sequence[torch.Tensor]) -> Iterator[bool]:
         yield uses != storage + sharing - 1 or others != alone
 
 
+def is_shared(tensor: torch.Tensor, besides: int = 0) -> bool:
+    """Whether anything but a tensor has its memory, other than so many tensors that are known."""
+    uses, storages, _ = holders_of(tensor)
+    storage, alone, _ = _alone()
+    return uses != storage + besides or storages != alone
+
+
 def names_of_held(
     named: Sequence[tuple[str, torch.Tensor]], known: Collection[str] = ()
 ) -> frozenset[str]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import is_collective, is_operator
+from graphopt.graph_utils import is_collective, is_copy, is_operator
 from graphopt.ir.operators import draws, is_marker
 
 ALIKE = frozenset({"parameter", "optimizer_state"})
@@ -49,6 +49,11 @@ def _note(node: fx.Node, own: set[Any]) -> None:
         if not _of_all(node):
             own |= _marks(node)
         return
+    if is_copy(node) and _overwrites_all(node):
+        destination, source = cast(tuple[fx.Node, fx.Node], node.args[:2])
+        if own.isdisjoint(_marks(source)):
+            own -= _marks(node) | _marks(destination)
+            return
     if is_operator(node.target, "aten::_amp_foreach_non_finite_check_and_unscale_"):
         _note_check(node, own)
         return
@@ -68,6 +73,15 @@ def _note_check(node: fx.Node, own: set[Any]) -> None:
         own |= _marks(found)
     if not own.isdisjoint(_marks(scale)):
         own.update(*map(_marks, gradients))
+
+
+def _overwrites_all(copy: fx.Node) -> bool:
+    """Whether nothing is left of what the memory of the destination held, as behind
+    `torch.distributed.all_reduce` of a whole tensor."""
+    value = copy.meta.get("val")
+    if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
+        return False
+    return bool(value.untyped_storage().nbytes() == value.nbytes)
 
 
 def _of_all(node: fx.Node) -> bool:

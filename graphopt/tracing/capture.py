@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.graph_utils import (
+    eliminate_dead_code,
+    get_outputs,
+    is_operator,
+    set_outputs,
+)
 from graphopt.ir.placement import set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
@@ -33,7 +39,7 @@ from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import UnagreedParameterError
-from graphopt.tracing.signature import Live, Signature, View
+from graphopt.tracing.signature import Computed, Live, Signature, View
 from graphopt.tracing.steady import NewState, steady_step
 from graphopt.tracing.trace import MarkedCommunication, RawTrace, trace
 
@@ -144,6 +150,7 @@ def _rewritten(
     raw, kinds = found.raw, list(inputs.kinds_and_names(call))
     with explained(call):
         functional = functionalize(raw)
+    _forget_unwritten(functional.graph_module, inputs, raw.signature)
     _refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)
     functional.graph_module.recompile()
@@ -154,7 +161,7 @@ def _rewritten(
         set_placement(node, spec.placement)
     _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     _note_returned(functional.graph_module, inputs, raw.signature)
-    inputs.rebound = raw.signature.rebound
+    inputs.rebound = list(raw.signature.rebound)
     _mark(functional.graph_module, inputs, held_names(inputs, raw), "held")
     with found.effects.applied(), call.besides.present():
         guard = OutsideGuard(found.outside)
@@ -283,6 +290,35 @@ def _refuse_shared_updates(call: Call, inputs: Inputs, updated: list[int]) -> No
                 location=str(definition_of(call)),
                 hint="pass a copy (tensor.clone()), or do not update it in place",
             )
+
+
+def _forget_unwritten(graph_module: fx.GraphModule, inputs: Inputs, signature: Signature) -> None:
+    """Drop the results that stand for storage to which a step has not written before it has given
+    a tensor another one: they are the last ones."""
+    outputs = get_outputs(graph_module.graph)
+    left = {i: found.index for i, found in signature.rebound.items() if found is not None}
+    if not left:
+        return
+    first = min(left.values()) - signature.user_results
+    carried, of_carried = outputs.carried[:first], outputs.carried
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    pairs = zip(inputs.placeholders, placeholders, strict=False)
+    owners = {id(holder): node for holder, node in pairs}
+    for position, index in left.items():
+        value = of_carried[index - signature.user_results]
+        signature.rebound[position] = None
+        if _copied(value) is not owners[id(inputs.module_tensors[position])]:
+            signature.rebound[position] = Computed(signature.user_results + len(carried))
+            carried.append(value)
+    set_outputs(graph_module.graph, outputs._replace(carried=carried))
+    eliminate_dead_code(graph_module.graph)
+
+
+def _copied(value: fx.Node) -> fx.Node:
+    """What a value is a copy of."""
+    while is_operator(value.target, "aten::clone", "aten::detach", "aten::alias"):
+        value = cast(fx.Node, value.args[0])
+    return value
 
 
 def _note_dead_gradients(

@@ -211,7 +211,8 @@ def _another_on_each_rank(line: Any) -> CaptureError:
         "it decides by the value of a tensor, which may be another one on each rank",
         location=str(line),
         hint=f"{WITHOUT_BRANCHES}; decide by what all ranks have alike, such as the norm of the"
-        " averaged gradients, or an all_reduce of the value; or decide outside the step",
+        " averaged gradients, or the value after torch.distributed.all_reduce(value); or decide"
+        " outside the step",
     )
 
 

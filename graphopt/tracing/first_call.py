@@ -122,7 +122,7 @@ def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
 def _settings(raw: RawTrace) -> list[Any]:
     """What else a call changes: numbers of parameter groups, and the storage of parameters."""
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
-    return [settings, raw.signature.rebound]
+    return [settings, list(raw.signature.rebound)]
 
 
 def _known(recipe: Recipe) -> Any:

@@ -18,7 +18,14 @@ from graphopt.graph_utils import environment
 from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
 from graphopt.tracing.host_numbers import EXACT, first_leaf
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_exact, state_key
+from graphopt.tracing.inputs import (
+    ArgumentNumber,
+    Inputs,
+    Storage,
+    is_alias,
+    is_exact,
+    state_key,
+)
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.guard import OutsideGuard
@@ -136,6 +143,9 @@ class Guards:
         reason = self._refresh_states(call)
         if reason is not None:
             return reason
+        for state, module_tensor in self.inputs.aliases:
+            if not is_alias(state.read(call), module_tensor):
+                return f"{state.fqn} no longer shares storage as it did"
         for entry, existed in zip(self.inputs.parameters, self.gradients, strict=True):
             if (entry.tensor.grad is not None) is not existed:
                 return f"{entry.fqn}.grad {'is gone' if existed else 'exists now'}"
@@ -177,11 +187,14 @@ class Guards:
         if _state_entries(call) != self.state_entries:
             return "optimizer state was created, dropped or changed its kind"
         now = _read_states(call, self.inputs)
+        storages = self._module_storages()
         for index, (value, before) in enumerate(zip(now, self.states, strict=True)):
             if value is before:
                 continue
             if not isinstance(value, torch.Tensor) or tensor_kind(value) != self.state_kinds[index]:
                 return f"{self.inputs.states[index].fqn} changed its shape or dtype"
+            if value.numel() and _compat.storage_key(value) in storages:
+                return f"{self.inputs.states[index].fqn} shares storage with the model now"
         self.states = now
         self._unchanged = _state_of(call)
         return None

@@ -169,6 +169,8 @@ class Inputs:
         sizes: what is made of sizes that depend on values.
         meets_sizes: a trace has met such a size.
         rebound: `module_tensors` that get other storage in each call; see `rebinding`.
+        aliases: entries of optimizer state that are the memory of a module tensor, as `rebinding`
+            leaves them; no inputs of their own.
         held: names of what others may use without being seen (`graphopt.runtime.late`); none where
             that is so of all parameters, as while a variable holds a checkpoint.
         found_held: the same without exception.
@@ -184,6 +186,7 @@ class Inputs:
     found_held: frozenset[str] = frozenset()
     conditions: Conditions = field(default_factory=Conditions)
     rebound: list[int] = field(default_factory=list)
+    aliases: list[tuple[StateTensor, ModuleTensor]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     sizes: SizesKept = SizesKept.UNKNOWN
     meets_sizes: bool = False
@@ -246,6 +249,7 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
         ],
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
+    _take_aliases(inputs, call)
     inputs.answers.extend(call.decided)
     inputs.sizes = call.sizes
     _refuse_overlaps(inputs, call)
@@ -344,6 +348,31 @@ def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
                     yield StateTensor(index, none, key, _name_of_none(prefix, none, key))
+
+
+def _take_aliases(inputs: Inputs, call: Call) -> None:
+    """Tell entries of optimizer state that are the memory of a module tensor from others."""
+    if not inputs.states:
+        return
+    alone = [holder for holder in inputs.placeholders if isinstance(holder, ModuleTensor)]
+    by_storage = {_compat.storage_key(h.tensor): h for h in alone if h.tensor.numel()}
+    for state in list(inputs.states):
+        value = state.read(call)
+        owner = by_storage.get(_compat.storage_key(value)) if value.numel() else None
+        if owner is not None and is_alias(value, owner):
+            inputs.states.remove(state)
+            inputs.aliases.append((state, owner))
+
+
+def is_alias(value: object, owner: ModuleTensor) -> bool:
+    """Whether a value is a tensor over the memory of a module tensor, laid out alike."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    layouts = [
+        (_compat.storage_key(t), t.storage_offset(), t.shape, t.stride(), t.dtype, t.requires_grad)
+        for t in (value, alias_of(owner.tensor))
+    ]
+    return layouts[0] == layouts[1]
 
 
 def _hyperparameters(call: Call) -> Iterator[Hyperparameter]:

@@ -1,17 +1,20 @@
 """`parameter.data = new`: the parameter gets other storage, and whoever has the old one keeps it.
 
-In the graph this is an update of the parameter. What makes it one:
+While a step is traced, the stand-in of the parameter gets the storage of `new` as the parameter
+does in eager code: a name for the same memory, written and read through either. When the step is
+over, what the parameter has become is copied into what the graph takes for it:
 
-- before each call the parameter is moved to storage of its own, so that nobody sees the update who
-  holds the old storage;
-- the step has not written to the old storage before, which whoever holds it would see;
-- `new` is nobody else's: as long as the step can still reach it, nothing may write to either.
+    p.add_(e)                 memory of the input
+    p.data = old              memory of `old`, from here on
+    p.sub_(g)
+    ─────── the end ───────   left = clone(input);  input.copy_(p)
+
+Before a call the parameter is moved to storage of its own if somebody else has its storage, who
+finds `left` there afterwards: what the step has written to it, where it has.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +30,9 @@ class Rebinding:
     """What one trace does with `.data`.
 
     Attributes:
-        rebound: module tensors that have been given other storage, by position.
+        rebound: module tensors that end in other storage, by position, with what they leave in the
+            storage that they had.
+        left_storages: which that is (`storage_key` of stand-ins).
     """
 
     def __init__(self, inputs: Inputs, traced: Traced) -> None:
@@ -37,11 +42,11 @@ class Rebinding:
             for index, entry in enumerate(inputs.module_tensors)
             if id(entry) in alone and not entry.rebindable
         }
+        self._tracer = _compat.current_tracer()
         self._storages = {_compat.storage_key(tensor) for tensor in traced.by_id.values()}
-        self._shared: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        self._written: set[int] = set()
-        self._written_unseen = False  # by a function that torch.func has transformed
-        self.rebound: set[int] = set()
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.rebound: dict[int, torch.Tensor] = {}
+        self.left_storages: set[int] = set()
 
     def set(self, target: torch.Tensor, new: Any) -> None:
         """`target.data = new`.
@@ -54,41 +59,31 @@ class Rebinding:
         position = self._positions.get(id(target))
         if position is None or not isinstance(new, torch.Tensor) or not _alike(target, new):
             raise _refusal("it gives a tensor other storage (`.data = …`)")
-        if _compat.storage_key(new) in self._storages or new._base is not None:
-            raise _refusal("it lets two tensors share storage (`.data = …`)")
-        written = self._written_unseen or _compat.storage_key(target) in self._written
-        if written and position not in self.rebound:
-            raise _refusal("it updates a tensor, and then gives it other storage (`.data = …`)")
-        with torch.no_grad(), _compat.version_kept(target):
-            target.copy_(new)
-        self.rebound.add(position)
-        keys = (_compat.storage_key(target), _compat.storage_key(new))
-        self._shared += [(weakref.ref(new), key) for key in keys]
-
-    def check(self, written: Any) -> None:
-        """The step writes to these tensors.
-
-        Raises:
-            CaptureError: to one that shares storage with another by `.data = …`, in eager code.
-        """
-        tensors = list(_tensors(written))
-        seen = [tensor for tensor in tensors if not _compat.is_transformed(tensor)]
-        unseen = len(seen) < len(tensors)
-        now = set(map(_compat.storage_key, seen))
-        self._written |= now
-        self._written_unseen |= unseen
-        self._shared = [each for each in self._shared if each[0]() is not None]
-        if any(unseen or key in now for _, key in self._shared):
-            raise _refusal("it lets two tensors share storage (`.data = …`), and writes to one")
+        known = _compat.node_of(self._tracer, new) is not None
+        if new._base is not None or not known or not _is_whole(new):
+            raise _refusal("it lets a tensor be a part of another one (`.data = …`)")
+        if position not in self._before:
+            with torch.no_grad():
+                self._before[position] = target, target.detach()
+        _compat.rebind(self._tracer, target, new)
 
     def finish(self) -> None:
         """The step is over.
 
         Raises:
-            CaptureError: something that it leaves shares storage with a parameter.
+            CaptureError: a parameter ends in storage that another tensor of the model has.
         """
-        if any(reference() is not None for reference, _ in self._shared):
-            raise _refusal("it keeps a tensor that shares storage with another (`.data = …`)")
+        taken = set(self._storages)
+        for position, (target, before) in self._before.items():
+            if _compat.storage_key(target) == _compat.storage_key(before):
+                continue  # it has its own again
+            if _compat.storage_key(target) in taken:
+                raise _refusal("it lets two tensors share storage (`.data = …`)")
+            taken.add(_compat.storage_key(target))
+            self.left_storages.add(_compat.storage_key(before))
+            with torch.no_grad(), _compat.version_kept(before):
+                self.rebound[position] = before.clone()
+                before.copy_(target)
 
 
 def _refusal(reason: str) -> CaptureError:
@@ -105,15 +100,12 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(a.stride() == b.stride()) and not b.requires_grad
 
 
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage: kernels go by where a tensor begins."""
+    return bool(tensor.untyped_storage().nbytes() == tensor.nbytes)
+
+
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.numel() or _compat.storage_key(a) != _compat.storage_key(b):
         return False
     return _alike(a, b) and bool(a.storage_offset() == b.storage_offset())
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

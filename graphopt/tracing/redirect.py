@@ -261,10 +261,8 @@ class Redirect(TorchFunctionMode):
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
         _forget_stale_constants(self._tracer, args, kwargs)
         args, kwargs = host_numbers.concrete(func, args, kwargs)
-        if _writes(func):
-            self._rebinding.check(args[:1])
-            if self._tagger.phase == "optimizer":
-                self._forget_counts(args[:1])
+        if _writes(func) and self._tagger.phase == "optimizer":
+            self._forget_counts(args[:1])
         sparse.refuse_entries(func, args)
         return args, kwargs
 

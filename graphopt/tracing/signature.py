@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
+from graphopt.tracing.failures import definition_of
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs, ModuleTensor, is_number
 from graphopt.tracing.optimizer_state import OfNone, distinct_states, entries_at, is_known_kind
@@ -122,7 +123,8 @@ class Signature:
         user_results: how many of the graph's results belong to the return value.
         stepped: optimizers whose `step` ran.
         settings: numbers of parameter groups that the step changes.
-        rebound: module tensors that get storage of their own before each call; see `rebinding`.
+        rebound: module tensors that get other storage in each call, with what the step has written
+            to the storage that they had, None where it has not; see `rebinding`.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
     """
 
@@ -135,7 +137,7 @@ class Signature:
     stepped: list[int]
     dead_gradients: list[int] = field(default_factory=list)
     settings: list[SettingResult] = field(default_factory=list)
-    rebound: list[int] = field(default_factory=list)
+    rebound: dict[int, Computed | None] = field(default_factory=dict)
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""
@@ -169,9 +171,16 @@ class ResultCollector:
     """
 
     def __init__(
-        self, call: Call, inputs: Inputs, traced: Traced, flat: Sequence[torch.Tensor], made: Made
+        self,
+        call: Call,
+        inputs: Inputs,
+        traced: Traced,
+        flat: Sequence[torch.Tensor],
+        made: Made,
+        left_storages: Collection[int],
     ) -> None:
         self.call, self.inputs, self.traced, self.made = call, inputs, traced, made
+        self._left_storages = left_storages
         self.results: list[Any] = []
         self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
         self._storages: dict[int, Live] = {
@@ -202,12 +211,26 @@ class ResultCollector:
         live = self._live.get(id(tensor))
         if live is not None:
             return live
+        if _compat.storage_key(tensor) in self._left_storages:
+            raise CaptureError(
+                "it keeps what a parameter was before `.data = …`",
+                location=str(self.made.line_of(tensor) or definition_of(self.call)),
+                hint="keep a copy: tensor.clone()",
+            )
         base = self._storages.get(_compat.storage_key(tensor)) if tensor.numel() else None
         if base is not None:
             offset = int(tensor.storage_offset()) - self._offsets[base]
             return View(base, tuple(tensor.shape), tensor.stride(), offset)
         self.results.append(tensor)
         return Computed(len(self.results) - 1)
+
+    def left(self, rebound: Mapping[int, torch.Tensor]) -> dict[int, Computed | None]:
+        """The results that are found in the storage that tensors had, by their positions."""
+        found: dict[int, Computed | None] = {}
+        for position, tensor in sorted(rebound.items()):
+            self.results.append(tensor)
+            found[position] = Computed(len(self.results) - 1)
+        return found
 
     def collect(
         self,

@@ -264,7 +264,8 @@ class _StepRun:
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.gradients_first = False
-        self.rebound: set[int] = set()
+        self.rebound: dict[int, torch.Tensor] = {}
+        self.left_storages: set[int] = set()
         self.outside = record_for(call)
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, given, mode)
@@ -297,9 +298,11 @@ class _StepRun:
             counted = self._counted(settings)
             replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
             finish_buffers(self.inputs, traced, replacing)
-            collector = ResultCollector(self.call, self.inputs, traced, flat, self.made)
+            collector = ResultCollector(
+                self.call, self.inputs, traced, flat, self.made, self.left_storages
+            )
             self.signature = collector.collect(returned, stepped, before, holders, counted)
-            self.signature.rebound.extend(sorted(self.rebound))
+            self.signature.rebound.update(collector.left(self.rebound))
             self.used = tuple(marker.used) if marker is not None else ()
             return collector.results
 
@@ -378,7 +381,7 @@ class _StepRun:
             self.finder.owners_of([e.tensor for e in self.inputs.module_tensors if e.bare])
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
-        self.rebound = rebinding.rebound
+        self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages
         if self.made.refused is not None:
             raise self.made.refused
         mark()
@@ -396,6 +399,8 @@ class _StepRun:
                 by_id[id(member.tensor)] = _member(stand_in, member.tensor)
         for state in self.inputs.states:
             by_id[id(state.read(self.call))] = next(supply)
+        for state, owner in self.inputs.aliases:
+            by_id[id(state.read(self.call))] = by_id[id(owner.tensor)].detach()
         gradients: dict[int, torch.Tensor] = {}
         for gradient in self.inputs.gradients:
             stand_in = next(supply)

@@ -95,6 +95,13 @@ def _same_elements(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any
     return tensor_value(converted(terms, source, fake), fake)
 
 
+def _copied(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
+    source = args["src"]
+    if not is_static(source) or tuple(source.shape) != tuple(fake.shape):
+        return None
+    return tensor_value(converted(terms, source, fake), fake)
+
+
 def _permuted(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     source = args["self"]
     if not is_static(source):
@@ -220,6 +227,13 @@ AXIOMS = (
         _same_elements,
         _names("self input size sizes shape dim start_dim end_dim implicit")
         | _names("memory_format dtype device"),
+    ),
+    Axiom(
+        "copies into a tensor",
+        _aten("copy"),
+        "nothing of what was there is left; a cast rounds each element for itself",
+        _copied,
+        _names("self src"),
     ),
     Axiom(
         "permutations compose",
