@@ -20,7 +20,7 @@ def table(row: Figures) -> Table:
         title=f"{row['model']}, {row['form']}, communication / compute set to {row['ratio']:g}"
         f" ({link}); preemptive bound {1e3 * row['preemptive_bound']:.1f} ms"
     )
-    for heading in ("variant", "ms", "/ bound", "/ best DDP", "CPU, ms", "pages", "|Δ|"):
+    for heading in ("variant", "ms", "/ bound", "/ best DDP", "CPU, ms", "others", "pages", "|Δ|"):
         made.add_column(heading)
     for name, times in row["seconds"].items():
         difference = row["differences"].get(name)
@@ -30,6 +30,7 @@ def table(row: Figures) -> Table:
             shown(row["per_bound"][name]),
             shown(row["per_best"][name]),
             f"{row['usage'][name]['cpu_ms']:.1f}",
+            f"{row['usage'][name]['others_ms']:.1f}",
             f"{row['usage'][name]['fresh_pages']:.0f}",
             "" if difference is None else f"{difference:g}",
         )

@@ -14,7 +14,8 @@ class Usage:
 
     Attributes:
         found: per name one dictionary for each run: milliseconds of all threads of the process,
-            pages that were fresh, and context switches, each per step.
+            of these those of other threads than the calling one, pages that were fresh, and
+            context switches, each per step.
     """
 
     def __init__(self) -> None:
@@ -22,18 +23,28 @@ class Usage:
 
     def of(self, name: str, steps: int, run: Callable[[], float]) -> float:
         """Run something and note what it uses. Returns what it returns."""
-        before = resource.getrusage(resource.RUSAGE_SELF)
+        before, before_here = _now()
         result = run()
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        after, after_here = _now()
+        seconds, here = _seconds(before, after), _seconds(before_here, after_here)
         switches = after.ru_nvcsw + after.ru_nivcsw - before.ru_nvcsw - before.ru_nivcsw
         used = {
             "cpu_ms": 1e3 * seconds / steps,
+            "others_ms": 1e3 * (seconds - here) / steps,
             "fresh_pages": (after.ru_minflt - before.ru_minflt) / steps,
             "switches": switches / steps,
         }
         self.found.setdefault(name, []).append(used)
         return result
+
+
+def _now() -> tuple[resource.struct_rusage, resource.struct_rusage]:
+    """What the process has used, and what this thread has."""
+    return resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_THREAD)
+
+
+def _seconds(before: resource.struct_rusage, after: resource.struct_rusage) -> float:
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def summed_up(found: Sequence[dict[str, list[dict[str, float]]]], warm_up: int) -> Figures:
