@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -245,6 +246,32 @@ def of_larger_groups(s: Sketch, given: list[fx.Node], size: int) -> list[fx.Node
 def test_other_ranks_gather(wrong: Build) -> None:
     """In another group, ranks may have other places."""
     assert not compared((summed, wrong), [(4, WIDTH)], 2).ok
+
+
+def alone(s: Sketch, zeros: list[fx.Node], x: fx.Node, collective: Any) -> list[fx.Node]:
+    return [collective(s, each, 2) for each in zeros]
+
+
+def beside_others(s: Sketch, zeros: list[fx.Node], x: fx.Node, collective: Any) -> list[fx.Node]:
+    arrived = collective(s, s.call(aten.cat.default, [zeros[0], x, zeros[1]]), 2)
+    length = arrived.meta["val"].shape[0] // 3
+    return [s.call(aten.slice.Tensor, arrived, 0, at * length, (at + 1) * length) for at in (0, 2)]
+
+
+@pytest.mark.parametrize("sent", [alone, beside_others])
+@pytest.mark.parametrize("collective", [gather, scatter])
+def test_constants_of_other_ranks_are_not_exchanged(sent: Any, collective: Any) -> None:
+    """What this rank sends as zeros, another may send as anything."""
+
+    def step(turned: bool) -> fx.GraphModule:
+        s = Sketch()
+        x = s.input("x", 4)
+        zeros = [s.call(aten.zeros_like.default, x) for _ in range(2)]
+        arrived = sent(s, zeros, x, collective)
+        return s.step([s.call(aten.neg.default, y) for y in arrived[:: -1 if turned else 1]])
+
+    assert check_equivalence(step(False), step(False)).ok
+    assert not check_equivalence(step(False), step(True)).ok
 
 
 @pytest.mark.parametrize("pair", [RIGHT[0], RIGHT[2]], ids=named)
