@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import graphopt
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator
 from graphopt.testing import fake_ranks
+from graphopt.verify.apart import EndedError, apart
 from graphopt.verify.trial import verdict
 
 aten = torch.ops.aten
@@ -150,3 +152,40 @@ def test_numbers_that_are_not_finite_decide_nothing() -> None:
     graph.output(graph.call_function(aten.div.Scalar, (there, 0.0)))
     gm = fx.GraphModule({}, graph)
     assert verdict(gm, gm) is None
+
+
+def pooled(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any) -> torch.Tensor:
+    loss = F.max_pool2d(model(x), 2).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def positions_elsewhere(gm: fx.GraphModule) -> None:
+    """The gradient of a maximum goes to memory that is not the image's."""
+    name = "aten::max_pool2d_with_indices_backward"
+    node = next(n for n in gm.graph.nodes if is_operator(n.target, name))
+    with gm.graph.inserting_before(node):
+        far = call_function_with_meta(gm.graph, aten.mul.Tensor, (node.args[-1], 1 << 40))
+    node.update_arg(len(node.args) - 1, far)
+
+
+def test_what_brings_a_process_to_an_end_is_tried_elsewhere() -> None:
+    model = nn.Conv2d(1, 2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gm = graphopt.capture(pooled, model, optimizer, torch.randn(2, 1, 8, 8)).graph_module
+    text = refusal(gm, positions_elsewhere)
+    assert re.search(
+        r"no trial was made: an operator brought the process to an end \(SIG\w+\)", text
+    )
+
+
+def test_a_trial_that_does_not_end() -> None:
+    with pytest.raises(EndedError, match="more than 1 s"):
+        apart(lambda: time.sleep(60), 1.0)
+
+
+def test_an_exception_of_a_trial() -> None:
+    with pytest.raises(EndedError, match="exception"):
+        apart(lambda: 1 / 0, 10.0)
+    assert apart(lambda: torch.ones(300, 300).mm(torch.ones(300, 300)).sum().item(), 60.0) == 27e6
