@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 
 import graphopt
 from edit_tools import with_arg
-from graphopt.errors import VerificationError
+from graphopt.errors import CaptureError, VerificationError
 from graphopt.graph_utils import find_nodes, get_outputs, set_outputs
+from graphopt.ir.operators import fused_optimizer
 from graphopt.iter_graph import copy_graph
 from graphopt.verify import check_divided, check_equivalence
 from sketch import Sketch
@@ -658,3 +659,55 @@ def test_a_number_in_place_of_a_tensor() -> None:
         first(gm, "mul").target = aten.mul.Scalar
 
     applied(captured(product, torch.ones(4)), edit)
+
+
+# Kernels that do not look at what they are given
+
+
+FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, fused=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9, fused=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, fused=True),
+}
+
+
+@pytest.mark.parametrize("position", [1, 2])
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_fused_optimizer_gets_the_state_of_another_parameter(kind: str, position: int) -> None:
+    """Of a small one: its kernel would read and write what lies behind."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def edit(gm: fx.GraphModule) -> None:
+        update = find_nodes(gm.graph, lambda n: fused_optimizer(n.target) is not None)[0]
+        large, small, *rest = update.args[position]  # type: ignore[misc]
+        with_arg(update, position, [small, large, *rest])
+
+    model = nn.Linear(600, 500)
+    optimizer = FUSED[kind](model.parameters())
+    gm = graphopt.capture(step, model, optimizer, torch.rand(2, 600)).graph_module
+    with pytest.raises(VerificationError):
+        applied(gm, edit)
+
+
+def test_a_fused_optimizer_is_not_captured_with_tensors_of_other_shapes() -> None:
+    """Nor is its kernel run to see what strides it gives."""
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        gradient, state = x.sum(0), torch.zeros(2)
+        torch._fused_adagrad_(
+            [model.scale], [gradient], [state], [torch.ones(())],
+            lr=0.1, lr_decay=0.0, weight_decay=0.0, eps=1e-8, maximize=False,
+        )  # fmt: skip
+        return x.mean()
+
+    model = nn.Module()
+    model.register_buffer("scale", torch.ones(100_000))
+    with pytest.raises(CaptureError, match=r"shapes of state_sums are not those of what is upd"):
+        graphopt.capture(step, model, torch.rand(2, 100_000))

@@ -15,6 +15,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import is_pointwise
+from graphopt.ir.operators import fused_optimizer
 from graphopt.tracing import recurrent, scratch
 from graphopt.tracing.layouts import Layout, described, layouts, leaves
 from graphopt.tracing.scratch import Call
@@ -47,9 +48,16 @@ _NOT_CHECKED = frozenset(
 
 
 def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """`result`, fake tensors that the shape rule of `func` has made, with the kernel's strides."""
+    """`result`, fake tensors that the shape rule of `func` has made, with the kernel's strides.
+
+    Raises:
+        RuntimeError: a fused optimizer is given tensors that do not belong together, which neither
+            its shape rule nor its kernel looks at.
+    """
     if func is recurrent.BACKWARD:
         return recurrent.distinct(result)
+    if fused_optimizer(func) is not None:
+        _check_entries(func, args, kwargs)
     if not _is_checked(func) or _is_plain(func, args, kwargs):
         return result
     if func in _VIEWS and not {0, 1}.intersection(filter(_is_plain_number, result.shape)):
@@ -67,6 +75,23 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     if func in _VIEWS:
         return result.as_strided(found.shape, found.strides, result.storage_offset())
     return _with_layouts(result, found)
+
+
+def _check_entries(func: Any, args: Any, kwargs: Any) -> None:
+    """The tensors of each entry are of one shape; kernels write as far as the first one reaches."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    lists = {n: v for n, v in given.items() if isinstance(v, (list, tuple)) and v}
+    if any(_compat.has_symbolic_shape(tensor) for each in lists.values() for tensor in each):
+        return
+    steps = lists.pop("state_steps", ())
+    shapes = {name: [tensor.shape for tensor in each] for name, each in lists.items()}
+    first = shapes["self"]
+    for name, found in shapes.items():
+        if found != first:
+            raise RuntimeError(f"{func}: shapes of {name} are not those of what is updated")
+    if steps and [tensor.numel() for tensor in steps] != [1] * len(first):
+        raise RuntimeError(f"{func}: there is not one number in each of state_steps")
 
 
 def _is_plain_number(size: object) -> bool:
