@@ -1,4 +1,4 @@
-"""Finds operators that raise for some values of their arguments, or worse: run as a program.
+"""Finds operators that raise for some values, or worse, unknown to the table: run as a program.
 
 Each operator of torch's database is run on its samples; every ATen call that it makes is made again
 with each of its tensors filled with numbers that a sample would not have.
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from graphopt.ir.families import MAY_RAISE
 from operators import database
 
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
@@ -99,13 +100,16 @@ def _run(call: Callable[[], Any], grad: bool) -> None:
         sum(x.sum() for x in results).abs().backward()
 
 
-def _look_at(name: str, path: Path) -> None:
-    """Writes the operators that raise, and each just before it is tried."""
+def _look_at(name: str, path: Path, known: Collection[str]) -> None:
+    """Writes the operators that raise, and each just before it is tried; not those that are known:
+    what one of them has spoilt may end the process while another is tried."""
     seen: dict[str, int] = {}
     with path.open("w") as out:
         for call in _calls(name):
             operator = f"{call.target._schema.name.removesuffix('_')}.{call.target._overloadname}"
             seen[operator] = seen.get(operator, 0) + 1
+            if {operator, operator.rpartition(".")[0]} & set(known):
+                continue
             if seen[operator] > CALLS_OF_ONE or call.raises():
                 continue
             for other in call.others():
@@ -113,9 +117,9 @@ def _look_at(name: str, path: Path) -> None:
                 print("raises" if other.raises() else "gives", operator, file=out, flush=True)
 
 
-def found(name: str, directory: Path) -> set[str]:
-    """The operators that an entry of the database calls and that raise, or end the process, for
-    some values."""
+def found(name: str, directory: Path, known: Collection[str]) -> set[str]:
+    """The unknown operators that an entry of the database calls and that raise, or end the process,
+    for some values."""
     path = directory / name.replace("/", "-")
     child = os.fork()
     if child == 0:
@@ -123,7 +127,7 @@ def found(name: str, directory: Path) -> set[str]:
         os.dup2(sys.stderr.fileno(), 2)
         signal.alarm(SECONDS)
         try:
-            _look_at(name, path)
+            _look_at(name, path, known)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -132,15 +136,16 @@ def found(name: str, directory: Path) -> set[str]:
     return raising | ({lines[-1][1]} if status and lines else set())
 
 
-def main(part: int, parts: int) -> None:
+def main(part: str, parts: str, *forgotten: str) -> None:
+    known = MAY_RAISE - set(forgotten)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    names, raising = sorted(database())[part::parts], set()
+    names, raising = sorted(database())[int(part) :: int(parts)], set()
     with TemporaryDirectory() as directory:
         for name in names:
-            raising |= found(name, Path(directory))
+            raising |= found(name, Path(directory), known)
     print(len(names), *sorted(raising))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])
