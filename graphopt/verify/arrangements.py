@@ -115,19 +115,9 @@ def beside(terms: Terms, rows: Iterable[Row], height: int) -> Row:
     return _joined(terms, height, [p for row in rows if row for p in _pieces(terms, row, height)])
 
 
-def height_of(terms: Terms, row: Row) -> int | None:
-    """How many rows the matrix has that a row of elements is as a whole, if it is columns put
-    together."""
-    key = terms[row[0].term].key if len(row) == 1 else ("",)
-    if key[0] != "beside" or row[0][1:] != (0, key[1] * sum(p.end - p.start for p in key[2])):
-        return None
-    height: int = key[1]
-    return height
-
-
-def rows_of(terms: Terms, row: Row) -> list[Row]:
-    """The rows of the matrix of which `height_of` says how many it has."""
-    _, height, pieces = terms[row[0].term].key
+def rows_of(terms: Terms, row: Row, height: int) -> list[Row]:
+    """The rows of the matrix of `height` rows that a row of elements is."""
+    pieces = _pieces(terms, row, height)
     return [
         terms.segments(s for piece in pieces for s in _row(terms, piece, index))
         for index in range(height)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphopt.verify.arrangements import Row, arranged_alike, height_of, rows_of
+from graphopt.verify.arrangements import Row, arranged_alike, rows_of
 from graphopt.verify.elementwise import Computed, each, reduced
 from graphopt.verify.terms import (
     Segment,
@@ -55,7 +55,7 @@ def scattered(
     """This rank's part of what is reduced."""
     whole = reduced(terms, as_reduction(kind), sent, fake).segments
     length = elements(sent.shape) // size
-    rows = _divided(terms, whole, size, length)
+    rows = rows_of(terms, whole, size)
     named = {str(rank): _of(row, sent, length) for rank, row in enumerate(rows)}
     computed = Computed(_SHARE, named, _group(kind), commutes=False)
     return tensor_value(each(terms, computed, rows) if size > 1 else rows[0], fake)
@@ -110,16 +110,6 @@ def _share_of(terms: Terms, run: Segment, rank: int) -> Segment:
     _, (_, term, _, *place) = terms[run.term].key[3 + rank]
     start = 0 if terms[term].uniform else run.start + sum(place)
     return Segment(term, start, run.length)
-
-
-def _divided(terms: Terms, whole: Row, size: int, length: int) -> list[Row]:
-    """What each rank gets of a row of elements."""
-    if height_of(terms, whole) == size:
-        return rows_of(terms, whole)
-    if len(whole) == 1 and not terms[whole[0].term].uniform:
-        ((term, start, _),) = whole
-        return [(Segment(term, start + rank * length, length),) for rank in range(size)]
-    return [terms.part(whole, rank * length, length) for rank in range(size)]
 
 
 def _of(row: Sequence[Segment], like: TensorValue, length: int) -> TensorValue:
