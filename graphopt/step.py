@@ -355,7 +355,7 @@ class TrainStep:
             agreed.guards = guards
         self._captured += 1
         self._warn_of_held(captured, agreed is not None)
-        entry = BoundStep(captured, module, call, guards, agreed, self._captured)
+        entry = BoundStep(captured, module, guards, agreed, self._captured)
         entry.cause = cause
         join_branch(entry, self._entries)
         self._entries.insert(0, entry)

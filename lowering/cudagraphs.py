@@ -98,11 +98,6 @@ class CudaGraphs:
         self._said = True
 
 
-def with_cudagraphs(gm: fx.GraphModule, *, recorder: Recorder | None = None) -> fx.GraphModule:
-    """Let the parts of one graph run as CUDA graphs, in place; see `CudaGraphs.apply`."""
-    return CudaGraphs(recorder).apply(gm)
-
-
 def _called(modules: dict[str, nn.Module], node: fx.Node) -> nn.Module | None:
     return modules.get(str(node.target)) if node.op == "call_module" else None
 

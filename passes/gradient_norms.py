@@ -55,7 +55,7 @@ def log_gradient_norms(
     calls = filter(None, map(host_call_of, gm.graph.nodes))
     if not gradients or any(call.fn is function for call in calls):
         return 0
-    with gm.graph.inserting_before(_first_use(gm.graph, gradients)):
+    with gm.graph.inserting_before(_first_use(gradients)):
         norms = {str(p.target): _norm(gm.graph, g) for p, g in gradients.items()}
         insert_callback(gm.graph, function, norms, every=every)
     return len(norms)
@@ -69,7 +69,7 @@ def log_line(norms: Mapping[str, torch.Tensor]) -> None:
     logger.info("gradient norm %.4g (%s)", total, each)
 
 
-def _first_use(graph: fx.Graph, gradients: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _first_use(gradients: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """The first node of an optimizer behind all gradients."""
     last = max(gradients.values())
     node = last.next

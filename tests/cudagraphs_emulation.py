@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from graphopt import _compat
 from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule
-from graphopt.lowering.cudagraphs import with_cudagraphs
+from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.lowering.cudagraphs_piece import CudaGraphPiece
 from graphopt.lowering.cudagraphs_recorder import Recorder
 from graphopt.manager import PassManager
@@ -166,7 +166,7 @@ class Training:
     def _transform(self, derived: fx.GraphModule) -> fx.GraphModule:
         derived = finalize(derived)
         if self._recorder is not None:
-            self.graphs.append(with_cudagraphs(derived, recorder=self._recorder()))
+            self.graphs.append(CudaGraphs(self._recorder()).apply(derived))
         return derived
 
     def _arguments(self, index: int) -> tuple[Any, ...]:

@@ -23,11 +23,11 @@ from graphopt.cost import (
     Device,
     Network,
     OperatorTable,
+    RooflineCost,
     calibrate,
     collective_of,
     default_cost_model,
     operator_key,
-    roofline_seconds,
 )
 from graphopt.cost.collectives import fitted
 from graphopt.cost.hosts import spans_hosts
@@ -58,22 +58,22 @@ def call(target: object, *args: object, **kwargs: object) -> fx.Node:
 
 def test_a_product_takes_the_time_of_its_arithmetic() -> None:
     node = call(aten.mm.default, torch.zeros(10, 50), torch.zeros(50, 10))
-    assert roofline_seconds(node, TOY) == pytest.approx(
+    assert RooflineCost(TOY)(node) == pytest.approx(
         0.5 + max(2 * 10 * 50 * 10 / 1000, 4 * 1100 / 100)
     )
     wide = Device("wide", TOY.flops, 1e9)
-    assert roofline_seconds(node, wide) == pytest.approx(10.0)
+    assert RooflineCost(wide)(node) == pytest.approx(10.0)
     half = call(
         aten.mm.default, *(torch.zeros(s, dtype=torch.bfloat16) for s in ((10, 50), (50, 10)))
     )
-    assert roofline_seconds(half, wide) == pytest.approx(2.5)
+    assert RooflineCost(wide)(half) == pytest.approx(2.5)
 
 
 def test_a_sum_takes_the_time_of_what_it_moves() -> None:
     node = call(aten.add.Tensor, torch.zeros(25), torch.zeros(25))
-    assert roofline_seconds(node, TOY) == pytest.approx(0.5 + 3 * 100 / 100)
+    assert RooflineCost(TOY)(node) == pytest.approx(0.5 + 3 * 100 / 100)
     one = call(aten.add.Tensor, torch.zeros(1).expand(25), torch.zeros(25))
-    assert roofline_seconds(one, TOY) == pytest.approx(0.5 + (4 + 2 * 100) / 100)
+    assert RooflineCost(TOY)(one) == pytest.approx(0.5 + (4 + 2 * 100) / 100)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_a_sum_takes_the_time_of_what_it_moves() -> None:
     ids=lambda node: str(node.target),
 )
 def test_views_are_free(node: fx.Node) -> None:
-    assert roofline_seconds(node, TOY) == 0
+    assert RooflineCost(TOY)(node) == 0
 
 
 def test_updates_are_not_free() -> None:
-    assert roofline_seconds(call(aten.copy_.default, torch.zeros(4), torch.ones(4)), TOY) > 0.5
+    assert RooflineCost(TOY)(call(aten.copy_.default, torch.zeros(4), torch.ones(4))) > 0.5
 
 
 def test_rings_and_trees() -> None:

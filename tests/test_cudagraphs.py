@@ -19,7 +19,7 @@ from cudagraphs_emulation import EmulatedRecorder, Training, pieces_of
 from graphopt.executable import finalize
 from graphopt.lowering.boxed import box_calls
 from graphopt.lowering.compiler import Options
-from graphopt.lowering.cudagraphs import CudaGraphs, with_cudagraphs
+from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.lowering.cudagraphs_inputs import Input
 from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
 from graphopt.lowering.cudagraphs_pieces import Way
@@ -165,7 +165,7 @@ def test_a_compiled_region_is_recorded_with_what_stands_around_it() -> None:
     values = [torch.randn(4, 4), torch.randn(4, 4)]
     ((expected,), _, _) = gm(*values)
     recorder = EmulatedRecorder()
-    box_calls(with_cudagraphs(gm, recorder=recorder))
+    box_calls(CudaGraphs(recorder).apply(gm))
     assert len(pieces_of(gm)) == 1
     for _ in range(3):
         ((actual,), _, _) = gm(*values)

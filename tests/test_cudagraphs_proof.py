@@ -15,7 +15,7 @@ import graphopt
 from cudagraphs_emulation import EmulatedRecorder, pieces_of
 from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule, copy_graph
-from graphopt.lowering.cudagraphs import CudaGraphs, with_cudagraphs
+from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.lowering.cudagraphs_pieces import Way
 from graphopt.lowering.stages import Record
 from graphopt.stages import default_pipeline
@@ -39,7 +39,7 @@ def cut(model: str, optimizer: str) -> tuple[fx.GraphModule, fx.GraphModule]:
         graphopt.PassManager(default_pipeline(), verify="off").run(gm)
         whole = finalize(gm.main_gm)
         before = fx.GraphModule(whole, copy_graph(whole.graph)[0])
-        return before, with_cudagraphs(whole, recorder=EmulatedRecorder(records_groups=True))
+        return before, CudaGraphs(EmulatedRecorder(records_groups=True)).apply(whole)
 
 
 @pytest.mark.sliced(6)

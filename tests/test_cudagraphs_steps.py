@@ -16,7 +16,7 @@ from graphopt import _compat
 from graphopt.executable import finalize
 from graphopt.ir.views import is_pure_view
 from graphopt.iter_graph.running import GROUP
-from graphopt.lowering.cudagraphs import with_cudagraphs
+from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.lowering.cudagraphs_nodes import Recordable
 from graphopt.lowering.cudagraphs_pieces import Way, find_pieces, gather_items
 from sketch import c10d
@@ -51,7 +51,7 @@ def test_the_views_of_a_group_stay_in_it() -> None:
     view.meta[GROUP] = 0
     last = s.chain(w)
     gm = s.step([last, view])
-    with_cudagraphs(gm, recorder=NoRecorder())
+    CudaGraphs(NoRecorder()).apply(gm)
     names = [(n.name, n.meta.get(GROUP)) for n in gm.graph.nodes if n.op != "placeholder"]
     groups = [group for _, group in names]
     assert groups == sorted(groups, key=lambda group: group is None)
@@ -65,7 +65,7 @@ def test_a_piece_of_a_group_says_that_it_updates_state() -> None:
     updated = s.call(aten.add_.Tensor, w, s.chain(g, **{GROUP: 0}))
     updated.meta[GROUP] = 0
     gm = s.step([], updates=[updated])
-    with_cudagraphs(gm, recorder=NoRecorder())
+    CudaGraphs(NoRecorder()).apply(gm)
     (call,) = (node for node in gm.graph.nodes if node.op == "call_module")
     assert [call.args[index].name for index in call.meta["writes"]] == ["w"]
     assert call.meta[GROUP] == 0
@@ -186,7 +186,7 @@ def test_a_step_with_a_fused_optimizer_is_recorded_whole(model: str) -> None:
 
 
 def test_only_the_loss_leaves_a_step() -> None:
-    gm = with_cudagraphs(executable("gpt", "adamw-fused"), recorder=NoRecorder())
+    gm = CudaGraphs(NoRecorder()).apply(executable("gpt", "adamw-fused"))
     first, second = pieces_of(gm)
     assert sum(first._leaving) == 1 and second._leaving == []
     computing = [n for n in gm.graph.nodes if n.op == "call_function" and not is_pure_view(n)]
@@ -208,7 +208,7 @@ def test_an_optimizer_of_python_numbers_stays_outside() -> None:
 
 def test_a_recording_is_cut_the_same_way_again() -> None:
     """The graph that is left has no piece that could be cut further."""
-    gm = with_cudagraphs(executable("convnet", "sgd-momentum-fused"), recorder=NoRecorder())
+    gm = CudaGraphs(NoRecorder()).apply(executable("convnet", "sgd-momentum-fused"))
     before = str(gm.graph)
     again = find_pieces(
         gm.graph,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from itertools import pairwise
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from graphopt.graph_utils import call_function_with_meta, find_nodes, get_output
 from graphopt.iter_graph import IterGraphModule
 from graphopt.listing.terminal import print_diff, print_listing
 from graphopt.readable import compact_text, graph_diff, graph_text, listing_of, readable_bytes
-from graphopt.readable.diff import matches, text_diff
+from graphopt.readable.diff import text_diff
 from graphopt.tracing import SourceLine
 from zoo import MODELS, OPTIMIZERS, train_step
 
@@ -257,13 +256,6 @@ def test_a_diff_leads_from_one_text_to_the_other(old: list[str], new: list[str])
     difference = text_diff("\n".join(old), "\n".join(new), ("old", "new"))
     assert (difference == "") is (old == new)
     assert applied(difference, old) == new
-
-
-@given(LINES, LINES)
-def test_matches_are_equal_lines_in_order(old: list[str], new: list[str]) -> None:
-    found = list(matches(old, new))
-    assert all(old[i] == new[j] for i, j in found)
-    assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(found))
 
 
 def test_a_long_diff_is_small_where_little_changed() -> None:

@@ -135,11 +135,6 @@ def is_reentrant_checkpoint(cls: type) -> bool:
     return cls.__module__ == "torch.utils.checkpoint"
 
 
-def is_module_hook(cls: type) -> bool:
-    """Whether a class is that by which torch runs a module's backward hooks."""
-    return cls.__module__ == "torch.nn.modules._functions" and "Hook" in cls.__name__
-
-
 def calls(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that stand for functions."""
     return graph.find_nodes(op="call_function", target=CALL)

@@ -43,7 +43,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         waits = [
             new(torch.ops._c10d_functional.wait_tensor.default, (tensor,))
-            for tensor in _tensors(graph, node, new)
+            for tensor in _tensors(node, new)
         ]
     for wait in waits:
         wait.meta = {**node.meta, **wait.meta}
@@ -60,7 +60,7 @@ def _call_in(graph: fx.Graph) -> Callable[..., fx.Node]:
     return lambda target, args: call_function_with_meta(graph, target, args)
 
 
-def _tensors(graph: fx.Graph, node: fx.Node, new: Callable[..., fx.Node]) -> list[fx.Node]:
+def _tensors(node: fx.Node, new: Callable[..., fx.Node]) -> list[fx.Node]:
     """The tensors that a node waits for."""
     waited = node.args[0]
     if not isinstance(waited, fx.Node):

@@ -20,7 +20,7 @@ from graphopt.cost.collectives import (
 from graphopt.cost.errors import CostTableError
 from graphopt.cost.model import CostModel, default_cost_model
 from graphopt.cost.operators import OperatorTable, operator_key
-from graphopt.cost.roofline import DEVICES, Device, roofline_seconds
+from graphopt.cost.roofline import DEVICES, Device, RooflineCost
 
 __all__ = [
     "DEVICES",
@@ -32,10 +32,10 @@ __all__ = [
     "Device",
     "Network",
     "OperatorTable",
+    "RooflineCost",
     "Transfer",
     "calibrate",
     "collective_of",
     "default_cost_model",
     "operator_key",
-    "roofline_seconds",
 ]

@@ -95,10 +95,16 @@ Sizes: TypeAlias = dict[fx.Node, tuple[Any, int]]
 
 @dataclass
 class RooflineCost:
-    """`roofline_seconds` on one device, each node computed once.
+    """Seconds that a node computes on one device, computed once for each node; 0 for inputs, views,
+    Python numbers, launches and waits.
 
     Attributes:
         device: what computes.
+
+    >>> from graphopt.cost import DEVICES, RooflineCost
+    >>> (total,) = graphopt.graph_utils.get_outputs(gm.graph).results
+    >>> RooflineCost(DEVICES["cpu"])(total) > 0
+    True
     """
 
     device: Device
@@ -114,17 +120,6 @@ class RooflineCost:
             found = described, _seconds(node, self.device, self._sizes)
             self._known[node] = found
         return found[1]
-
-
-def roofline_seconds(node: fx.Node, device: Device) -> float:
-    """Seconds that one node computes; 0 for inputs, views, Python numbers, launches and waits.
-
-    >>> from graphopt.cost import DEVICES, roofline_seconds
-    >>> (total,) = graphopt.graph_utils.get_outputs(gm.graph).results
-    >>> roofline_seconds(total, DEVICES["cpu"]) > 0
-    True
-    """
-    return 0.0 if is_free(node) else _seconds(node, device, {})
 
 
 def _seconds(node: fx.Node, device: Device, sizes: Sizes) -> float:
@@ -144,13 +139,13 @@ def is_free(node: fx.Node) -> bool:
     if known.collective or known.wait or known.item:
         return True
     if known.may_alias and not is_operator(node.target, "aten::copy_"):
-        return not _writes(node)
+        return not known.writes
     if is_operator(node.target, *_FREE):
         return True
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return False
-    return not any(True for _ in tensors_in(value)) and not _writes(node)
+    return not any(True for _ in tensors_in(value)) and not known.writes
 
 
 def flops_of(node: fx.Node) -> float:
@@ -164,10 +159,6 @@ def flops_of(node: fx.Node) -> float:
         return float(formula(*args, **kwargs, out_val=node.meta.get("val")))
     except (AttributeError, IndexError, TypeError, ValueError):  # other arguments than expected
         return 0.0
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, _compat.OpOverload) and node.target._schema.is_mutable
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -75,7 +75,6 @@ class HostCall:
         self.first = self.last = False
         self.values: list[Any] = []
         self._arguments = [self._taken_apart(argument) for argument in arguments]
-        self._number_of_values = len(self.values)
         self._modes = Modes.now()
 
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
@@ -257,11 +256,6 @@ def share_counts(graph: fx.Graph, counts: TimesReached) -> None:
     for call in filter(None, map(host_call_of, graph.nodes)):
         if call.place:
             call.counts = counts
-
-
-def calls_host(graph: fx.Graph) -> bool:
-    """Whether a graph calls functions of the program's."""
-    return any(map(is_host_call, graph.nodes))
 
 
 def _owned(value: Any) -> Any:

@@ -93,12 +93,6 @@ def _text(graph: fx.GraphModule | fx.Graph | str) -> str:
     return graph if isinstance(graph, str) else compact_text(graph)
 
 
-def matches(old: Sequence[Line], new: Sequence[Line]) -> Iterator[Match]:
-    """Positions of equal lines, increasing in both."""
-    for i, j, length in _runs(old, new):
-        yield from zip(range(i, i + length), range(j, j + length), strict=True)
-
-
 def _runs(old: Sequence[Line], new: Sequence[Line]) -> list[Run]:
     """Equal lines, increasing in both."""
     found: list[Run] = []

@@ -86,7 +86,7 @@ class Search:
     def __init__(
         self, pattern: Pattern, numbers: Mapping[float, str] | None = None, *, exact: bool
     ) -> None:
-        self._pattern, self._numbers, self._exact = pattern, numbers or {}, exact
+        self._numbers, self._exact = numbers or {}, exact
         self._targets: Targets | None = None
         calls = pattern.calls
         self._calls = calls if exact else [node for node in calls if not _is_copy(node)]

@@ -25,6 +25,7 @@ from graphopt.graph_utils import (
     remove_identities,
     without_autocast,
 )
+from graphopt.ir.operators import operator_of
 
 
 class RewriteError(GraphOptError, ValueError):
@@ -167,7 +168,7 @@ def _tensors(function: Callable[..., Any], returned: Any) -> list[torch.Tensor]:
 
 def _functional(traced: fx.GraphModule, mode: Any) -> fx.GraphModule:
     """The graph without updates in place, as a captured step has them."""
-    if not any(_writes(node) for node in traced.graph.nodes):
+    if not any(operator_of(node).writes for node in traced.graph.nodes):
         return traced
     inputs = [n.meta["val"].detach() for n in traced.graph.nodes if n.op == "placeholder"]
 
@@ -182,10 +183,6 @@ def _functional(traced: fx.GraphModule, mode: Any) -> fx.GraphModule:
 def _has_constant(node: fx.Node) -> bool:
     leaves = _compat.tree_leaves((node.args, node.kwargs))
     return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, _compat.OpOverload) and node.target._schema.is_mutable
 
 
 def _pattern(

@@ -56,7 +56,6 @@ class BoundStep:
     Args:
         captured: what was captured.
         module: its graph after all passes, finalized.
-        call: the call it was captured from.
         guards: when it may be used.
         agreed: what the ranks agreed on for it; None where it does not communicate.
         number: counts the captures of a step.
@@ -73,7 +72,6 @@ class BoundStep:
         self,
         captured: CapturedStep,
         module: IterGraphModule,
-        call: Call,
         guards: Guards,
         agreed: Agreed | None,
         number: int,

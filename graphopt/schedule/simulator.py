@@ -9,7 +9,6 @@ collectives times groups.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -109,7 +108,6 @@ class _Machine:
     record: bool = False
     computed: list[ComputeSlot] = field(default_factory=list)
     stalls: list[tuple[float, float, MessageInFlight]] = field(default_factory=list)
-    flights: dict[Message, deque[MessageInFlight]] = field(default_factory=dict)
     before: dict[Message, MessageInFlight] = field(default_factory=dict)
     current: dict[Message, MessageInFlight] = field(default_factory=dict)
     links: Links = field(default_factory=Links)
@@ -168,7 +166,7 @@ def _timeline(program: Program, machine: _Machine, step: float, begin: float) ->
         exposed[flight.message] = exposed.get(flight.message, 0.0) + stop - start
     position = {node: index for index, node in enumerate(program.order)}
     slots = [
-        _slot(flight, exposed.get(message, 0.0), begin, position)
+        _slot(flight, exposed.get(message, 0.0), position)
         for message, flight in machine.current.items()
     ]
     return Timeline(
@@ -184,9 +182,7 @@ def _timeline(program: Program, machine: _Machine, step: float, begin: float) ->
     )
 
 
-def _slot(
-    flight: MessageInFlight, exposed: float, begin: float, position: dict[fx.Node, int]
-) -> CollectiveSlot:
+def _slot(flight: MessageInFlight, exposed: float, position: dict[fx.Node, int]) -> CollectiveSlot:
     assert flight.start is not None and flight.end is not None
     message = flight.message
     distance = None

@@ -13,13 +13,13 @@ _MOST_NODES = 20_000
 """Of a graph that is shown whole: what is shown is part of the notebook's file."""
 
 
-def graph_html(gm: fx.GraphModule, title: str = "step") -> str:
+def graph_html(gm: fx.GraphModule) -> str:
     """A graph module: the page of `graphopt view` in a frame."""
     text = escape(next(summary(gm.graph)))
     if len(gm.graph.nodes) > _MOST_NODES:
         return (
             f"<p>{text}; <code>graphopt.saved.save_graph</code> and <code>graphopt view</code></p>"
         )
-    page = escape(view_page(gm, title), quote=True)
+    page = escape(view_page(gm, "step"), quote=True)
     style = "width:100%;height:32rem;border:1px solid #ccc;border-radius:6px"
     return f'<p>{text}</p><iframe srcdoc="{page}" style="{style}" title="graph"></iframe>'
