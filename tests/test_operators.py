@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from graphopt.ir.families import COPY_WHAT_THEY_SEND, METADATA_ONLY, SAME_ELEMENTS, SPLITS
+from graphopt.ir.families import METADATA_ONLY, SAME_ELEMENTS, SPLITS, collective_kind
 from graphopt.ir.operators import (
     draws,
     is_copy,
@@ -319,7 +319,7 @@ def test_rows_of_collectives(name: str, one_rank: None) -> None:
     launched = observer.call(func, (sent if several else sent[0], *COLLECTIVES[name], group), {})
     for result in launched if several else [launched]:
         observer.call(torch.ops._c10d_functional.wait_tensor.default, (result,), {})
-        if f"_c10d_functional::{name}" in COPY_WHAT_THEY_SEND:
+        if collective_kind(row(func).reduction).copies and not row(func).writes:
             assert storage(result) not in map(storage, sent)
     assert_known(observer)
     assert row(func).collective and not row(func).wait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -274,13 +274,17 @@ def unsupported_operator_errors() -> tuple[type[Exception], ...]:
 _fused_meta: torch.library.Library | None = None
 
 
-def register_fused_meta_kernels() -> None:
-    """Shape rules for the `tensor_lr` forms of the fused optimizers, which torch lacks."""
+def register_fused_meta_kernels(names: Iterable[str]) -> None:
+    """Shape rules for the `tensor_lr` forms of fused optimizers, which torch lacks.
+
+    Args:
+        names: of the operators that work in place, such as `_fused_adam_`.
+    """
     global _fused_meta
     if _fused_meta is not None:
         return
     library = torch.library.Library("aten", "IMPL")
-    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+    for name in names:
         packet = getattr(torch.ops.aten, name)
         if "tensor_lr" not in packet.overloads():
             continue

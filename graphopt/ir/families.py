@@ -7,6 +7,9 @@ test says whether it is right.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 COLLECTIVE_NAMESPACE = "_c10d_functional"
 
 WAIT_FOR_SEVERAL = f"{COLLECTIVE_NAMESPACE}::wait_tensors"  # since torch 2.15
@@ -91,15 +94,19 @@ FUSED_OPTIMIZERS: dict[str, tuple[int, ...]] = {
 """Positions of the lists that a fused optimizer updates; results of the functional form stand at
 the same positions. Gradients (1) are written only where a `grad_scale` is given."""
 
-WRITES_WHERE = {
-    **{
-        name: {3: "training", 4: "training"}
-        for name in _aten("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-    },
-    **{f"aten::{name}_": {1: "grad_scale"} for name in FUSED_OPTIMIZERS},
-}
-"""Positions of arguments that are written only where another argument is given and not False: the
-statistics of batch norms, of which schemas do not speak, and gradients that a scaler has scaled."""
+_WRITE_STATISTICS = _aten("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+
+
+def written_where(name: str) -> Mapping[int, str]:
+    """Positions of arguments that an operator writes only where another argument is given and not
+    False, with that other one: the statistics of batch norms, of which schemas do not speak, and
+    gradients that a scaler has scaled."""
+    if name in _WRITE_STATISTICS:
+        return {3: "training", 4: "training"}
+    updates = name.startswith("aten::_fused_") and name.endswith("_")
+    fused = updates and name.removeprefix("aten::").removesuffix("_") in FUSED_OPTIMIZERS
+    return {1: "grad_scale"} if fused else {}
+
 
 WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,)}
 """Positions of arguments that a kernel computes in: what stands there afterwards means nothing."""
@@ -116,12 +123,34 @@ UNDECLARED_WRITES = {
 LISTED_FAMILIES = ("aten::_foreach_", "aten::_fused_")
 """Beginnings of the names of operators that apply one computation to each entry of lists."""
 
-COPY_WHAT_THEY_SEND = _collective("all_reduce", "all_reduce_coalesced", "broadcast")
-"""Collectives that work on a copy, or in their in-place form on the tensor itself. All others read
-what they send until their wait."""
 
-ELEMENT_COLLECTIVES = ("all_reduce", "broadcast")
-"""Collectives whose element number i depends on element number i of what is sent."""
+class CollectiveKind(NamedTuple):
+    """What a kind of collective does besides sending; the same of its variants.
+
+    Attributes:
+        copies: it works on a copy of what it sends, or in its in-place form on the tensor itself.
+            All others read what they send until their wait.
+        by_element: element number i of what it gives depends on element number i of what is sent.
+        same_on_all: it gives all ranks the same.
+    """
+
+    copies: bool = False
+    by_element: bool = False
+    same_on_all: bool = False
+
+
+COLLECTIVE_KINDS = {
+    "all_reduce": CollectiveKind(copies=True, by_element=True, same_on_all=True),
+    "broadcast": CollectiveKind(copies=True, by_element=True, same_on_all=True),
+    "all_gather_into_tensor": CollectiveKind(same_on_all=True),
+}
+"""By the name without the marks of variants. Of a kind without a row nothing of this holds."""
+
+
+def collective_kind(name: str) -> CollectiveKind:
+    """The row of a kind of collective, such as "all_reduce"."""
+    return COLLECTIVE_KINDS.get(name, CollectiveKind())
+
 
 SAME_ELEMENTS = _aten(
     *("_to_copy", "_unsafe_view", "alias", "clone", "detach", "flatten", "reshape", "squeeze"),

@@ -18,7 +18,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_copy, is_operator
-from graphopt.ir.operators import draws, is_marker
+from graphopt.ir.operators import draws, is_marker, operator_of
 
 ALIKE = frozenset({"parameter", "optimizer_state"})
 """Kinds of inputs that all ranks have alike."""
@@ -86,9 +86,7 @@ def _overwrites_all(copy: fx.Node) -> bool:
 
 def _of_all(node: fx.Node) -> bool:
     """Whether a collective, or what a marker stands for, gives all ranks the same."""
-    name = str(node.target)
-    shared = any(kind in name for kind in ("all_reduce", "all_gather", "broadcast"))
-    if not shared and not is_marker(node):
+    if not operator_of(node).same_on_all and not is_marker(node):
         return False
     group = _compat.group_named(str(node.args[-1]))
     return group is not None and group.size() == dist.get_world_size()

@@ -21,6 +21,7 @@ from graphopt._compat.backward import is_in_backward
 from graphopt._compat.ctc import register_ctc_shapes
 from graphopt._compat.remembering import remembered
 from graphopt.errors import CaptureError
+from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.source import SourceLine
 from graphopt.parallel import OverRanks
 from graphopt.parallel.markers import Group
@@ -108,7 +109,7 @@ def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None)
         CaptureError: the step does what no graph can repeat. Nothing has changed then.
         MoreInputs: it works on more than `inputs`. Nothing has changed then, either.
     """
-    _compat.register_fused_meta_kernels()
+    _compat.register_fused_meta_kernels(f"{name}_" for name in FUSED_OPTIMIZERS)
     register_ctc_shapes()
     with call.besides.present():
         for _ in range(2):  # the first time, modules imported on the way may draw, too

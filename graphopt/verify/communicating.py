@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.families import collective_kind
 from graphopt.ir.operators import first_argument
 from graphopt.verify.calls import fresh
 from graphopt.verify.elementwise import reduced
@@ -24,9 +25,6 @@ from graphopt.verify.reading import Reading
 from graphopt.verify.sending import Sending, with_constants_of
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical
 from graphopt.verify.traits import traits_of
-
-ELEMENTWISE = ("all_reduce", "broadcast")
-"""Collectives that treat each element for itself."""
 
 _SUMMING = ("all_reduce", "reduce_scatter_tensor")
 
@@ -71,7 +69,7 @@ class Communication:
         """What a collective gives of one tensor, if it is known of each element."""
         if not isinstance(sent, TensorValue) or not sent.is_static:
             return None
-        if kind[0] in ELEMENTWISE:
+        if collective_kind(kind[0]).by_element:
             return reduced(self._terms, kind, sent, fake)
         rule = {SCATTERS: scattered, GATHERS: gathered}.get(kind[0])
         size = None if rule is None else parts(kind, sent)

@@ -9,6 +9,7 @@ from torch import fx
 
 from graphopt.graph_utils import written
 from graphopt.ir.entries import ListCall, list_call
+from graphopt.ir.families import collective_kind
 from graphopt.ir.operators import (
     fused_optimizer,
     is_list_operator,
@@ -17,7 +18,7 @@ from graphopt.ir.operators import (
 )
 from graphopt.verify.calls import entries
 from graphopt.verify.casts import converted
-from graphopt.verify.communicating import ELEMENTWISE, Communication
+from graphopt.verify.communicating import Communication
 from graphopt.verify.contents import CannotWriteError, with_layout
 from graphopt.verify.evaluated import NotDecidedError, Settled
 from graphopt.verify.functional import functional_form, functional_form_for
@@ -149,7 +150,8 @@ class Updates:
     def _in_place_collective(self, node: fx.Node) -> Any:
         """It may write whenever it likes until its wait."""
         destination = node.args[0]
-        if not isinstance(destination, fx.Node) or traits_of(node).reduction not in ELEMENTWISE:
+        kind = collective_kind(traits_of(node).reduction)
+        if not isinstance(destination, fx.Node) or not kind.by_element:
             raise NotDecidedError("it is an update in place by several ranks", node)
         value = self._communication.launched(node).value
         self.written(node, destination, value)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat
-from graphopt.ir.families import WRITES_WHERE
+from graphopt.ir.families import written_where
 from graphopt.ir.operators.kinds import is_random
 from graphopt.ir.operators.table import Operator, operator_of, row
 
@@ -88,10 +88,8 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_written(node: fx.Node, index: int) -> bool:
-    conditions = WRITES_WHERE.get(node.target._schema.name)  # type: ignore[union-attr]
-    if conditions is None or index not in conditions:
-        return True
-    return argument(node, conditions[index]) not in (None, False)
+    condition = written_where(node.target._schema.name).get(index)  # type: ignore[union-attr]
+    return condition is None or argument(node, condition) not in (None, False)
 
 
 def aliased(node: fx.Node) -> list[fx.Node]:

@@ -14,9 +14,7 @@ from graphopt import _compat
 from graphopt.ir.families import (
     COLLECTIVE_NAMESPACE,
     COPIES,
-    COPY_WHAT_THEY_SEND,
     DROPOUTS,
-    ELEMENT_COLLECTIVES,
     LISTED_FAMILIES,
     LISTS_ROUND_IN_PLACE,
     MARKERS,
@@ -30,7 +28,8 @@ from graphopt.ir.families import (
     UNDECLARED_WRITES,
     WAITS,
     WORKSPACES,
-    WRITES_WHERE,
+    collective_kind,
+    written_where,
 )
 
 
@@ -50,6 +49,7 @@ class Operator:
         wait, collective: it ends or launches a collective.
         marker: it stands for communication that is still to be inserted.
         reads_until_wait: of a collective: it reads what it sends until its wait.
+        same_on_all: of a collective: it gives all ranks the same.
         reduction: of a collective: its name without the marks of variants, such as "all_reduce".
         listed: a list of independent operations, one for each entry of its list arguments.
         pointwise: each element of the result is computed from one of each operand.
@@ -73,6 +73,7 @@ class Operator:
     collective: bool = False
     marker: bool = False
     reads_until_wait: bool = False
+    same_on_all: bool = False
     reduction: str = ""
     listed: bool = False
     pointwise: bool = False
@@ -147,6 +148,7 @@ def _row(target: _compat.OpOverload) -> Operator:
     marker, reduction = name in MARKERS, ""
     if collective:
         reduction = name.split("::")[1].removesuffix("_").removesuffix("_coalesced")
+    kind = collective_kind(reduction.removesuffix("_out"))
     aliases, writes = _aliases(schema), _writes(schema)
     pointwise = torch.Tag.pointwise in target.tags
     return Operator(
@@ -161,11 +163,12 @@ def _row(target: _compat.OpOverload) -> Operator:
         wait=wait,
         collective=collective,
         marker=marker,
-        reads_until_wait=collective and not writes and name not in COPY_WHAT_THEY_SEND,
+        reads_until_wait=collective and not writes and not kind.copies,
+        same_on_all=kind.same_on_all,
         reduction=reduction,
         listed=_is_listed(schema, collective or wait),
         pointwise=pointwise,
-        elements=_elements(name, wait, reduction, pointwise),
+        elements=_elements(name, wait, pointwise or collective_kind(reduction).by_element),
         metadata_only=name in METADATA_ONLY,
         one_tensor_twice=name in ONE_TENSOR_TWICE,
         drops=name in DROPOUTS,
@@ -204,7 +207,7 @@ def _writes(schema: Any) -> tuple[int, ...]:
         for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     }
-    undeclared = *UNDECLARED_WRITES.get(schema.name, ()), *WRITES_WHERE.get(schema.name, ())
+    undeclared = *UNDECLARED_WRITES.get(schema.name, ()), *written_where(schema.name)
     return tuple(sorted(declared.union(undeclared)))
 
 
@@ -226,7 +229,7 @@ def is_list_of_tensors(kind: Any) -> bool:
     return isinstance(kind, torch.ListType) and isinstance(kind.getElementType(), torch.TensorType)
 
 
-def _elements(name: str, wait: bool, reduction: str, pointwise: bool) -> str:
+def _elements(name: str, wait: bool, by_element: bool) -> str:
     if name == "aten::cat":
         return "cat"
     if wait or name in SAME_ELEMENTS:
@@ -235,4 +238,4 @@ def _elements(name: str, wait: bool, reduction: str, pointwise: bool) -> str:
         return "split"
     if name == "aten::slice":
         return "slice"
-    return "pointwise" if pointwise or reduction in ELEMENT_COLLECTIVES else ""
+    return "pointwise" if by_element else ""
