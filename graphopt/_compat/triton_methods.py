@@ -1,7 +1,8 @@
 """Methods of tensors whose C++ code asks for the CUDA device, in a torch that was built without it.
 
-Five methods have hand-written bindings that fail there even for fake tensors, on which nothing
-runs. Their operators do not fail.
+Hand-written bindings fail there even for fake tensors, on which nothing runs ("PyTorch is not
+linked with support for cuda devices", torch 2.13); their operators do not. These four are those
+that Inductor and its decompositions call: none of them assigns to items of a tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ def methods_for_fake_cuda_tensors() -> Iterator[None]:
     """While active, these methods of CUDA tensors call operators; other tensors notice nothing."""
     replacements: dict[str, Callable[..., Any]] = {
         "__getitem__": _getitem,
-        "__setitem__": _setitem,
         "__invert__": aten.bitwise_not.default,
         "contiguous": _contiguous,
         "copy_": _copy,
@@ -54,16 +54,6 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
 def _getitem(self: torch.Tensor, index: Any) -> Any:
     view, tensors = _indexed(self, index)
     return aten.index.Tensor(view, tensors) if tensors else view
-
-
-def _setitem(self: torch.Tensor, index: Any, value: Any) -> None:
-    view, tensors = _indexed(self, index)
-    if not isinstance(value, torch.Tensor):
-        value = aten.full.default([], value, dtype=self.dtype, device=self.device)
-    if tensors:
-        aten.index_put_.default(view, tensors, value)
-    else:
-        aten.copy_.default(view, value)
 
 
 def _indexed(self: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:

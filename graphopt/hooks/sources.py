@@ -1,7 +1,8 @@
 """The code that runs when a pass runs: as text, and as what is loaded.
 
-Text alone would not do: a file may have been edited since it was imported, and a function that was
-made inside another one depends on values that stand nowhere in its text.
+torch's own `get_hash_for_files` reads the files that it is given and nothing else, so that code
+compiled with one pass would be served for another where a file was edited after its import, where a
+file that it imports is another, or where a closure or a module holds other values.
 """
 
 from __future__ import annotations
