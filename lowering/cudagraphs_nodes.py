@@ -169,7 +169,7 @@ def _against_waiting(node: fx.Node, target: _compat.OpOverload) -> str | None:
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # torch 2.11 has no such tag
     if unsafe is not None and unsafe in target.tags:
         return "it is tagged as unsafe in CUDA graphs"
-    name = target._schema.name
+    name = _compat.operator_name(target)
     waits = any(tag in target.tags for tag in _TAGS)
     if name in _READS_INDICES:
         waits = any(map(_is_mask, argument(node, "indices")))
@@ -191,14 +191,14 @@ def _against_generator(node: fx.Node) -> str | None:
 
 def _against_update(node: fx.Node, target: _compat.OpOverload) -> str | None:
     """The value of a recorded in-place operator is taken to be its first argument."""
-    if not target._schema.is_mutable:
+    if not _compat.schema_of(target).is_mutable:
         return None
     if torch.Tag.inplace_view in target.tags:
         return "it changes the shape of its argument"
-    if not target._schema.returns:
+    if not _compat.schema_of(target).returns:
         return None
     updated = written(node)
     first = node.args[0] if node.args else None
-    if len(target._schema.returns) == 1 and updated == [first]:
+    if len(_compat.schema_of(target).returns) == 1 and updated == [first]:
         return None
     return "it updates several arguments and returns them"

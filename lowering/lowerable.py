@@ -48,13 +48,13 @@ def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
         return f"{target.namespace} is no namespace of Inductor's"
     if draws(node) and not random:
         return "it draws random numbers"
-    if target._schema.is_mutable:
+    if _compat.schema_of(target).is_mutable:
         return "it updates its argument"
     if fused_optimizer(target) is not None:
         return reason_to_keep_update(node)
-    if target._schema.name in _READS_STRIDES:
+    if _compat.operator_name(target) in _READS_STRIDES:
         return "it counts from the beginning of a storage"
-    if target._schema.name.startswith("aten::_foreach_") and not is_listed(node):
+    if _compat.operator_name(target).startswith("aten::_foreach_") and not is_listed(node):
         return "nothing says what it does to each tensor of its lists"
     if counts_steps(node):
         return "it counts steps, which are read as Python numbers"
@@ -146,7 +146,7 @@ def as_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | N
 def _is_factory(target: Any) -> bool:
     if not isinstance(target, _compat.OpOverload) or target.namespace not in _NAMESPACES:
         return False
-    schema = target._schema
+    schema = _compat.schema_of(target)
     names = [argument.name for argument in schema.arguments]
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     return "pin_memory" in names and not takes_tensors and not schema.is_mutable

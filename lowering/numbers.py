@@ -67,7 +67,7 @@ def is_listed(node: fx.Node) -> bool:
     if not name.startswith("_foreach_") or name.removeprefix("_foreach_") not in _LISTED:
         return False
     assert isinstance(target, _compat.OpOverload)
-    return (name.removeprefix("_foreach_"), target._overloadname) not in _OTHER_OVERLOADS
+    return (name.removeprefix("_foreach_"), _compat.overload_name(target)) not in _OTHER_OVERLOADS
 
 
 def counts_steps(node: fx.Node) -> bool:
@@ -90,7 +90,7 @@ def _is_number(value: object) -> bool:
 def _name(target: object) -> str:
     if not isinstance(target, _compat.OpOverload) or target.namespace != "aten":
         return ""
-    return str(target._schema.name).removeprefix("aten::")
+    return str(_compat.operator_name(target)).removeprefix("aten::")
 
 
 def written_out(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

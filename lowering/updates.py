@@ -135,5 +135,5 @@ def call_update(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
         for position, value in enumerate(args)
     )
     named = {key: noted(value, "read") for key, value in kwargs.items()}
-    FUSED_UPDATE(f"{name}_.{target._overloadname}", *lists.values(), repr((taken, named)))
+    FUSED_UPDATE(f"{name}_.{_compat.overload_name(target)}", *lists.values(), repr((taken, named)))
     return tuple(args[: max(FUSED_OPTIMIZERS[name]) + 1])

@@ -49,7 +49,8 @@ LATER = frozenset(
         "_sequence_nr",  # of what stands in `_current_autograd_node()` during a backward
         "_in_spec",  # of an exported pipeline, a graph module of ours
         "_out_spec",
-        "_opt_called",  # written, not read
+        "_is_param",  # written, not read
+        "_opt_called",
         "_wrapped_by_lr_sched",
         "_is_gil_enabled",  # of Python's own modules, from some version on
         "_parse_exception_table",
@@ -60,6 +61,8 @@ LATER = frozenset(
 OBJECTS: dict[str, Callable[[], object]] = {
     "_Replicate": lambda: microbatch,
     "_backward_hooks": lambda: torch.ones(1),
+    "_base": lambda: torch.ones(1),
+    "_buffers": nn.Module,
     "_backward_pre_hooks": nn.Module,
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_body_transformer": lambda: fx.Graph()._codegen,
@@ -72,6 +75,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_backward_pre_hooks": lambda: nn.modules.module,
     "_has_symbolic_sizes_strides": lambda: torch.ones(1),
+    "_graph": lambda: fx.symbolic_trace(nn.ReLU()),
     "_insert": fx.Graph,
     "_find_nodes_lookup_table": fx.Graph,
     **dict.fromkeys(
@@ -83,7 +87,10 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_per_optimizer_states": lambda: torch.amp.GradScaler("cpu"),
     "_post_accumulate_grad_hooks": lambda: torch.ones(1),
     "_op": lambda: torch.ops.aten.add.Tensor,
+    "_overloadname": lambda: torch.ops.aten.add.Tensor,
+    "_parameters": nn.Module,
     "_prologue_start": lambda: fx.symbolic_trace(nn.ReLU()),
+    "_rename": lambda: fx.Graph().placeholder("x"),
     "_root": fx.Graph,
     "_schema": lambda: torch.ops.aten.add.Tensor,
     "_target_to_str": fx.Graph,
@@ -146,7 +153,7 @@ class Names(ast.NodeVisitor):
         if called in ("getattr", "hasattr") and texts:
             self._use(node.args[0], texts[0])
         if called == "attrgetter":
-            self.attributes.update(texts)
+            self.attributes.update(text.partition(".")[0] for text in texts)
         self.generic_visit(node)
 
     def _use(self, owner: ast.expr, attribute: str) -> None:

@@ -50,11 +50,14 @@ from graphopt._compat.graphs import (
     copy_codegen,
     copy_node,
     forward_of,
+    graph_in,
     inputs_of,
     inserts_at_end,
     lazy_graph_module,
     node_at_line,
     nodes_by_kind,
+    renamed,
+    set_graph,
 )
 from graphopt._compat.groups import (
     FAKE_BACKEND,
@@ -71,8 +74,19 @@ from graphopt._compat.modules import (
     is_compiled_module,
     is_fsdp,
     module_call_code,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    own_tables,
 )
-from graphopt._compat.operators import HigherOrderOperator, OpOverload, flop_formula
+from graphopt._compat.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    flop_formula,
+    operator_name,
+    overload_name,
+    schema_of,
+)
 from graphopt._compat.optimizers import mark_stepped
 from graphopt._compat.settings import (
     global_settings,
@@ -81,6 +95,8 @@ from graphopt._compat.settings import (
 )
 from graphopt._compat.tensors import (
     DescribedTensor,
+    as_parameter,
+    base_of,
     copy_hooks,
     deepcopied,
     described_tensor,
@@ -93,6 +109,7 @@ from graphopt._compat.tensors import (
     storage_key_of_value,
     value_of,
     version_kept,
+    version_of,
 )
 from graphopt._compat.tracers import (
     backward_sequence_number,
@@ -123,7 +140,9 @@ __all__ = [
     "OpOverload",
     "Sizer",
     "TorchDispatchMode",
+    "as_parameter",
     "backward_sequence_number",
+    "base_of",
     "calls_by_target",
     "code_maker",
     "content_of",
@@ -150,6 +169,7 @@ __all__ = [
     "functional_mode",
     "gives_unknown_sizes",
     "global_settings",
+    "graph_in",
     "group_named",
     "group_or_default",
     "has_hooks_on_sum",
@@ -179,6 +199,12 @@ __all__ = [
     "node_at_line",
     "node_of",
     "nodes_by_kind",
+    "operator_name",
+    "overload_name",
+    "own_buffers",
+    "own_modules",
+    "own_parameters",
+    "own_tables",
     "plain_fake_mode",
     "plain_view",
     "quiet_fakes",
@@ -188,7 +214,10 @@ __all__ = [
     "record_call",
     "record_number",
     "register_fused_meta_kernels",
+    "renamed",
     "replace_functional_value",
+    "schema_of",
+    "set_graph",
     "sizes_given",
     "start_fake_group",
     "storage_key",
@@ -202,6 +231,7 @@ __all__ = [
     "unsupported_operator_errors",
     "value_of",
     "version_kept",
+    "version_of",
     "without_fake_mode",
     "without_functional_mode",
     "without_modes",

@@ -99,3 +99,17 @@ def node_at_line(graph_module: fx.GraphModule, line: int) -> fx.Node | None:
 def inserts_at_end(graph: fx.Graph) -> bool:
     """Whether no insertion point is active in a graph."""
     return bool(graph._insert == graph._root.prepend)
+
+
+def renamed(node: fx.Node, name: str) -> None:
+    """Name a node, or as near as a graph without two nodes of one name allows."""
+    node._rename(name)
+
+
+graph_in: attrgetter[fx.Graph] = attrgetter("_graph")
+"""The graph that a graph module holds, whatever its property `graph` does."""
+
+
+def set_graph(module: fx.GraphModule, graph: fx.Graph) -> None:
+    """Let a graph module hold a graph. Its code stays as it is."""
+    module._graph = graph

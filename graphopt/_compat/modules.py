@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import CodeType
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+
+own_parameters: attrgetter[dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+own_buffers: attrgetter[dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+own_modules: attrgetter[dict[str, nn.Module | None]] = attrgetter("_modules")
+own_tables: attrgetter[tuple[dict[str, Any], ...]] = attrgetter(
+    "_parameters", "_buffers", "_modules"
+)
+"""The tables of a module itself, without those of the modules in it; all three together."""
 
 
 def is_fsdp(module: nn.Module) -> bool:

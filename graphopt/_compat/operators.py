@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+
+schema_of: attrgetter[Any] = attrgetter("_schema")
+"""The schema of an operator (an `OpOverload`): its name, arguments and results."""
+
+operator_name: attrgetter[str] = attrgetter("_schema.name")
+"""The name of an operator without its overload, such as "aten::add"."""
+
+overload_name: attrgetter[str] = attrgetter("_overloadname")
+"""The overload of an operator, such as "Tensor" or "default"."""
 
 
 def flop_formula(target: Any) -> Callable[..., int] | None:

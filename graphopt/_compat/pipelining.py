@@ -80,3 +80,14 @@ def fake_copy(module: nn.Module, mode: Any) -> nn.Module:
 
     with FakeCopyMode(mode):
         return copy.deepcopy(module)
+
+
+class BeforeForwards:
+    """Base, before that of torch, of a stage that does something once before it first runs."""
+
+    def before_first_forward(self) -> None:
+        """What schedules call once, in the order of stages, on the ranks of all stages."""
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        self.before_first_forward()
+        return super()._prepare_forward_infra(*args, **kwargs)  # type: ignore[misc]

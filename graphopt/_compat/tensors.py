@@ -11,6 +11,18 @@ import torch
 
 from graphopt._compat.fakes import is_fake
 
+version_of: attrgetter[int] = attrgetter("_version")
+"""How often a tensor, or what shares its memory, was updated in place."""
+
+base_of: attrgetter[torch.Tensor | None] = attrgetter("_base")
+"""The tensor that a tensor is a view of; None where it is no view."""
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """Let a tensor count as an `nn.Parameter`, whatever its class."""
+    tensor._is_param = True
+    return tensor
+
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a tensor, in memory of its own on the CPU. A fake one made by

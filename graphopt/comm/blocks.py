@@ -9,6 +9,7 @@ from operator import attrgetter
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import (
     COLLECTIVE_NAMESPACE,
@@ -170,7 +171,7 @@ def kind_of(node: fx.Node) -> str:
     >>> [kind_of(block.comm_node) for block in get_all_comm_blocks(gm)]
     ['all_reduce', 'all_reduce']
     """
-    name: str = node.target._schema.name  # type: ignore[union-attr]
+    name: str = _compat.operator_name(node.target)
     return name.removeprefix(f"{COLLECTIVE_NAMESPACE}::")
 
 

@@ -64,7 +64,7 @@ def _has_place(value: object) -> bool:
 
 def _has_absolute_offset(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, _compat.OpOverload) and "as_strided" in target._schema.name
+    return isinstance(target, _compat.OpOverload) and "as_strided" in _compat.operator_name(target)
 
 
 def raise_launches(

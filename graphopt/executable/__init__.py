@@ -164,7 +164,7 @@ class _Reuse:
         for position in updated_lists(name, argument(node, "grad_scale")):
             args[position] = [self._own(node, *entry) for entry in _entries(call, position)]
         node.args = tuple(args)
-        node.target = getattr(getattr(aten, f"{name}_"), node.target._overloadname)  # type: ignore[union-attr]
+        node.target = getattr(getattr(aten, f"{name}_"), _compat.overload_name(node.target))
         for getitem in list(node.users):
             for leaf in list(getitem.users):
                 assert isinstance(getitem.args[1], int) and isinstance(leaf.args[1], int)
@@ -259,17 +259,17 @@ def _inplace_form(target: Any) -> Any | None:
     if target in inplace.INPLACE:
         return inplace.INPLACE[target]
     known = row(target)
-    namespace, name = target._schema.name.split("::")
+    namespace, name = _compat.operator_name(target).split("::")
     same_bits = known.pointwise or (known.listed and not known.collective)
-    if not (same_bits and namespace == "aten") and target._schema.name not in TWINS:
+    if not (same_bits and namespace == "aten") and _compat.operator_name(target) not in TWINS:
         return None
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     if packet is None:
         return None
-    wanted = [str(argument.type) for argument in target._schema.arguments]
+    wanted = [str(argument.type) for argument in _compat.schema_of(target).arguments]
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
-        arguments = candidate._schema.arguments
+        arguments = _compat.schema_of(candidate).arguments
         writes = 0 in row(candidate).writes
         if writes and [str(argument.type) for argument in arguments] == wanted:
             return candidate

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.ir.operators import (
     argument_at,
     is_list_of_tensors,
@@ -217,19 +218,20 @@ def _given(node: fx.Node) -> Iterator[tuple[int, Any]]:
 @lru_cache(maxsize=4096)
 def _positions(target: Any) -> dict[str, int]:
     """Position of each argument of an operator, by name."""
-    return {argument.name: index for index, argument in enumerate(target._schema.arguments)}
+    arguments = _compat.schema_of(target).arguments
+    return {argument.name: index for index, argument in enumerate(arguments)}
 
 
 @lru_cache(maxsize=4096)
 def _returns_lists(target: Any) -> bool:
     """Whether an operator returns lists of tensors, and nothing else."""
-    return all(is_list_of_tensors(result.type) for result in target._schema.returns)
+    return all(is_list_of_tensors(result.type) for result in _compat.schema_of(target).returns)
 
 
 @lru_cache(maxsize=4096)
 def list_positions(target: Any) -> tuple[int, ...]:
     """Positions of the arguments of an operator that are lists."""
-    kinds = enumerate(argument.type for argument in target._schema.arguments)
+    kinds = enumerate(argument.type for argument in _compat.schema_of(target).arguments)
     return tuple(position for position, kind in kinds if isinstance(kind, torch.ListType))
 
 

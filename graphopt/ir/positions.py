@@ -36,7 +36,7 @@ def give_by_position(graph: fx.Graph) -> int:
 
 def _moved(node: fx.Node, target: _compat.OpOverload) -> int:
     args, kwargs = list[Any](node.args), dict(node.kwargs)
-    for parameter in target._schema.arguments[len(args) :]:
+    for parameter in _compat.schema_of(target).arguments[len(args) :]:
         if parameter.kwarg_only or parameter.name not in kwargs:
             break
         args.append(kwargs.pop(parameter.name))

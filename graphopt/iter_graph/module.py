@@ -67,13 +67,13 @@ class IterGraphModule(fx.GraphModule):
     @property
     def graph(self) -> IterGraph:
         """The step as one graph."""
-        return cast(IterGraph, self._graph)
+        return cast(IterGraph, _compat.graph_in(self))
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
         if not isinstance(graph, IterGraph):
             graph, _ = copy_graph(graph, into=IterGraph)
-        self._graph = graph
+        _compat.set_graph(self, graph)
         graph.owning_module = self
         self.recompile()
 

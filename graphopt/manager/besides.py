@@ -178,7 +178,7 @@ def _content_of(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
     """What tells an attribute from another one: tensors count their updates."""
     found = attribute(gm, node)
     if isinstance(found, torch.Tensor):
-        return _Same(found), found._version
+        return _Same(found), _compat.version_of(found)
     part = graph_of_part(found)
     if part is None:
         return (_Same(found),)

@@ -160,7 +160,7 @@ def _counts_steps(node: fx.Node) -> bool:
         return False
     assert isinstance(node.target, _compat.OpOverload)
     entries = entries_of(node, "self")
-    if node.target._overloadname not in ("Scalar", "Tensor") or not entries:
+    if _compat.overload_name(node.target) not in ("Scalar", "Tensor") or not entries:
         return False
     values = [entry.meta.get("val") for entry in entries]
     if not all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in values):

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, find_nodes
 from graphopt.ir.operators import is_marker, is_operator
 
@@ -134,7 +135,7 @@ class Nodes:
         graph = self.marker.graph
         with graph.inserting_before(self.marker):
             made = call_function_with_meta(graph, target, args, kwargs, like=self.marker)
-        made._rename(target.__name__.partition(".")[0])  # as a trace names it
+        _compat.renamed(made, target.__name__.partition(".")[0])  # as a trace names it
         return made
 
 

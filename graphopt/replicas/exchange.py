@@ -36,7 +36,7 @@ def exchange(target: _compat.OpOverload, calls: Sequence[Call]) -> list[Any]:
     Raises:
         CollectiveError: the ranks send different shapes or dtypes, or the operator is not known.
     """
-    name = target._schema.name.removeprefix(f"{COLLECTIVE_NAMESPACE}::")
+    name = _compat.operator_name(target).removeprefix(f"{COLLECTIVE_NAMESPACE}::")
     kind = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
     if kind not in _KINDS:
         raise CollectiveError(f"{name} cannot be replayed for several ranks in one process")

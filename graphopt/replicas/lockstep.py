@@ -197,5 +197,5 @@ def _attribute(graph_module: fx.GraphModule, target: str) -> Any:
 
 
 def _bound(target: _compat.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
-    names = [parameter.name for parameter in target._schema.arguments]
+    names = [parameter.name for parameter in _compat.schema_of(target).arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}

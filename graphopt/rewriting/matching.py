@@ -259,7 +259,7 @@ def _orders(node: fx.Node, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _schema(node: fx.Node) -> str:
     if not isinstance(node.target, _compat.OpOverload):
         return ""
-    return f"{node.target._schema.name}.{node.target._overloadname}"
+    return f"{_compat.operator_name(node.target)}.{_compat.overload_name(node.target)}"
 
 
 def _kind(node: fx.Node) -> Any:

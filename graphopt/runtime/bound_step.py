@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -28,13 +27,13 @@ from graphopt.ranks.failures import check_usable
 from graphopt.runtime.agreed import Agreed
 from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.generators import DrawnGenerators
-from graphopt.runtime.late import LateTensors, is_shared, settle, warn_of_held
+from graphopt.runtime.late import LateTensors, settle, warn_of_held
+from graphopt.runtime.moved_apart import MovedApart, put_back
+from graphopt.runtime.results import put_results
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
-from graphopt.tracing.inputs import Storage, as_tensor, state_key
-from graphopt.tracing.optimizer_state import write
-from graphopt.tracing.signature import Computed, Constant, Recipe, View
+from graphopt.tracing.inputs import Storage, as_tensor
 
 logger = logging.getLogger("graphopt")
 
@@ -100,7 +99,7 @@ class BoundStep:
         self._stream: torch.cuda.Stream | None = None
         self._left: Left | None = None
         self._late = _updated_late(module)
-        self._replaced_aliases = self._count_replaced_aliases()
+        self._apart = MovedApart(captured)
         reference = weakref.ref(self)
         self._unsettled = LateTensors(lambda: _finish_unasked(reference))
 
@@ -131,7 +130,7 @@ class BoundStep:
                 self.agreed.hear()
             leave = self._may_leave_in_flight()
             with without_torch_function():
-                moved = self._moved_apart()
+                moved = self._apart.move()
                 flat = self.values(call)
             settle(flat, besides=self._unsettled)
             state, self.captured.state = self.captured.state, None
@@ -144,8 +143,7 @@ class BoundStep:
                     user, _, carried = branch.run(flat, there, leave)
                 host.say()
             except AssumptionFailedError as error:
-                for tensor, former in moved.values():
-                    tensor.data = former
+                put_back(moved)
                 self._left = Left(branch, error.index, flat, error.handed_out, generators)
                 error.handed_out = ()
                 generators.restore(drawn)
@@ -162,7 +160,9 @@ class BoundStep:
             with without_torch_function():
                 if state is not None:
                     state.put()
-                returned = self._apply(call, flat, [*user, *carried], moved)
+                results = [*user, *carried]
+                self._apart.leave(moved, results)
+                returned = put_results(self.captured, call, flat, results)
             host.end()
             return returned
 
@@ -190,32 +190,6 @@ class BoundStep:
         """To the first decisions of the last call, which came to a decision that failed."""
         found = found_before(self.module.graph, index)
         return tuple(found.get(i, answer) for i, answer in enumerate(self.answers[:index]))
-
-    def _moved_apart(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Move tensors whose `.data` the step sets to storage of their own, where somebody else has
-        theirs: by position each of them, and what is over the storage that it had."""
-        moved = {}
-        for index in self.captured.signature.rebound:
-            tensor = self.captured.live.module_tensors[index].tensor
-            if is_shared(tensor, besides=self._replaced_aliases.get(index, 0)):
-                moved[index] = tensor, tensor.detach()
-                tensor.data = tensor.detach().clone()
-        return moved
-
-    def _count_replaced_aliases(self) -> Counter[int]:
-        """How many entries of optimizer state share the memory of a module tensor, by its position,
-        that the step replaces without reading them through anything else."""
-        tensors = self.captured.live.module_tensors
-        positions = {id(entry): index for index, entry in enumerate(tensors)}
-        replaced = {
-            (state.optimizer, id(state.stands_at(tensors)), state.key)
-            for state in self.captured.signature.states
-        }
-        return Counter(
-            positions[id(owner)]
-            for state, owner in self.captured.live.aliases
-            if (state.optimizer, id(state_key(state.parameter)), state.key) in replaced
-        )
 
     def _host_run(self, flat: list[Any], step: int) -> HostRun:
         rank = _compat.rank_among_several()
@@ -376,55 +350,6 @@ class BoundStep:
             tensor = as_tensor(value)
             self._numbers[index] = value, tensor
         return tensor
-
-    def _apply(
-        self,
-        call: Call,
-        flat: list[Any],
-        results: list[Any],
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]],
-    ) -> Any:
-        signature = self.captured.signature
-        for index, (_, former) in moved.items():
-            left = signature.rebound[index]
-            if left is not None:
-                former.copy_(results[left.index])
-        tensors = self.captured.live.module_tensors
-        optimizers = call.optimizer_objects()
-        for gradient in signature.gradients:
-            value = self._value(gradient.recipe, flat, results)
-            if gradient.owner is not None:
-                set_gradient(tensors[gradient.owner].tensor, value)
-            elif gradient.argument is not None:
-                call.leaves[gradient.argument].grad = value
-        for state in signature.states:
-            value = self._value(state.recipe, flat, results)
-            write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
-        for attribute in signature.attributes:
-            value = self._value(attribute.recipe, flat, results)
-            attribute.attributes[attribute.name] = value
-        for setting in signature.settings:
-            group = optimizers[setting.optimizer].param_groups[setting.group]
-            group[setting.key] = self._value(setting.recipe, flat, results)
-        for index in signature.stepped:
-            _compat.mark_stepped(optimizers[index])
-        outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]
-        return _compat.tree_unflatten(outputs, signature.output_spec)
-
-    def _value(self, recipe: Recipe, flat: list[Any], results: list[Any]) -> Any:
-        """What a recipe stands for, given this call's inputs and the graph's results."""
-        if isinstance(recipe, Computed):
-            return results[recipe.index]
-        if isinstance(recipe, Constant):
-            return recipe.value
-        if isinstance(recipe, View):
-            base = self._value(recipe.of, flat, results).detach()
-            offset = base.storage_offset() + recipe.offset
-            return torch.as_strided(base, recipe.size, recipe.stride, offset)
-        if recipe.module_tensor is not None:
-            return self.captured.live.module_tensors[recipe.module_tensor].live()
-        assert recipe.placeholder is not None
-        return flat[recipe.placeholder]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -33,14 +33,16 @@ from graphopt.tracing.capture import (
     communication_for,
     finish,
     first_trace,
-    held_names,
     note_held_somewhere,
     retried,
 )
+from graphopt.tracing.collecting import bare_tensors
 from graphopt.tracing.guards import Guards
-from graphopt.tracing.inputs import Inputs, bare_tensors
+from graphopt.tracing.input_notes import held_names
+from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.reduction import UnagreedParameterError
-from graphopt.tracing.trace import MarkedCommunication, RawTrace, trace
+from graphopt.tracing.step_run import MarkedCommunication
+from graphopt.tracing.trace import RawTrace, trace
 
 
 class _AsAgreed(Ranks):

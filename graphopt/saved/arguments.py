@@ -47,7 +47,7 @@ def encode_target(target: object) -> str:
         SavedGraphError: it is neither an operator nor a Python operator on numbers.
     """
     if isinstance(target, _compat.OpOverload):
-        return f"{target._schema.name}.{target._overloadname}"
+        return f"{_compat.operator_name(target)}.{_compat.overload_name(target)}"
     name = _FUNCTION_NAMES.get(target) if callable(target) else None
     if name is None:
         raise SavedGraphError(f"it calls {target!r}, which is not an operator")

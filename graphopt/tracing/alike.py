@@ -101,10 +101,9 @@ def _marks(node: fx.Node) -> set[Any]:
 
 def _written(node: fx.Node) -> Iterable[fx.Node]:
     """The arguments that an operator writes to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if not isinstance(node.target, _compat.OpOverload):
         return
-    for position, argument in enumerate(schema.arguments):
+    for position, argument in enumerate(_compat.schema_of(node.target).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = node.args[position] if position < len(node.args) else None

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.graph_utils import (
-    eliminate_dead_code,
-    get_outputs,
-    is_operator,
-    set_outputs,
-)
 from graphopt.ir.placement import set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
@@ -25,10 +19,19 @@ from graphopt.parallel.parallelize import parallelize
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported
+from graphopt.tracing.collecting import collect
 from graphopt.tracing.compare import GraphDifference, fingerprint, first_difference
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Storage, collect
+from graphopt.tracing.input_notes import (
+    forget_unwritten,
+    held_names,
+    mark_inputs,
+    note_dead_gradients,
+    note_returned,
+    refuse_shared_updates,
+)
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec
 from graphopt.tracing.leftovers import OutsideChanges, is_told
 from graphopt.tracing.outside.existing import (
     existing_kept,
@@ -39,9 +42,10 @@ from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import UnagreedParameterError
-from graphopt.tracing.signature import Computed, Live, Signature, View
+from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
-from graphopt.tracing.trace import MarkedCommunication, RawTrace, trace
+from graphopt.tracing.step_run import MarkedCommunication
+from graphopt.tracing.trace import RawTrace, trace
 
 
 @dataclass
@@ -150,8 +154,8 @@ def _rewritten(
     raw, kinds = found.raw, list(inputs.kinds_and_names(call))
     with explained(call):
         functional = functionalize(raw)
-    _forget_unwritten(functional.graph_module, inputs, raw.signature)
-    _refuse_shared_updates(call, inputs, functional.updated)
+    forget_unwritten(functional.graph_module, inputs, raw.signature)
+    refuse_shared_updates(call, inputs, functional.updated)
     names = name_placeholders(functional.graph_module.graph, kinds)
     functional.graph_module.recompile()
     specs = tuple(
@@ -159,10 +163,10 @@ def _rewritten(
     )
     for node, spec in zip(functional.graph_module.graph.nodes, specs, strict=False):
         set_placement(node, spec.placement)
-    _note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
-    _note_returned(functional.graph_module, inputs, raw.signature)
+    note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
+    note_returned(functional.graph_module, inputs, raw.signature)
     inputs.rebound = list(raw.signature.rebound)
-    _mark(functional.graph_module, inputs, held_names(inputs, raw), "held")
+    mark_inputs(functional.graph_module, inputs, held_names(inputs, raw), "held")
     with found.effects.applied(), call.besides.present():
         guard = OutsideGuard(found.outside)
     return CapturedStep(
@@ -276,113 +280,10 @@ def _difference_once(
         return first_difference(after.graph_module, retrace().graph_module)
 
 
-def _refuse_shared_updates(call: Call, inputs: Inputs, updated: list[int]) -> None:
-    """Refuse a step that updates an argument over storage of another input: the graph would not
-    show the update to readers of the other."""
-    values = inputs.live_values(call)
-    kinds = list(inputs.kinds_and_names(call))
-    keys = [_compat.storage_key(value) for value in values]
-    for position in updated:
-        kind, name = kinds[position]
-        if kind == "user_input" and keys.count(keys[position]) > 1:
-            raise CaptureError(
-                f"it updates argument {name}, which shares storage with another input",
-                location=str(definition_of(call)),
-                hint="pass a copy (tensor.clone()), or do not update it in place",
-            )
-
-
-def _forget_unwritten(graph_module: fx.GraphModule, inputs: Inputs, signature: Signature) -> None:
-    """Drop the results that stand for storage to which a step has not written before it has given
-    a tensor another one: they are the last ones."""
-    outputs = get_outputs(graph_module.graph)
-    left = {i: found.index for i, found in signature.rebound.items() if found is not None}
-    if not left:
-        return
-    first = min(left.values()) - signature.user_results
-    carried, of_carried = outputs.carried[:first], outputs.carried
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    pairs = zip(inputs.placeholders, placeholders, strict=False)
-    owners = {id(holder): node for holder, node in pairs}
-    for position, index in left.items():
-        value = of_carried[index - signature.user_results]
-        signature.rebound[position] = None
-        if _copied(value) is not owners[id(inputs.module_tensors[position])]:
-            signature.rebound[position] = Computed(signature.user_results + len(carried))
-            carried.append(value)
-    set_outputs(graph_module.graph, outputs._replace(carried=carried))
-    eliminate_dead_code(graph_module.graph)
-
-
-def _copied(value: fx.Node) -> fx.Node:
-    """What a value is a copy of."""
-    while is_operator(value.target, "aten::clone", "aten::detach", "aten::alias"):
-        value = cast(fx.Node, value.args[0])
-    return value
-
-
-def _note_dead_gradients(
-    graph_module: fx.GraphModule, specs: tuple[InputSpec, ...], inputs: Inputs, signature: Signature
-) -> None:
-    """Gradients that nobody reads and the step replaces can be dropped before it runs."""
-    replaced = {result.owner for result in signature.gradients} - {None}
-    unread = {
-        node.target
-        for node in graph_module.graph.nodes
-        if node.op == "placeholder" and not node.users
-    }
-    gradient_specs = [spec for spec in specs if spec.kind == "gradient"]
-    owners = {id(entry): index for index, entry in enumerate(inputs.module_tensors)}
-    for spec, gradient in zip(gradient_specs, inputs.gradients, strict=True):
-        index = owners[id(gradient.owner)]
-        if spec.placeholder in unread and index in replaced:
-            signature.dead_gradients.append(index)
-
-
-def _note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signature) -> None:
-    """Mark inputs that the step returns themselves, or is given a second time as an argument:
-    whoever has them may read them at any time."""
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    given = {_storage(node) for node in placeholders if node.meta["kind"] == "user_input"}
-    for node in placeholders:
-        if _storage(node) in given:
-            node.meta["returned"] = True
-    owners: dict[int, fx.Node] = {}
-    for node, holder in zip(placeholders, inputs.placeholders, strict=False):
-        members = holder.members if isinstance(holder, Storage) else [holder]
-        owners.update((id(member), node) for member in members)
-    for recipe in signature.recipes():
-        live = recipe.of if isinstance(recipe, View) else recipe
-        if not isinstance(live, Live):
-            continue
-        if live.placeholder is not None:
-            placeholders[live.placeholder].meta["returned"] = True
-        elif live.module_tensor is not None:
-            owners[id(inputs.module_tensors[live.module_tensor])].meta["returned"] = True
-
-
-def held_names(inputs: Inputs, raw: RawTrace) -> Set[str]:
-    """What must not be in flight between two steps: what others may use without being seen, and
-    what a step gives other storage."""
-    return inputs.held | {inputs.module_tensors[index].fqn for index in raw.signature.rebound}
-
-
 def note_held_somewhere(captured: CapturedStep, names: Set[str]) -> None:
     """Mark inputs that are held on some rank in a way in which their use is not seen, which all
     ranks know: their gradients are not among those sent last, for which others had to wait."""
-    _mark(captured.graph_module, captured.live, names, "held_somewhere")
-
-
-def _mark(graph_module: fx.GraphModule, inputs: Inputs, names: Set[str], as_what: str) -> None:
-    placeholders = (node for node in graph_module.graph.nodes if node.op == "placeholder")
-    for node, holder in zip(placeholders, [*inputs.placeholders, *inputs.states], strict=False):
-        members = holder.members if isinstance(holder, Storage) else [holder]
-        if not names.isdisjoint(member.fqn for member in members):
-            node.meta[as_what] = True
-
-
-def _storage(placeholder: fx.Node) -> int:
-    return _compat.storage_key(placeholder.meta["val"])
+    mark_inputs(captured.graph_module, captured.live, names, "held_somewhere")
 
 
 def capture(

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
@@ -87,13 +88,15 @@ def note_casts(call: Call, casts: bool, steps: bool) -> None:
         _region.cast.update(owners)
     if steps:
         updated = _updated(call)
-        changed = (m for m in owners if not updated.isdisjoint(map(id, m._parameters.values())))
+        changed = (
+            m for m in owners if not updated.isdisjoint(map(id, _compat.own_parameters(m).values()))
+        )
         _region.stale.update(_region.cast & set(changed))
 
 
 def _owners(call: Call) -> Iterator[nn.Module]:
     """Modules among the arguments that have parameters of their own."""
-    return (module for _, module in call.named_submodules() if module._parameters)
+    return (module for _, module in call.named_submodules() if _compat.own_parameters(module))
 
 
 def _updated(call: Call) -> set[int]:

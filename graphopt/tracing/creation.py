@@ -202,7 +202,7 @@ def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, _compat.OpOverload) or target.namespace != "aten":
         return False
-    return not target._schema.is_mutable and not is_random(node)
+    return not _compat.schema_of(target).is_mutable and not is_random(node)
 
 
 def _takes_negative_zeros(node: fx.Node) -> bool:

@@ -181,7 +181,7 @@ def name_placeholders(graph: fx.Graph, inputs: Sequence[tuple[str, str]]) -> lis
         node.meta.update(kind=kind, fqn=name)
         identifier = _identifier(name, taken)
         taken.add(identifier)
-        node._rename(identifier)
+        _compat.renamed(node, identifier)
         node.target = node.name
         chosen.append(node.name)
     return chosen

@@ -129,7 +129,7 @@ class RawGraphRunner(fx.Interpreter):
         """A fused optimizer: its functional form, and the results copied into its lists."""
         name = fused_optimizer(target)
         assert name is not None
-        functional = getattr(getattr(aten, name), target._overloadname)
+        functional = getattr(getattr(aten, name), _compat.overload_name(target))
         results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
         for position in updated_lists(name, kwargs.get("grad_scale")):
             if position >= len(results):
@@ -141,8 +141,11 @@ class RawGraphRunner(fx.Interpreter):
 def _each_entry(target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[Any]]]:
     """The in-place operator that a list operator calls for each entry on CPUs, with its
     arguments."""
-    given = [*args, *(kwargs[a.name] for a in target._schema.arguments if a.name in kwargs)]
-    packet = getattr(aten, target._schema.name.removeprefix("aten::_foreach_"))
+    given = [
+        *args,
+        *(kwargs[a.name] for a in _compat.schema_of(target).arguments if a.name in kwargs),
+    ]
+    packet = getattr(aten, _compat.operator_name(target).removeprefix("aten::_foreach_"))
     count = len(given[0])
     lists = [value if isinstance(value, (list, tuple)) else [value] * count for value in given]
     for entry in zip(*lists, strict=True):

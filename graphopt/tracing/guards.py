@@ -18,14 +18,7 @@ from graphopt.graph_utils import environment
 from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
 from graphopt.tracing.host_numbers import EXACT, first_leaf
-from graphopt.tracing.inputs import (
-    ArgumentNumber,
-    Inputs,
-    Storage,
-    is_alias,
-    is_exact,
-    state_key,
-)
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_alias, is_exact, state_key
 from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.guard import OutsideGuard

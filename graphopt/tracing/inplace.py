@@ -68,15 +68,17 @@ _library = torch.library.Library(_NAMESPACE, "DEF")
 def _functional_name(inplace: _compat.OpOverload) -> str:
     """`random_from` for `aten::random_.from`: an overload named by a Python keyword cannot be
     written in the code of a graph."""
-    overload = inplace._overloadname
-    name = inplace._schema.name.removeprefix("aten::").removesuffix("_")
+    overload = _compat.overload_name(inplace)
+    name = _compat.operator_name(inplace).removeprefix("aten::").removesuffix("_")
     return name if overload == "default" else f"{name}_{overload}"
 
 
 def _define(inplace: _compat.OpOverload) -> _compat.OpOverload:
     """The operator that computes what `inplace` writes, in a new tensor of the same strides."""
     name = _functional_name(inplace)
-    arguments = str(inplace._schema).partition("(Tensor(a!) self")[2].partition(" -> ")[0]
+    arguments = (
+        str(_compat.schema_of(inplace)).partition("(Tensor(a!) self")[2].partition(" -> ")[0]
+    )
     tags = tuple(tag for tag in inplace.tags if tag == torch.Tag.nondeterministic_seeded)
     _library.define(f"{name}(Tensor self{arguments} -> Tensor", tags=tags)
     reads = inplace not in _DRAWING
@@ -147,7 +149,7 @@ def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | No
 
 def _by_number(target: _compat.OpOverload, args: Sequence[Any]) -> _compat.OpOverload:
     """Operators of torch take numbers in the places of tensors, others do not."""
-    if target._overloadname != "Tensor" or isinstance(args[1], torch.Tensor):
+    if _compat.overload_name(target) != "Tensor" or isinstance(args[1], torch.Tensor):
         return target
     found: _compat.OpOverload = target.overloadpacket.Scalar
     return found

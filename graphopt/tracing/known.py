@@ -115,7 +115,7 @@ def is_exact(node: fx.Node) -> bool:
     """Whether what a node calls gives the same on all devices."""
     if not isinstance(node.target, _compat.OpOverload):
         return getattr(node.target, "__module__", None) in ("_operator", "math")
-    name = node.target._schema.name.removesuffix("_")
+    name = _compat.operator_name(node.target).removesuffix("_")
     if operator_of(node).view or name in EXACT:
         return True
     values = [argument.meta.get("val") for argument in (node, *node.all_input_nodes)]

@@ -78,15 +78,15 @@ class ModuleGuard:
         self.attributes = vars(module)
         self.training = module.training
         self.hooks = tuple(tuple(self.attributes[table]) for table in _HOOKS)
-        self.children = [(key, body_of(m)) for key, m in module._modules.items()]
+        self.children = [(key, body_of(m)) for key, m in _compat.own_modules(module).items()]
         self.tensors = [
             (table, [(key, t, None if t is None else tensor_kind(t)) for key, t in table.items()])
-            for table in (module._parameters, module._buffers)
+            for table in (_compat.own_parameters(module), _compat.own_buffers(module))
         ]
-        self.submodules = list(module._modules)
+        self.submodules = list(_compat.own_modules(module))
         self.gradients = [
             (p.requires_grad, _compat.hooks_of(p))
-            for p in module._parameters.values()
+            for p in _compat.own_parameters(module).values()
             if p is not None
         ]
         self.others = [

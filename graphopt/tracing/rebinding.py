@@ -60,7 +60,7 @@ class Rebinding:
         if position is None or not isinstance(new, torch.Tensor) or not _alike(target, new):
             raise _refusal("it gives a tensor other storage (`.data = …`)")
         known = _compat.node_of(self._tracer, new) is not None
-        if new._base is not None or not known or not _is_whole(new):
+        if _compat.base_of(new) is not None or not known or not _is_whole(new):
             raise _refusal("it lets a tensor be a part of another one (`.data = …`)")
         if position not in self._before:
             with torch.no_grad():

@@ -29,7 +29,9 @@ _library = torch.library.Library("graphopt", "FRAGMENT")
 
 def _define(name: str, operator: Any, kernel: Callable[..., Any], rule: Callable[..., Any]) -> Any:
     """An operator like one of ATen's, with another kernel."""
-    _library.define(name + str(operator._schema).removeprefix(operator._schema.name))
+    _library.define(
+        name + str(_compat.schema_of(operator)).removeprefix(_compat.operator_name(operator))
+    )
     _library.impl(name, kernel, "CPU")
     torch.library.register_fake(f"graphopt::{name}", rule, lib=_library)
     return getattr(torch.ops.graphopt, name).default

@@ -35,7 +35,7 @@ class _Kernel(NamedTuple):
 
 
 def _define(kernel: _compat.OpOverload) -> _Kernel:
-    schema = kernel._schema
+    schema = _compat.schema_of(kernel)
     names = [argument.name for argument in schema.arguments]
     positions = [names.index(name) for name in _STATISTICS]
     name = schema.name.removeprefix("aten::")
@@ -74,7 +74,7 @@ def written_functionally(target: Any, args: Any, kwargs: dict[str, Any]) -> Any 
     kernel = KERNELS.get(target)
     if kernel is None:
         return None
-    names = [argument.name for argument in target._schema.arguments]
+    names = [argument.name for argument in _compat.schema_of(target).arguments]
     given = [*args, *(kwargs[name] for name in names[len(args) :])]
     if not given[kernel.training]:
         return None

@@ -23,14 +23,16 @@ from graphopt._compat.late import set_gradient
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import get_output
 from graphopt.tracing.call import Call
+from graphopt.tracing.collecting import collect
 from graphopt.tracing.creation import Creation, creation_of, empty_like
 from graphopt.tracing.first_call import repeats_but_creation
 from graphopt.tracing.guard_values import same_constant
-from graphopt.tracing.inputs import Inputs, collect
+from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import entries_at, has, write
 from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.signature import Computed, Constant
-from graphopt.tracing.trace import MarkedCommunication, RawTrace, trace
+from graphopt.tracing.step_run import MarkedCommunication
+from graphopt.tracing.trace import RawTrace, trace
 
 _MISSING: Any = object()
 

@@ -79,7 +79,7 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 def _check_entries(func: Any, args: Any, kwargs: Any) -> None:
     """The tensors of each entry are of one shape; kernels write as far as the first one reaches."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in _compat.schema_of(func).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     lists = {n: v for n, v in given.items() if isinstance(v, (list, tuple)) and v}
     if any(_compat.has_symbolic_shape(tensor) for each in lists.values() for tensor in each):
@@ -105,7 +105,7 @@ def _is_checked(func: Any) -> bool:
         return False
     if func in _VIEWS:
         return True
-    schema = func._schema
+    schema = _compat.schema_of(func)
     if _reads_opaque_memory(schema):
         return False
     if any(result.alias_info is not None for result in schema.returns):
@@ -156,7 +156,7 @@ def _is_harmless(layout: Layout) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_elementwise(func: Any) -> bool:
-    return is_pointwise(func) or func._schema.name in _LIKE_ELEMENTWISE
+    return is_pointwise(func) or _compat.operator_name(func) in _LIKE_ELEMENTWISE
 
 
 def _settings() -> tuple[bool, ...]:

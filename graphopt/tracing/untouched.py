@@ -49,7 +49,7 @@ def _perhaps_written(node: fx.Node) -> Sequence[fx.Node]:
     does."""
     if node.op != "call_function" or node.target is operator.getitem:
         return ()
-    if isinstance(node.target, _compat.OpOverload) and node.target._schema.is_mutable:
+    if isinstance(node.target, _compat.OpOverload) and _compat.schema_of(node.target).is_mutable:
         return written(node)
     as_it_is = written_as_it_is(node.target) and node.target not in statistics.KERNELS
     return () if as_it_is else node.all_input_nodes

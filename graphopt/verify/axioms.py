@@ -90,7 +90,7 @@ def _same_elements(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any
     source = next(iter(args.values()))
     if not is_static(source) or elements(source.shape) != fake.numel():
         return None
-    if target._schema.name in ("aten::view", "aten::view_copy") and "dtype" in args:
+    if _compat.operator_name(target) in ("aten::view", "aten::view_copy") and "dtype" in args:
         return None  # it reads the same bits as numbers of another kind
     return tensor_value(converted(terms, source, fake), fake)
 
@@ -106,7 +106,7 @@ def _permuted(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     source = args["self"]
     if not is_static(source):
         return None
-    name = target._schema.name.removesuffix("_copy")
+    name = _compat.operator_name(target).removesuffix("_copy")
     order = _order(name, args, len(source.shape))
     return tensor_value(permuted(terms, source.segments, source.shape, order), fake)
 
@@ -192,7 +192,7 @@ def _cat(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
 def _filled(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     fixed = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
     value = fixed.get(
-        target._schema.name.removeprefix("aten::"), args.get("fill_value", args.get("s"))
+        _compat.operator_name(target).removeprefix("aten::"), args.get("fill_value", args.get("s"))
     )
     if not isinstance(value, (bool, int, float)) or _compat.has_symbolic_shape(fake):
         return None

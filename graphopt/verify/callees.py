@@ -83,7 +83,7 @@ def _callee_of(node: fx.Node, target: Any, standard: Any) -> Callee:
         target,
         standard,
         target_name(standard),
-        RULES.get(standard._schema.name) if is_aten else None,
+        RULES.get(_compat.operator_name(standard)) if is_aten else None,
         is_operator(standard, *OF_STORAGE),
         str(target).endswith("_mutation"),
         _may_raise(standard),
@@ -94,6 +94,6 @@ def _callee_of(node: fx.Node, target: Any, standard: Any) -> Callee:
 def _may_raise(target: Any) -> bool:
     if not isinstance(target, _compat.OpOverload):
         return False
-    schema = target._schema
+    schema = _compat.schema_of(target)
     name, known = schema.name, target.namespace in NAMESPACES
     return not known or name in MAY_RAISE or f"{name}.{schema.overload_name}" in MAY_RAISE

@@ -99,8 +99,8 @@ _ALONE = {"scalar": "other", "scalars": "other"}
 def _alone(target: Any) -> Any:
     """The operator that a list operator calls for each entry, where there is a rule about it: on
     CPUs, where it does no more."""
-    name = target._schema.name.replace("_foreach_", "")
-    if name == target._schema.name or name not in BY_ELEMENT:
+    name = _compat.operator_name(target).replace("_foreach_", "")
+    if name == _compat.operator_name(target) or name not in BY_ELEMENT:
         return None
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"))
     return getattr(packet, packet.overloads()[0])
@@ -170,6 +170,6 @@ def parameters(target: Any) -> tuple[tuple[str, Any], ...]:
     """Names and defaults of the arguments of an operator."""
     return tuple(
         (argument.name, tuple(default) if isinstance(default, list) else default)
-        for argument in target._schema.arguments
+        for argument in _compat.schema_of(target).arguments
         for default in [argument.default_value]
     )

@@ -192,7 +192,7 @@ def _mutation(graph: fx.Graph) -> Iterator[str]:
 def _writes(node: fx.Node) -> bool:
     if not isinstance(node.target, _compat.OpOverload):
         return False
-    return node.target._schema.is_mutable
+    return bool(_compat.schema_of(node.target).is_mutable)
 
 
 def _collectives(graph: fx.Graph) -> Iterator[str]:

@@ -95,7 +95,7 @@ def sent_constant(
         by_name: whether another node makes the same.
     """
     fake, target = node.meta["val"], cast(Any, node.target)
-    value = RULES[target._schema.name].value(terms, target, dict(arguments), fake)
+    value = RULES[_compat.operator_name(target)].value(terms, target, dict(arguments), fake)
     like = [entry for entry in arguments.values() if isinstance(entry, TensorValue)]
     place = (*map(canonical, like), node.name if by_name or not like else None)
     if value is None:  # its size depends on values, say

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphopt import _compat
 from graphopt.verify.arrangements import arranged_alike
 from graphopt.verify.terms import (
     Segment,
@@ -85,7 +86,7 @@ def elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     device = str(fake.device)
     if any(value.device != device for value in operands):
         return None
-    name = target._schema.name.replace("::", ".")
+    name = _compat.operator_name(target).replace("::", ".")
     alike = len(dtypes) == 2 and len(set(dtypes)) == 1
     kind = f"{fake.dtype} on {device.partition(':')[0]}"
     given = {key: value for key, value in args.items() if key not in _NEUTRAL}

@@ -252,7 +252,7 @@ class _Evaluator:
             return self._picked(node, value)
         if not isinstance(node.target, _compat.OpOverload):
             raise NotDecidedError("its storage was updated", node)
-        if node.target._schema.name in _PERHAPS_VIEWS:
+        if _compat.operator_name(node.target) in _PERHAPS_VIEWS:
             raise NotDecidedError("it may be a view of what was updated, or a copy", node)
         arguments = self._reading.arguments(node)
         arguments[next(iter(arguments))] = value

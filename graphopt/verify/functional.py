@@ -18,14 +18,14 @@ _OURS = {written: functional for functional, written in inplace.INPLACE.items()}
 @cache
 def functional_form(target: Any) -> Any | None:
     """The operator that returns what an in-place one writes, if there is one with its arguments."""
-    namespace, name = target._schema.name.split("::")
+    namespace, name = _compat.operator_name(target).split("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if packet is None or not name.endswith("_"):
         return _OURS.get(target)
     wanted = _types(target)
     for overload in packet.overloads():
         candidate: _compat.OpOverload = getattr(packet, overload)
-        if not candidate._schema.is_mutable and _types(candidate) == wanted:
+        if not _compat.schema_of(candidate).is_mutable and _types(candidate) == wanted:
             return candidate
     return _OURS.get(target)
 
@@ -65,4 +65,4 @@ def standard_form(target: Any) -> Any:
 
 
 def _types(target: Any) -> list[str]:
-    return [f"{argument.name} {argument.type}" for argument in target._schema.arguments]
+    return [f"{argument.name} {argument.type}" for argument in _compat.schema_of(target).arguments]

@@ -23,7 +23,7 @@ def argument(node: fx.Node, name: str) -> Any:
     'sum'
     """
     assert isinstance(node.target, _compat.OpOverload)
-    for index, parameter in enumerate(node.target._schema.arguments):
+    for index, parameter in enumerate(_compat.schema_of(node.target).arguments):
         if parameter.name != name:
             continue
         if index < len(node.args):
@@ -38,14 +38,14 @@ def argument_at(node: fx.Node, index: int) -> Any:
     if index < len(node.args):
         return node.args[index]
     assert isinstance(node.target, _compat.OpOverload)
-    return node.kwargs.get(node.target._schema.arguments[index].name)
+    return node.kwargs.get(_compat.schema_of(node.target).arguments[index].name)
 
 
 def first_argument(node: fx.Node) -> Any:
     """The argument that comes first, given by position or by name; None where there is none."""
     if node.args or not isinstance(node.target, _compat.OpOverload):
         return node.args[0] if node.args else None
-    return argument_at(node, 0) if node.target._schema.arguments else None
+    return argument_at(node, 0) if _compat.schema_of(node.target).arguments else None
 
 
 def draws(node: fx.Node) -> bool:
@@ -88,7 +88,7 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_written(node: fx.Node, index: int) -> bool:
-    condition = written_where(node.target._schema.name).get(index)  # type: ignore[union-attr]
+    condition = written_where(_compat.operator_name(node.target)).get(index)
     return condition is None or argument(node, condition) not in (None, False)
 
 

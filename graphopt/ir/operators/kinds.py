@@ -20,7 +20,7 @@ def is_operator(target: object, *names: str) -> bool:
     >>> find_nodes(gm.graph, lambda node: is_operator(node.target, "aten::sum", "aten::mean"))
     [sum_1, sum_2]
     """
-    return isinstance(target, _compat.OpOverload) and target._schema.name in names
+    return isinstance(target, _compat.OpOverload) and _compat.operator_name(target) in names
 
 
 def is_copy(node: fx.Node) -> bool:
@@ -131,7 +131,7 @@ def fused_optimizer(target: Any) -> str | None:
     """`_fused_adamw` for each overload of it and of its in-place form; None for other targets."""
     if not isinstance(target, _compat.OpOverload):
         return None
-    name: str = target._schema.name.removeprefix("aten::").removesuffix("_")
+    name: str = _compat.operator_name(target).removeprefix("aten::").removesuffix("_")
     return name if name in FUSED_OPTIMIZERS else None
 
 

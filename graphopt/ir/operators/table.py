@@ -141,7 +141,7 @@ _ROUNDS = ROUNDS_IN_PLACE | LISTS_ROUND_IN_PLACE
 
 
 def _row(target: _compat.OpOverload) -> Operator:
-    schema = target._schema
+    schema = _compat.schema_of(target)
     name = schema.name
     wait = name in WAITS
     collective = target.namespace == COLLECTIVE_NAMESPACE and not wait
@@ -177,8 +177,8 @@ def _row(target: _compat.OpOverload) -> Operator:
 
 
 def _name_with_overload(target: _compat.OpOverload) -> str:
-    overload = target._schema.overload_name
-    return f"{target._schema.name}.{overload}" if overload else str(target._schema.name)
+    name, overload = _compat.operator_name(target), _compat.schema_of(target).overload_name
+    return f"{name}.{overload}" if overload else name
 
 
 def _aliases(schema: Any) -> tuple[tuple[int, ...], ...]:

@@ -101,10 +101,10 @@ class FunctionRecorder:
         leaves = _compat.tree_leaves((args, kwargs))
         _check_arguments(cls, leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        versions = [tensor._version for tensor in tensors]
+        versions = [_compat.version_of(tensor) for tensor in tensors]
         with _OwnTensors(cls, tensors, _private.traced_tensors()), _private.tracing_paused():
             result = apply(*args, **kwargs)
-        if versions != [tensor._version for tensor in tensors]:
+        if versions != [_compat.version_of(tensor) for tensor in tensors]:
             raise _refusal(cls, "changes an argument in place", "compute a new tensor in forward")
         _check_result(cls, result)
         self._calls.append(FunctionCall(cls, args, kwargs))

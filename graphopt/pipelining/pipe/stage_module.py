@@ -134,7 +134,7 @@ def _load(holder: nn.Module, records: list[_Record]) -> StageModule:
 
 def _encode_target(target: Any) -> Any:
     if isinstance(target, _compat.OpOverload):
-        return _Operator(target._schema.name, target._schema.overload_name or "default")
+        return _Operator(_compat.operator_name(target), _compat.overload_name(target))
     if _private.is_higher_order(target):
         return _Operator(target.name(), None)
     return target

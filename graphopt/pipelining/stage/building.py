@@ -69,13 +69,9 @@ def build_stage(
     pipe.get_stage_module(index)
     plan = plan_chain(info.graph)
     flow = find_flow(pipe.split_gm, plan)
-    chained = chain_stage(module, stage_nodes(info.graph)[index], index, plan)
-    is_own = isinstance(module, StageModule)
-    if is_own and level_of(None) != "off":
-        _check_chain(pipe.split_gm, index, chained, plan)
-    if is_own:
-        own_replicas(chained, index, pipe.replicated_params)
+    chained = _chained(module, index, pipe, plan)
     move_to_device(chained, torch.device(device))
+    is_own = isinstance(module, StageModule)
     received, sent = flow.received[index], flow.sent(index)
     # The first stage is not divided anyway; what another module reads is not known.
     divides = index == 0 or (is_own and weights_meet_inputs(chained.graph, received, sent))
@@ -92,6 +88,17 @@ def build_stage(
         output=_output_nest(pipe, plan),
         replicas=pipe.replicated_params if is_own else _no_replicas(pipe, index),
     )
+
+
+def _chained(module: nn.Module, index: int, pipe: Pipe, plan: ChainPlan) -> fx.GraphModule:
+    """The graph of a stage in the chain; of the pipe's own module it is shown that it does its part
+    of the model."""
+    chained = chain_stage(module, stage_nodes(pipe.split_gm.graph)[index], index, plan)
+    if isinstance(module, StageModule):
+        if level_of(None) != "off":
+            _check_chain(pipe.split_gm, index, chained, plan)
+        own_replicas(chained, index, pipe.replicated_params)
+    return chained
 
 
 def _check_chain(top: fx.GraphModule, index: int, chained: fx.GraphModule, plan: ChainPlan) -> None:

@@ -27,7 +27,7 @@ def _retarget(graph_module: fx.GraphModule, device: torch.device) -> None:
     for node in graph_module.graph.nodes:
         if not isinstance(node.target, _compat.OpOverload):
             continue
-        for index, argument in enumerate(node.target._schema.arguments):
+        for index, argument in enumerate(_compat.schema_of(node.target).arguments):
             changed |= _retarget_argument(node, index, argument.name, device)
     if changed:
         graph_module.recompile()

@@ -28,7 +28,7 @@ Shapes = list[tuple[tuple[int, ...], str]]
 """Shapes and dtypes."""
 
 
-class HandCutStage(Stage):
+class HandCutStage(_private.BeforeForwards, Stage):
     """See `Stage.from_module`."""
 
     def __init__(
@@ -105,12 +105,7 @@ class HandCutStage(Stage):
                 for gradient, like in zip(self.bwd_cache[bwd_chunk_id], self._received, strict=True)
             )
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        """What a schedule calls once, in the order of stages, on the ranks of all stages."""
-        self._agree()
-        return super()._prepare_forward_infra(*args, **kwargs)
-
-    def _agree(self) -> None:
+    def before_first_forward(self) -> None:
         """Compare what is sent with what the next stage receives, on both their ranks."""
         problem: str | None = None
         before, after = self.stage_index - 1, self.stage_index + 1

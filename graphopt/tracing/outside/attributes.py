@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record
@@ -137,7 +138,7 @@ def _is_python(descriptor: Any) -> bool:
 def _registered(record: Record, value: Any, name: str, path: str) -> None:
     """A parameter, buffer or submodule: guarded with its module."""
     if isinstance(value, torch.nn.Module):
-        for table in (value._modules, value._buffers, value._parameters):
+        for table in _compat.own_tables(value):
             if name in table:
                 record.reached(table[name], path)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from graphopt import _compat
 from graphopt.tracing.outside.places import is_value
 
 _TABLES = ("_parameters", "_buffers")
@@ -48,6 +49,8 @@ def only_within(module: nn.Module, others: Iterable[nn.Module]) -> Collection[in
     """The module and those in it, by `id`; None where one of `others` has one of them as well."""
     within = set(map(id, module.modules()))
     for other in others:
-        if id(other) not in within and not within.isdisjoint(map(id, other._modules.values())):
+        if id(other) not in within and not within.isdisjoint(
+            map(id, _compat.own_modules(other).values())
+        ):
             return None
     return within

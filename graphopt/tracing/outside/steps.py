@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
@@ -26,7 +27,7 @@ def record_for(call: Call) -> Record:
     """An empty record of a step. Made before anything has stand-ins."""
     own: list[dict[str, Any]] = []
     for _, module in call.named_submodules():
-        own += [vars(module), module._parameters, module._buffers, module._modules]
+        own += [vars(module), *_compat.own_tables(module)]
     own += [vars(optimizer) for optimizer in call.optimizer_objects()]
     return Record(own)
 

@@ -1,0 +1,241 @@
+"""Finds the tensors and numbers that a step works on, before it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.runtime.late import names_of_held
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs import (
+    ArgumentNumber,
+    GradientInput,
+    Hyperparameter,
+    Inputs,
+    Kind,
+    ModuleTensor,
+    StateNumber,
+    StateTensor,
+    Storage,
+    is_alias,
+    is_exact,
+    is_number,
+)
+from graphopt.tracing.numbers import SCHEDULED
+from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none
+
+
+def collect(call: Call, known: Inputs | None = None) -> Inputs:
+    """Find every input of `call`. Touches nothing.
+
+    Args:
+        known: those of the call before, found a moment ago.
+    """
+    tensors = _module_tensors(call)
+    gradients = [
+        GradientInput(entry, f"{entry.fqn}.grad")
+        for entry in tensors
+        if entry.kind == "parameter" and entry.tensor.grad is not None
+    ]
+    by_id = {id(entry.tensor): entry for entry in tensors}
+    inputs = Inputs(
+        module_tensors=tensors,
+        placeholders=_placeholders(tensors),
+        states=list(_states(call, by_id)),
+        gradients=gradients,
+        hyperparameters=[
+            *_hyperparameters(call),
+            *_state_numbers(call, by_id),
+            *_argument_numbers(call),
+        ],
+        user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
+    )
+    _take_aliases(inputs, call)
+    inputs.answers.extend(call.decided)
+    inputs.sizes = call.sizes
+    _refuse_overlaps(inputs, call)
+    inputs.held = _held(inputs, call, frozenset() if known is None else known.found_held)
+    return inputs
+
+
+def _held(inputs: Inputs, call: Call, known: frozenset[str]) -> frozenset[str]:
+    named = [(entry.fqn, entry.tensor) for entry in inputs.module_tensors]
+    named += [(state.fqn, state.read(call)) for state in inputs.states]
+    found = inputs.found_held = names_of_held(named, known)
+    return found if any(entry.fqn not in found for entry in inputs.parameters) else frozenset()
+
+
+def _module_tensors(call: Call) -> list[ModuleTensor]:
+    found: dict[int, ModuleTensor] = {}
+
+    def add(kind: Kind, fqn: str, owner: dict[str, Any], key: str) -> None:
+        tensor = owner[key]
+        if not isinstance(tensor, torch.Tensor):
+            return
+        entry = found.setdefault(id(tensor), ModuleTensor(kind, fqn, tensor, []))
+        entry.slots.append((owner, key))
+
+    modules = list(call.named_submodules())
+    for prefix, module in modules:
+        for key in _compat.own_parameters(module):
+            add("parameter", _join(prefix, key), _compat.own_parameters(module), key)
+    for prefix, module in modules:
+        for key in _compat.own_buffers(module):
+            add("buffer", _join(prefix, key), _compat.own_buffers(module), key)
+    for name, tensor in bare_tensors(call):
+        kind: Kind = "parameter" if tensor.requires_grad else "buffer"
+        found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
+    attributes: set[int] = set()
+    for prefix, module in modules:
+        for key in tensor_attributes(module):
+            if id(vars(module)[key]) not in found:
+                attributes.add(id(vars(module)[key]))
+            add("buffer", _join(prefix, key), vars(module), key)
+    entries = list(found.values())
+    for entry in entries:
+        entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
+    return sorted(entries, key=lambda entry: entry.kind != "parameter")
+
+
+def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that the step uses and that belong to no module, with names: those that optimizers
+    update, and those that it reads outside its arguments."""
+    yield from call.besides.tensors
+    for position in call.optimizers:
+        name = call.names[position]
+        for index, group in enumerate(call.leaves[position].param_groups):
+            for place, parameter in enumerate(group["params"]):
+                yield f"{name}.param_groups[{index}]['params'][{place}]", parameter
+
+
+def tensor_attributes(module: nn.Module) -> list[str]:
+    """Attributes of a module that are tensors without being registered."""
+    return [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _placeholders(tensors: list[ModuleTensor]) -> list[ModuleTensor | Storage]:
+    groups: dict[int, list[ModuleTensor]] = {}
+    for entry in tensors:
+        key = _compat.storage_key(entry.tensor) if entry.tensor.numel() else id(entry)
+        groups.setdefault(key, []).append(entry)
+    result: list[ModuleTensor | Storage] = []
+    for members in groups.values():
+        if len(members) == 1:
+            result.append(members[0])
+            continue
+        if len({member.tensor.dtype for member in members}) > 1:
+            raise CaptureError(
+                f"{members[0].fqn} and {members[1].fqn} view one storage with different dtypes",
+                hint="give one of them storage of its own (tensor.clone())",
+            )
+        result.append(Storage(members[0].kind, members[0].fqn, members))
+    return result
+
+
+def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]:
+    for index, optimizer in distinct_states(call.optimizer_objects()):
+        prefix = call.names[call.optimizers[index]]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = by_id[id(parameter)]
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield StateTensor(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
+        for none, entries in of_none(optimizer.state):
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    yield StateTensor(index, none, key, _name_of_none(prefix, none, key))
+
+
+def _take_aliases(inputs: Inputs, call: Call) -> None:
+    """Tell entries of optimizer state that are the memory of a module tensor from others."""
+    if not inputs.states:
+        return
+    alone = [holder for holder in inputs.placeholders if isinstance(holder, ModuleTensor)]
+    by_storage = {_compat.storage_key(h.tensor): h for h in alone if h.tensor.numel()}
+    for state in list(inputs.states):
+        value = state.read(call)
+        owner = by_storage.get(_compat.storage_key(value)) if value.numel() else None
+        if owner is not None and is_alias(value, owner):
+            inputs.states.remove(state)
+            inputs.aliases.append((state, owner))
+
+
+def _hyperparameters(call: Call) -> Iterator[Hyperparameter]:
+    known: set[int] = set()  # an optimizer that wraps another one has its groups
+    for index, optimizer in enumerate(call.optimizer_objects()):
+        prefix = call.names[call.optimizers[index]]
+        for number, group in enumerate(optimizer.param_groups):
+            if id(group) in known:
+                continue
+            known.add(id(group))
+            for key, value in group.items():
+                name = f"{prefix}.param_groups[{number}].{key}"
+                parts = value if isinstance(value, tuple) else (value,)
+                for element, part in enumerate(parts):
+                    if not _is_input(key, part, call.besides.counts):
+                        continue
+                    if parts is value:
+                        yield Hyperparameter(index, number, key, element, f"{name}[{element}]")
+                    else:
+                        yield Hyperparameter(index, number, key, None, name)
+
+
+def _state_numbers(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateNumber]:
+    for index, optimizer in distinct_states(call.optimizer_objects()):
+        prefix = call.names[call.optimizers[index]]
+        for parameter, of_parameter in optimizer.state.items():
+            if id(parameter) not in by_id:
+                continue
+            owner = by_id[id(parameter)]
+            for key, value in of_parameter.items():
+                if is_exact(value):
+                    yield StateNumber(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
+        for none, entries in of_none(optimizer.state):
+            for key, value in entries.items():
+                if is_exact(value):
+                    yield StateNumber(index, none, key, _name_of_none(prefix, none, key))
+
+
+def _name_of_none(prefix: str, none: OfNone, key: str) -> str:
+    name = f"{prefix}.state[{none.key!r}]"
+    return name if key == ITSELF else f"{name}[{key!r}]"
+
+
+def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
+    """Integers and floats as such: what other classes of numbers do with tensors is their own."""
+    if call.besides.plain:
+        return
+    for position in call.constants:
+        if is_exact(call.leaves[position]):
+            yield ArgumentNumber(position, call.names[position])
+
+
+def _is_input(key: str, value: object, counts: Collection[str]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return (key in SCHEDULED or key in counts) and is_number(value)
+
+
+def _refuse_overlaps(inputs: Inputs, call: Call) -> None:
+    """Two placeholders over one storage would hide a write from the other."""
+    owner: dict[int, str] = {}
+    values = inputs.live_values(call)
+    for (kind, fqn), tensor in zip(inputs.kinds_and_names(call), values, strict=True):
+        if kind in ("user_input", "hyperparameter") or tensor.numel() == 0:
+            continue
+        other = owner.setdefault(_compat.storage_key(tensor), fqn)
+        if other != fqn:
+            raise CaptureError(
+                f"{other} and {fqn} share storage",
+                hint="give one of them storage of its own (tensor.clone())",
+            )

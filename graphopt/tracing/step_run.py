@@ -1,0 +1,352 @@
+"""The function that is traced: it sets the scene, runs the step, and collects what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from graphopt import _compat
+from graphopt._compat.backward import is_in_backward
+from graphopt._compat.remembering import remembered
+from graphopt.errors import CaptureError
+from graphopt.parallel import OverRanks
+from graphopt.parallel.markers import Group
+from graphopt.tracing import impurity, numbers, reduction, rng
+from graphopt.tracing.besides import Finder
+from graphopt.tracing.call import Call, SizesKept
+from graphopt.tracing.collectives import functional_collectives
+from graphopt.tracing.decisions import Decider
+from graphopt.tracing.host_numbers import (
+    HostNumber,
+    ScheduledFloat,
+    is_host_number,
+    traced_math,
+)
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
+from graphopt.tracing.outside.steps import gives, observed_step, record_for
+from graphopt.tracing.rebinding import Rebinding
+from graphopt.tracing.redirect import Made, Redirect
+from graphopt.tracing.replacing import Replacing
+from graphopt.tracing.result_collector import (
+    ResultCollector,
+    finish_buffers,
+    module_attributes,
+    plain_objects,
+)
+from graphopt.tracing.scaling import traced_scaling
+from graphopt.tracing.signature import Signature
+from graphopt.tracing.source import current_user_line, user_line_of
+from graphopt.tracing.substitute import Traced, insert
+from graphopt.tracing.tagging import Tagger, tagged
+
+
+@dataclass(frozen=True)
+class MarkedCommunication:
+    """What is marked in this trace, for a kind of parallelism to expand.
+
+    Attributes:
+        parallel: the kind.
+        group: ranks that share gradients and buffers.
+        agreed: parameters to mark in launch order, None before the ranks have agreed.
+    """
+
+    parallel: OverRanks
+    group: Group
+    agreed: tuple[str, ...] | None
+
+
+class StepRun:
+    """The function that is traced: sets the scene, runs the step, collects what it leaves."""
+
+    def __init__(
+        self,
+        call: Call,
+        inputs: Inputs,
+        communication: MarkedCommunication | None,
+        mode: Any,
+        values: list[torch.Tensor],
+    ) -> None:
+        self._values, self._mode = values, mode
+        self.call, self.inputs, self.communication = call, inputs, communication
+        names = {module: name for name, module in call.named_submodules()}
+        self.tagger = Tagger(names)
+        numbers_given = enumerate(inputs.hyperparameters)
+        arguments = {i for i, number in numbers_given if isinstance(number, ArgumentNumber)}
+        self.made = Made(self.tagger, arguments)
+        self.signature: Signature | None = None
+        self.used: tuple[str, ...] = ()
+        self.gradients_first = False
+        self.rebound: dict[int, torch.Tensor] = {}
+        self.left_storages: set[int] = set()
+        self.outside = record_for(call)
+        given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
+        self.finder = Finder(self.outside, given, mode)
+        self._caching = torch.is_autocast_cache_enabled()
+
+    def __call__(self, *flat: torch.Tensor) -> list[Any]:
+        tracer = _compat.current_tracer()
+        with ExitStack() as stack:
+            stack.enter_context(remembered())
+            stack.enter_context(tagged(tracer, self.tagger.tag))
+            stack.enter_context(_autocast_cache(self._caching))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(self._on_one_device()))
+            alone = self.communication is None and _compat.rank_among_several() is None
+            kinds = [kind for kind, _ in self.inputs.kinds_and_names(self.call)]
+            decider = Decider(tracer, self.inputs, self._mode, self._values, kinds, alone)
+            self.made.decider = decider
+            if self.inputs.sizes is not SizesKept.UNKNOWN:
+                stack.enter_context(_compat.sizes_given(self._mode, decider.sized))
+            with self.tagger.during("optimizer"):
+                traced = self._stand_ins(flat)
+            _compat.copy_hooks(
+                (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self.inputs.parameters
+            )
+            insert(self.call, self.inputs, traced)
+            before = module_attributes(self.call)
+            settings = [dict(group) for _, _, group in self._groups()]
+            holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
+            marker = self._gradient_marker(traced)
+            returned, stepped = self._run(traced, marker)
+            counted = self._counted(settings)
+            replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
+            finish_buffers(self.inputs, traced, replacing)
+            collector = ResultCollector(
+                self.call, self.inputs, traced, flat, self.made, self.left_storages
+            )
+            self.signature = collector.collect(returned, stepped, before, holders, counted)
+            self.signature.rebound.update(collector.left(self.rebound))
+            self.used = tuple(marker.used) if marker is not None else ()
+            return collector.results
+
+    def _on_one_device(self) -> bool:
+        """Whether all gradients are computed by the thread that autograd has for one device.
+
+        Operators of a double backward are numbered by the thread that records them, and the
+        numbers decide in which order gradients are added: it has to be the thread that eager has.
+        """
+        devices = {entry.tensor.device for entry in self.inputs.parameters}
+        return len(devices) == 1 and devices.pop().type != "cpu"
+
+    def _groups(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Each distinct parameter group, with its place: the optimizer and the number there."""
+        known: set[int] = set()
+        for index, optimizer in enumerate(self.call.optimizer_objects()):
+            for number, group in enumerate(optimizer.param_groups):
+                if id(group) not in known:
+                    known.add(id(group))
+                    yield index, number, group
+
+    def _counted(self, before: list[dict[str, Any]]) -> list[tuple[int, int, str, Any]]:
+        """Numbers of parameter groups that the step has changed: where, and what they are now."""
+        found = []
+        for old, (index, number, new) in zip(before, self._groups(), strict=True):
+            for key in [key for key in {**old, **new} if new.get(key) is not old.get(key)]:
+                if not is_number(new.get(key)):
+                    raise CaptureError(
+                        f"it changes {key!r} of an optimizer's parameter group",
+                        hint="change it outside the step, between two calls",
+                    )
+                if key in old and not is_host_number(old[key]):
+                    self.finder.count(key)
+                found.append((index, number, key, new[key]))
+        return found
+
+    def _run(
+        self, traced: Traced, marker: reduction.GradientMarker | None
+    ) -> tuple[Any, list[int]]:
+        leaves = [
+            traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in self.call.leaves
+        ]
+        for number, stand_in in zip(self.inputs.hyperparameters, traced.numbers, strict=True):
+            if isinstance(number, ArgumentNumber):
+                leaves[number.position] = stand_in
+        args, kwargs = self.call.rebuild(leaves)
+        stepped: list[int] = []
+        known = self.call.optimizer_objects()
+
+        def mark() -> None:
+            if marker is not None:
+                marker.mark_ready()
+
+        with ExitStack() as stack:
+            stack.enter_context(impurity.no_output())
+            stack.enter_context(impurity.no_schedulers())
+            stack.enter_context(impurity.no_loading())
+            stack.enter_context(traced_scaling(self.finder, _compat.fake_mode_of(self._values)))
+            stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
+            stack.enter_context(rng.traced_generators())
+            stack.enter_context(numbers.noting(self.made))
+            stack.enter_context(traced_math())
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                stack.enter_context(functional_collectives())
+            self._notice_steps(stepped)
+            if marker is not None:
+                stack.enter_context(marker.watching())
+                stack.enter_context(self._buffers_marked())
+            rebinding = Rebinding(self.inputs, traced)
+            redirect = Redirect(traced, self.tagger, mark, self.made, known, self.finder, rebinding)
+            stack.enter_context(redirect)
+            with observed_step(self.call, self.outside):
+                returned = self.call.fn(*args, **kwargs)
+                gives(self.outside, returned, self.call)
+            self.finder.owners_of([e.tensor for e in self.inputs.module_tensors if e.bare])
+            self.gradients_first = redirect.gradients_first
+        rebinding.finish()
+        self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages
+        if self.made.refused is not None:
+            raise self.made.refused
+        mark()
+        return returned, stepped
+
+    def _stand_ins(self, flat: Sequence[torch.Tensor]) -> Traced:
+        by_id: dict[int, torch.Tensor] = {}
+        supply = iter(flat)
+        for holder in self.inputs.placeholders:
+            stand_in = next(supply)
+            if not isinstance(holder, Storage):
+                by_id[id(holder.tensor)] = _without_gradient(stand_in, holder.tensor)
+                continue
+            for member in holder.members:
+                by_id[id(member.tensor)] = _member(stand_in, member.tensor)
+        for state in self.inputs.states:
+            by_id[id(state.read(self.call))] = next(supply)
+        for state, owner in self.inputs.aliases:
+            by_id[id(state.read(self.call))] = by_id[id(owner.tensor)].detach()
+        gradients: dict[int, torch.Tensor] = {}
+        for gradient in self.inputs.gradients:
+            stand_in = next(supply)
+            gradients[id(gradient.owner)] = stand_in
+            by_id[id(gradient.owner.tensor)].grad = stand_in
+            by_id[id(gradient.owner.tensor.grad)] = stand_in
+        scheduled: list[Any] = []
+        for index, number in enumerate(self.inputs.hyperparameters):
+            tensor = next(supply)
+            value = number.read(self.call)
+            if isinstance(value, torch.Tensor):
+                by_id[id(value)] = tensor
+                scheduled.append(tensor)
+            else:
+                scheduled.append(self._number(index, tensor, value))
+                self.made.add_number(scheduled[-1])
+        for position in self.inputs.user:
+            by_id[id(self.call.leaves[position])] = next(supply)
+        return Traced(by_id, scheduled, gradients)
+
+    def _number(self, index: int, tensor: torch.Tensor, value: Any) -> HostNumber:
+        """What stands for a number, given the input that it comes in as."""
+        conditions = self.inputs.conditions
+        leaf = ScheduledFloat(tensor.item(), tensor, value, index, conditions, self.made)  # type: ignore[arg-type]
+        if not isinstance(value, int):
+            return leaf
+        integer = _compat.record_number(int, (leaf,))
+        return HostNumber(integer, value, leaf.expression, conditions, self.made)
+
+    def _gradient_marker(self, traced: Traced) -> reduction.GradientMarker | None:
+        if self.communication is None:
+            return None
+        return reduction.GradientMarker(
+            parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self.inputs.parameters},
+            group=self.communication.group,
+            tagger=self.tagger,
+            agreed=self.communication.agreed,
+            persistent=frozenset(id(gradient) for gradient in traced.gradients.values()),
+        )
+
+    def _notice_steps(self, stepped: list[int]) -> None:
+        """Note optimizer steps and give their nodes the optimizer's phase."""
+        for index, optimizer in enumerate(self.call.optimizer_objects()):
+            vars(optimizer)["step"] = self._noticed_step(index, optimizer, stepped)
+
+    def _noticed_step(self, index: int, optimizer: Optimizer, stepped: list[int]) -> Any:
+        step = optimizer.step
+
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            if self.communication is not None and is_in_backward():
+                raise _in_backward(optimizer)
+            stepped.append(index)
+            with self.tagger.during("optimizer"), _branches_explained(optimizer):
+                return step(*args, **kwargs)
+
+        return noticed
+
+    @contextmanager
+    def _buffers_marked(self) -> Iterator[None]:
+        """While active, a root module's forward begins with buffers that the ranks share."""
+        communication = self.communication
+        assert communication is not None
+        if not communication.parallel.broadcast_buffers:
+            yield
+            return
+
+        def mark(module: torch.nn.Module, args: Any) -> None:
+            names = (name for name, _ in module.named_buffers())
+            with torch.no_grad(), self.tagger.sending(*names):
+                reduction.mark_buffers(module, communication.group)
+
+        handles = [
+            root.register_forward_pre_hook(mark, prepend=True)
+            for _, root in self.call.named_roots()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _in_backward(optimizer: Optimizer) -> CaptureError:
+    return CaptureError(
+        f"{type(optimizer).__name__}.step() runs within the backward, where gradients are not"
+        " averaged over the ranks yet",
+        location=str(current_user_line()),
+        hint="call it after loss.backward()",
+    )
+
+
+def _without_gradient(stand_in: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """A fake mode of the user's gives the same stand-in again while anything holds it, such as the
+    traceback of a refusal; what a trace has left in it goes."""
+    if stand_in is not live and stand_in.is_leaf:
+        stand_in.grad = None
+    return stand_in
+
+
+def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """The stand-in of one of several tensors over the storage `base`."""
+    view = torch.as_strided(base, real.shape, real.stride(), int(real.storage_offset())).detach()
+    if isinstance(real, torch.nn.Parameter):
+        view = _compat.as_parameter(view)
+    return view.requires_grad_(real.requires_grad)
+
+
+@contextmanager
+def _branches_explained(optimizer: Optimizer) -> Iterator[None]:
+    """While active, an optimizer whose own code branches on tensor values is refused by name."""
+    try:
+        yield
+    except _compat.data_dependent_errors() as error:
+        line = user_line_of(error)
+        raise CaptureError(
+            f"{type(optimizer).__name__}.step() takes the values of tensors for plain numbers",
+            location=None if line is None else str(line),
+            hint="use an optimizer that computes with tensors, such as AdamW, Adam, SGD, Adagrad,"
+            " RMSprop, NAdam, RAdam, Adamax, Adadelta or Rprop",
+        ) from error
+
+
+@contextmanager
+def _autocast_cache(enabled: bool) -> Iterator[None]:
+    """Autocast's weight cache, which `make_fx` turns off, as it was: with it, eager casts a weight
+    once, and sums its gradients before the cast. Emptied on leaving, so that no traced tensor stays
+    in it."""
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
