@@ -17,7 +17,7 @@ from graphopt.ir.source import SourceLine
 
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _GRAPHOPT = str(Path(__file__).resolve().parent.parent) + "/"
-_TRACE = _GRAPHOPT + "tracing/trace.py"
+_STEP_RUN = _GRAPHOPT + "tracing/step_run.py"
 _AROUND_OPTIMIZERS = "noticed"  # the step calls it in place of `optimizer.step`
 _FORWARD_CODE = _compat.module_call_code()
 
@@ -85,7 +85,7 @@ def inside_step(frame: types.FrameType | None) -> SourceLine | None:
 def is_around_step(frame: types.FrameType) -> bool:
     """Whether a frame belongs to the code that traces a step."""
     code = frame.f_code
-    return code.co_filename == _TRACE and code.co_name != _AROUND_OPTIMIZERS
+    return code.co_filename == _STEP_RUN and code.co_name != _AROUND_OPTIMIZERS
 
 
 def user_line_of(error: BaseException) -> SourceLine | None:
@@ -106,5 +106,5 @@ def in_step(error: BaseException, file: str, function: str) -> bool:
 def _step_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Frames of the step within the traceback of an error: those that the trace called."""
     frames = traceback.extract_tb(error.__traceback__)
-    traced = [index for index, frame in enumerate(frames) if frame.filename == _TRACE]
+    traced = [index for index, frame in enumerate(frames) if frame.filename == _STEP_RUN]
     return list(frames[traced[-1] + 1 :]) if traced else []
