@@ -42,7 +42,8 @@ def cut(model: str, optimizer: str) -> tuple[fx.GraphModule, fx.GraphModule]:
         return before, with_cudagraphs(whole, recorder=EmulatedRecorder(records_groups=True))
 
 
-@pytest.mark.sliced(6)
+@pytest.mark.covering(1)
+@pytest.mark.sliced(12)
 @pytest.mark.parametrize("optimizer", STEPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_cut_is_proven(model: str, optimizer: str) -> None:
