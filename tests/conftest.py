@@ -20,6 +20,7 @@ import torch
 from hypothesis import settings
 
 import durations
+import frozen
 import slices
 from deep import watch_captures
 from gloo import Pool, pool
@@ -97,11 +98,16 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_to_itself() -> None:
-    """Leave what imports and the files before made, a million objects, out of every garbage
-    collection, and out of what a capture looks at; within a file, collect seldom."""
-    gc.collect()
-    gc.freeze()
+    """Leave what the files before made out of garbage collections; within a file, collect seldom."""
+    frozen.set_aside()
     gc.set_threshold(10_000)
+
+
+@pytest.fixture(autouse=True)
+def _imports_left_out() -> Iterator[None]:
+    """As for a file, after a test that has imported something."""
+    yield
+    frozen.set_imports_aside()
 
 
 @pytest.fixture(scope="session")
