@@ -107,6 +107,8 @@ def training_demo(*options: str, **environment: str) -> Iterator[subprocess.Pope
         wait_until_gone(process.pid)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.usefixtures("unclosed_logs")
 def test_both_variants_end_with_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
     link = (link_if_possible() or [None])[-1]
     assert run_here(steps=4, pipeline="default", link=link) == 0
