@@ -98,7 +98,8 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_to_itself() -> None:
-    """Leave what the files before made out of garbage collections; within a file, collect seldom."""
+    """Leave out of garbage collections what the files before made; within a file, collect
+    seldom."""
     frozen.set_aside()
     gc.set_threshold(10_000)
 

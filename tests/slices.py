@@ -1,4 +1,4 @@
-"""How much of a matrix of cases belongs to the normal run, and to the whole one (`make test-all`)."""
+"""How much of a matrix of cases belongs to the normal run, and how much to `make test-all`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ MATRIX: list[Case] = [
 
 
 def shown(cases: list[Case], together: int) -> set[Any]:
-    return {some for case in cases for some in combinations(sorted(case.items(), key=key), together)}
+    return {
+        some for case in cases for some in combinations(sorted(case.items(), key=key), together)
+    }
 
 
 def key(item: tuple[str, Any]) -> str:
