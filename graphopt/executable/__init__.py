@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.executable.batching import batch_small_operators
 from graphopt.graph_utils import (
     Outputs,
     call_function_with_meta,
@@ -55,6 +56,7 @@ def finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     result = _compat.lazy_graph_module(graph_module, graph)
+    batch_small_operators(result.graph)
     _Reuse(result.graph).run()
     result.graph.lint()
     result.recompile()
