@@ -15,6 +15,7 @@ from torch import fx, nn
 import graphopt
 from graphopt.executable.batching import LIST_BYTES, SMALL_BYTES, batch_small_operators
 from graphopt.graph_utils import call_function_with_meta
+from graphopt.verify.calls import CALLED
 
 aten = torch.ops.aten
 
@@ -210,3 +211,40 @@ def test_lists_fit_into_a_cache() -> None:
     lists = [node.args[0] for node in graph.nodes if node.target is aten._foreach_sqrt.default]
     assert [len(entries) for entries in lists] == [8, 8, 4]
     assert all(len(entries) * SMALL_BYTES <= LIST_BYTES for entries in lists)
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target", CALLED, ids=str)
+def test_what_lists_call_for_an_entry(target: Any, dtype: torch.dtype) -> None:
+    """The rule of proofs: on CPUs a list operator gives what the other one gives for each entry."""
+    if dtype.is_complex and "imum" in str(target):
+        pytest.skip("complex numbers have no order")
+    called, names = CALLED[target]
+    generator = torch.Generator().manual_seed(0)
+    shapes = ([7], [1, 33], [], [64, 3])
+    arguments: dict[str, Any] = {}
+    for argument in target._schema.arguments:
+        if "Tensor[]" in str(argument.type) or str(argument.type) == "List[Tensor]":
+            arguments[argument.name] = [
+                torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+                for shape in shapes
+            ]
+        elif "List" in str(argument.type):
+            arguments[argument.name] = [0.3, 1, -1.7, 1e-3]
+        else:
+            arguments[argument.name] = 0.7
+    results = target(**arguments)
+    for index, found in enumerate(results):
+        one = {
+            names.get(name, name): value[index] if isinstance(value, list) else value
+            for name, value in arguments.items()
+        }
+        expected = called(**one)
+        assert found.dtype is expected.dtype and found.stride() == expected.stride()
+        assert torch.equal(
+            found.view(torch.uint8) if found.dim() else found,
+            expected.view(torch.uint8) if found.dim() else expected,
+        )

@@ -1,4 +1,5 @@
-"""The executable dialect: the same step with updates in place and storage reused.
+"""The executable dialect: the same step with updates in place, storage reused, and lists of what is
+small.
 
 The captured dialect makes a new tensor for every value. Here an operator writes into its first
 argument where nobody can tell: no two elements of it share memory, its storage belongs to the graph

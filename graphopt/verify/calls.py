@@ -98,9 +98,9 @@ def _alone_value(terms: Terms, target: Any, values: dict[str, Any], fake: torch.
         found = elementwise(terms, alone, named_alike, fake)
         if found is not None:
             return found
-    if target not in _CALLED:
+    if target not in CALLED:
         return None
-    called, names = _CALLED[target]
+    called, names = CALLED[target]
     renamed = {names.get(name, name): value for name, value in values.items()}
     return fresh(terms, ("call", target_name(called), canonical(renamed)), fake)
 
@@ -111,7 +111,7 @@ _ALONE = {"scalar": "other", "scalars": "other"}
 
 aten = torch.ops.aten
 
-_CALLED: dict[Any, tuple[Any, dict[str, str]]] = {
+CALLED: dict[Any, tuple[Any, dict[str, str]]] = {
     aten._foreach_add.List: (aten.add.Tensor, {}),
     aten._foreach_sub.List: (aten.sub.Tensor, {}),
     **dict.fromkeys(
