@@ -1,5 +1,4 @@
-"""The executable dialect: the same step with updates in place, storage reused, and lists of what is
-small.
+"""The executable dialect: updates in place, storage used again, small operators on lists.
 
 The captured dialect makes a new tensor for every value. Here an operator writes into its first
 argument where nobody can tell: no two elements of it share memory, its storage belongs to the graph
