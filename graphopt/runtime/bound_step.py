@@ -9,19 +9,20 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from operator import is_
 from typing import Any
 
 import torch
 
 from graphopt import _compat
-from graphopt._compat.late import set_gradient, without_torch_function
+from graphopt._compat.late import put_gradient, without_torch_function
 from graphopt.budget import Cause
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast, written
 from graphopt.host.assumptions import Answer
 from graphopt.host.running import HostRun, running
-from graphopt.host.sizes import answered_alike, found_before
+from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
@@ -37,6 +38,9 @@ from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.signature import Computed, Constant, Recipe, View
 
 logger = logging.getLogger("graphopt")
+
+_ONE = _compat.tree_flatten(None)[1]
+"""The structure of a result that is no container."""
 
 
 class Tries:
@@ -88,7 +92,16 @@ class BoundStep:
         self.tries = Tries()
         self._generators = DrawnGenerators(module.graph if self.answers else None)
         inputs = captured.live
+        self._returns_one = captured.signature.output_spec == _ONE
         self._holders = inputs.placeholders
+        self._replaceable = [
+            (index, holder)
+            for index, holder in enumerate(self._holders)
+            if isinstance(holder, Storage) or holder.rebindable
+        ]
+        self._tensors: list[Any] = [
+            None if isinstance(holder, Storage) else holder.tensor for holder in self._holders
+        ]
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
         if self.answers:  # a failed step must leave them
             dead = set()
@@ -190,6 +203,8 @@ class BoundStep:
 
     def answers_before(self, index: int) -> tuple[Answer, ...]:
         """To the first decisions of the last call, which came to a decision that failed."""
+        if not any(isinstance(answer, Sizes) for answer in self.answers):
+            return self.answers[:index]
         found = found_before(self.module.graph, index)
         return tuple(found.get(i, answer) for i, answer in enumerate(self.answers[:index]))
 
@@ -357,17 +372,15 @@ class BoundStep:
     def values(self, call: Call) -> list[Any]:
         """The inputs of the graph as they are now, in order."""
         inputs = self.captured.live
-        flat: list[Any] = [
-            holder.base() if isinstance(holder, Storage) else holder.live()
-            for holder in self._holders
-        ]
-        flat = self._unsettled.own([*flat, *self.guards.states])
+        flat = [*self._tensors, *self.guards.states]
+        for index, holder in self._replaceable:
+            flat[index] = holder.base() if isinstance(holder, Storage) else holder.live()
+        flat = self._unsettled.own(flat)
         for parameter, dead in self._gradients:
             flat.append(None if dead else parameter.grad)
             if dead:
-                set_gradient(parameter, None)
-        for index, number in enumerate(inputs.hyperparameters):
-            flat.append(self._as_tensor(index, number.read(call)))
+                put_gradient(parameter, None)
+        flat.extend(map(self._as_tensor, count(), self.guards.numbers_of(call)))
         flat.extend(call.leaves[position] for position in inputs.user)
         return flat
 
@@ -396,7 +409,7 @@ class BoundStep:
         for gradient in signature.gradients:
             value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:
-                set_gradient(tensors[gradient.owner].tensor, value)
+                put_gradient(tensors[gradient.owner].tensor, value)
             elif gradient.argument is not None:
                 call.leaves[gradient.argument].grad = value
         for state in signature.states:
@@ -411,6 +424,8 @@ class BoundStep:
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
         outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]
+        if self._returns_one:
+            return outputs[0]
         return _compat.tree_unflatten(outputs, signature.output_spec)
 
     def _value(self, recipe: Recipe, flat: list[Any], results: list[Any]) -> Any:
