@@ -55,7 +55,7 @@ def test_a_capture_says_of_other_ranks_how_many_there_are_alone(name: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_all(name: str, seed: int) -> None:
-    """On each number of ranks. Those of several share a capture with one way through the parameters,
+    """On each number of ranks. Several ranks share a capture with one way through the parameters,
     and one rank has another way: which, case and seed say. benchmarks/proven.py has all
     combinations."""
     captures, first = Captures(), NAMES.index(name) + seed

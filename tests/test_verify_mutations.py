@@ -15,7 +15,7 @@ from mutation_trials import CASES, DIALECTS, Case, Verdict, case, trial, two_ran
 
 FEW = 12
 MANY = 24
-"""Edits of each model in each dialect, of either sort; of four dialects, every kind at least once."""
+"""Edits of each model in each dialect, of either sort; all dialects together have every kind."""
 
 
 @pytest.fixture(scope="module", autouse=True)
