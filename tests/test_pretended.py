@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -147,16 +148,13 @@ CASES = (
 )  # fmt: skip
 
 
-PARTS = 4
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("part", range(PARTS))
-def test_published_loops(part: int) -> None:
-    """All of them, forward to machine code; those of a part in one process."""
+@pytest.mark.parametrize("part", range(2))
+def test_published_loops(part: int, seed: int) -> None:
+    """Half of them, which the seed chooses, forward to machine code; five in one process."""
     pytest.importorskip("transformers")
     pytest.importorskip("triton")
-    names = list(CASES[part::PARTS])
+    names = Random(seed).sample(CASES, 10)[5 * part :][:5]
     found = pretended("cuda:90").run(gpu_steps.coverage, names)
     assert list(found) == names
     assert not {n: f for n, f in found.items() if f[0] <= 50 or f[1] <= 2}

@@ -15,7 +15,7 @@ from mutation_trials import CASES, DIALECTS, Case, Verdict, case, trial, two_ran
 
 FEW = 12
 MANY = 24
-"""Edits of each model in each dialect, of either sort: each kind occurs in some dialect."""
+"""Edits of each model in each dialect, of either sort; all dialects together have every kind."""
 
 
 @pytest.fixture(scope="module", autouse=True)
