@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree
 
+import graphopt
 from graphopt import _compat
 from graphopt.graph_utils import environment
 from graphopt.tracing.besides import Besides
@@ -180,3 +181,31 @@ def test_a_call_decides_anew_with_what_it_uses_besides() -> None:
     again = decided.using(besides)
     assert again is not None and again.decided == (True,) and first.decided == ()
     assert again.leaves[-1] is model
+
+
+def test_numbers_are_those_of_the_call() -> None:
+    """A call that was looked at is not run with numbers of one that was looked at afterwards."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+
+    def step(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = parameter.sum() * scale
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = graphopt.compile(step)
+    for scale in (1.5, 2.5, 3.5):
+        compiled(optimizer, scale)
+    (entry,) = compiled._entries
+    first, second = (Call(step, (optimizer, scale), {}) for scale in (4.5, 5.5))
+    mode = compiled._mode()
+    bound = [call.using(entry.captured.besides) for call in (first, second)]
+    for call in bound:
+        assert call is not None
+        assert entry.guards.structure_mismatch(call, mode) is None
+        assert entry.guards.local_mismatch(call) is None
+    assert bound[0] is not None and bound[1] is not None
+    assert entry.guards.numbers_of(bound[0])[-1] == 4.5
+    assert entry.guards.numbers_of(bound[1])[-1] == 5.5

@@ -67,7 +67,7 @@ class Guards:
         ]
         self.constants = [call.leaves[position] for position in call.constants]
         self.numbers = {n.position for n in inputs.hyperparameters if isinstance(n, ArgumentNumber)}
-        self._numbers_now: list[Any] | None = None
+        self._numbers: tuple[weakref.ref[Call], list[Any]] | None = None
         self.number_types = [type(number.read(call)) for number in inputs.hyperparameters]
         self.positions = _positions(call)
         user = set(inputs.user)
@@ -172,10 +172,10 @@ class Guards:
 
     def numbers_of(self, call: Call) -> list[Any]:
         """The hyperparameters of a call that fits, in order."""
-        found, self._numbers_now = self._numbers_now, None
-        if found is None:
-            return [number.read(call) for number in self.inputs.hyperparameters]
-        return found
+        found, self._numbers = self._numbers, None
+        if found is not None and found[0]() is call:  # another thread may have asked since
+            return found[1]
+        return [number.read(call) for number in self.inputs.hyperparameters]
 
     def _gradients_now(self) -> list[bool]:
         """For each parameter, whether it has a gradient."""
@@ -184,7 +184,8 @@ class Guards:
     def _changed_number(self, call: Call) -> str | None:
         """The first number that is of another kind, or no longer as the step has asked."""
         numbers = self.inputs.hyperparameters
-        self._numbers_now = values = [number.read(call) for number in numbers]
+        values = [number.read(call) for number in numbers]
+        self._numbers = weakref.ref(call), values
         for number, value, kind in zip(numbers, values, self.number_types, strict=True):
             if type(value) is not kind or (kind is int and abs(value) >= EXACT):
                 return f"{_called(number)} became {value!r}"
