@@ -13,7 +13,7 @@ DOCUMENTED := graphopt graphopt.comm graphopt.cost graphopt.graph_utils graphopt
 	graphopt.iter_graph graphopt.manager \
 	graphopt.lowering graphopt.optim graphopt.partition graphopt.pipelining graphopt.readable \
 	graphopt.rewriting graphopt.saved graphopt.schedule graphopt.testing graphopt.verify graphopt.viewing
-# What random cases of `make test-all` are made from.
+# What random cases of `make test-all` are made from, and which it has of a matrix of cases.
 SEED ?= 0
 # Lint runs beside the tests: whichever finds something fails the whole.
 BESIDE := --jobs=2 --no-print-directory
@@ -29,7 +29,7 @@ help:
 	@echo 'make demo    train a small GPT on two local ranks, eager DDP and graphopt side by side'
 	@echo '             (options: make demo ARGS="--ranks 2 --steps 60")'
 	@echo 'make test    lint and the tests, side by side'
-	@echo 'make test-all SEED=7    lint and the tests with their large matrices, random cases from SEED'
+	@echo 'make test-all SEED=7    lint and the tests with their large matrices, cases by SEED'
 	@echo 'make check   lint and the quick tests, side by side'
 	@echo 'make docs    the API reference, in docs/api'
 	@echo 'make check-newest    the quick tests with the newest torch, in an environment of its own'

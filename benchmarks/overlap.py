@@ -20,13 +20,13 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import ranks
 import torch
 import torch.distributed as dist
 from overlap_bound import calibrated, preemptive_bound
-from overlap_models import FORMS, OVERLAP_MODELS, overlap_batch
+from overlap_models import FORMS, OVERLAP_MODELS, average_of, overlap_batch
 from overlap_show import COMMUNICATION, COMPUTE, plot, table
 from ranks import WARM_UP_STEPS, paired, slowest
 from rich.console import Console
@@ -60,10 +60,15 @@ class Training:
     Args:
         buckets_mb: of DistributedDataParallel; None: the bare model.
         pipeline: of graphopt; None: the step as it is.
+        compiled: by Inductor: the regions of graphopt's graph, or else the model.
     """
 
     def __init__(
-        self, task: Figures, buckets_mb: float | None = None, pipeline: Any | None = None
+        self,
+        task: Figures,
+        buckets_mb: float | None = None,
+        pipeline: Any | None = None,
+        compiled: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model = OVERLAP_MODELS[task["model"]]().to(device())
@@ -76,18 +81,22 @@ class Training:
                 static_graph=not FORMS[task["form"]].local,
             )
         self.form = FORMS[task["form"]]
+        self.besides = (average_of(self.model),) if self.form.averaged else ()
+        if compiled and pipeline is None:
+            self.trained = cast(nn.Module, torch.compile(self.trained))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self._schedule = LambdaLR(self.optimizer, lambda number: 1 / (1 + number))
         self.step: Callable[..., Tensor] = self.form.step
         if pipeline is not None:
-            self.step = graphopt.compile(self.step, pipeline=pipeline)
+            lower = "inductor" if compiled else None
+            self.step = graphopt.compile(self.step, pipeline=pipeline, lower=lower)
         self._random = RandomState(1, device())
 
     def run(self, batches: Batches) -> None:
         """One step for each batch, with random numbers of its own."""
         self._random.restore()
         for inputs, targets in batches:
-            loss = self.step(self.trained, self.optimizer, inputs, targets)
+            loss = self.step(self.trained, self.optimizer, inputs, targets, *self.besides)
             if self.form.scheduled:
                 self._schedule.step()
             if self.form.read:
@@ -138,6 +147,9 @@ def variants(task: Figures) -> dict[str, Variant]:
     for size in task["sweep"]:
         made[f"DDP, {size:g} MB"] = Training(task, buckets_mb=size)
     made[DEFAULT] = Training(task, pipeline="default")
+    if task["compiled"]:
+        made["DDP, 1 MB, compiled"] = Training(task, buckets_mb=1, compiled=True)
+        made["graphopt, compiled"] = Training(task, pipeline="default", compiled=True)
     if task["others"]:
         made["graphopt, 25 MB"] = Training(task, pipeline=plain)
         made["graphopt, as they come"] = Training(task, pipeline=[plain[0], buckets, *plain[2:]])
@@ -173,7 +185,7 @@ def preemptive(
 ) -> float:
     """The preemptive bound of a training, in seconds."""
     assert isinstance(alone, Training)
-    args = (alone.model, alone.optimizer, *batch)
+    args = (alone.model, alone.optimizer, *batch, *alone.besides)
     captured = graphopt.capture(alone.form.step, *args, parallel=graphopt.DataParallel())
     costs = calibrated(captured, alone.form.step, args, folder)
     taken = [median(seconds[name][WARM_UP_STEPS:]) for name in (COMPUTE, COMMUNICATION)]
@@ -223,7 +235,7 @@ def link_rate(model: str, compute_seconds: float, ratio: float, hosts: int) -> f
 
 def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
     """What a rank is to do, as JSON."""
-    names = ("sweep", "pipelines", "others", "rounds", "turn")
+    names = ("sweep", "pipelines", "others", "compiled", "rounds", "turn")
     chosen = {name: getattr(options, name) for name in names}
     return {"model": model, "form": form, "compute_only": False, **chosen}
 
@@ -310,6 +322,7 @@ def parse() -> argparse.Namespace:
         "--turn", type=int, default=10, help="steps of one variant before the next one's turn"
     )
     parser.add_argument("--others", action="store_true", help="variants of the default as well")
+    parser.add_argument("--compiled", action="store_true", help="DDP and the default with Inductor")
     parser.add_argument("--rounds", type=int, default=10, help="turns, at least 2")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw step time against the bound"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 MAX_NORM = 1.0
 ROWS = {"stack": 1024, "embedding": 16}
@@ -100,6 +101,20 @@ def accumulating_step(
     return total
 
 
+def averaged_step(
+    model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor, average: AveragedModel
+) -> Tensor:
+    """`clipped_step`, behind which a moving average of all weights goes on."""
+    loss = clipped_step(model, optimizer, inputs, targets)
+    average.update_parameters(model.module if isinstance(model, DistributedDataParallel) else model)
+    return loss
+
+
+def average_of(model: nn.Module) -> AveragedModel:
+    """An exponential average of a model's weights."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+
+
 class Form(NamedTuple):
     """How a model is trained.
 
@@ -108,18 +123,21 @@ class Form(NamedTuple):
         scheduled: the learning rate changes after each step.
         read: the program looks at each loss.
         local: some backwards average nothing, which DDP's `static_graph` does not allow.
+        averaged: the step takes an average of the weights as well.
     """
 
-    step: Callable[[nn.Module, Optimizer, Tensor, Tensor], Tensor]
+    step: Callable[..., Tensor]
     scheduled: bool = False
     read: bool = False
     local: bool = False
+    averaged: bool = False
 
 
 FORMS = {
     "plain": Form(train_step),
     "clip": Form(clipped_step),
     "people": Form(clipped_step, scheduled=True, read=True),
+    "averaged": Form(averaged_step, scheduled=True, averaged=True),
     "accumulate": Form(accumulating_step, local=True),
 }
 """*people*: as people train, clipped, with a schedule of learning rates and the loss read."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ import torch
 from hypothesis import settings
 
 import durations
+import frozen
 import slices
 from deep import watch_captures
 from gloo import Pool, pool
@@ -45,23 +47,47 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Longest files first: workers take one after another, and one that takes minutes would be
-    left alone at the end. `sliced(n)`: of a test's cases, one in n belongs to the normal run, the
-    others are `full`. What takes long is `slow`."""
+    left alone at the end. What takes long is `slow`. Of a test's cases, some are `full`
+    (`sliced`), and some are left out (`covering`)."""
     seconds = durations.listed()
     items.sort(key=lambda item: -seconds.get(item.path.stem, 0.0))
-    seen: Counter[str] = Counter()
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if f"{item.path.stem}::{item.name.partition('[')[0]}" in seconds:
             item.add_marker("slow")
-        mark = item.get_closest_marker("sliced")
-        if mark is None:
-            continue
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % mark.args[0]:
-            item.add_marker("full")
-        seen[test] += 1
+        cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = [item for each in cases.values() for item in _left_out(each, config)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+def _left_out(cases: list[pytest.Item], config: pytest.Config) -> list[pytest.Item]:
+    """Of the cases of one test, those that no run has with this seed; marks those that are
+    `full`."""
+    normal = [item for item in cases if item.get_closest_marker("full") is None]
+    mark = cases[0].get_closest_marker("sliced")
+    if mark is not None:
+        chosen = slices.spread([_parameters(item) for item in normal], *mark.args)
+        for number, item in enumerate(normal):
+            if number not in chosen:
+                item.add_marker("full")
+    mark = cases[0].get_closest_marker("covering")
+    if mark is None:
+        return []
+    kept = [n for n, item in enumerate(cases) if item.get_closest_marker("full") is None]
+    chosen = slices.covering(
+        [_parameters(item) for item in cases], *mark.args, config.getoption("--seed"), kept
+    )
+    return [item for number, item in enumerate(cases) if number not in chosen]
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    call = getattr(item, "callspec", None)
+    return {} if call is None else dict(call.params)
 
 
 @pytest.fixture
@@ -72,11 +98,17 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_to_itself() -> None:
-    """Leave what imports and the files before made, a million objects, out of every garbage
-    collection, and out of what a capture looks at; within a file, collect seldom."""
-    gc.collect()
-    gc.freeze()
+    """Leave out of garbage collections what the files before made; within a file, collect
+    seldom."""
+    frozen.set_aside()
     gc.set_threshold(10_000)
+
+
+@pytest.fixture(autouse=True)
+def _imports_left_out() -> Iterator[None]:
+    """As for a file, after a test that has imported something."""
+    yield
+    frozen.set_imports_aside()
 
 
 @pytest.fixture(scope="session")

@@ -133,14 +133,15 @@ def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _modes() -> Any:
+    _, keys, *others = numpy.random.get_state()
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu"),
         torch.are_deterministic_algorithms_enabled(),
         hash(torch.get_rng_state().numpy().tobytes()),
-        hash(str(random.getstate())),
-        hash(str(numpy.random.get_state(legacy=False))),
+        hash(random.getstate()),
+        hash((keys.tobytes(), *others)),
     )
 
 

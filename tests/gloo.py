@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import frozen
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 # How long the other ranks get to answer once one of them has failed.
 GRACE_SECONDS = 15.0
@@ -136,9 +138,7 @@ def _serve(
 ) -> None:
     """What a rank does: run the functions that arrive until the other end is closed."""
     torch.set_num_threads(1)
-    # What imports and functions before made, a million objects, stays out of every garbage
-    # collection.
-    gc.freeze()
+    frozen.set_aside()
     gc.set_threshold(10_000)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -150,8 +150,7 @@ def _serve(
             except EOFError:
                 return
             connection.send(_call(function, rank, args))
-            gc.collect()
-            gc.freeze()
+            frozen.set_aside()
 
 
 def _call(function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> tuple[bool, Any]:

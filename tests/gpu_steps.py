@@ -161,25 +161,30 @@ def save(path: str) -> None:
     save_graph(graphopt.capture(train, *_training()).graph_module, Path(path))
 
 
-def coverage(name: str) -> tuple[int, int]:
-    """Nodes of a case of the coverage set, and kernels compiled to machine code."""
+def coverage(names: list[str]) -> dict[str, tuple[int, int]]:
+    """Of cases of the coverage set, by name: nodes, and kernels compiled to machine code."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
     from cases import cases
 
-    with torch.device("cuda"):
-        case = cases()[name]()
+    found = {}
     torch.set_default_device("cuda")
-    gm = graphopt.capture(case.step, *case.calls[0]).graph_module
-    return len(gm.graph.nodes), len(list(compile_triton(gm, target="cuda:90")))
+    for name in names:
+        case = cases()[name]()
+        gm = graphopt.capture(case.step, *case.calls[0]).graph_module
+        kernels = list(compile_triton(gm, target="cuda:90"))
+        found[name] = len(gm.graph.nodes), len(kernels)
+        torch._dynamo.reset()
+    return found
 
 
-def everything() -> dict[str, Any]:
+def everything(with_kernels: bool) -> dict[str, Any]:
     """All of the above that needs no ranks, in one process."""
     return {
         "compiled": compiled(),
         "normalized": normalized(),
         "double_backward": double_backward(),
         "recurrent": recurrent(),
+        "kernels": kernels() if with_kernels else 0,
     }
 
 

@@ -108,12 +108,13 @@ def samples(name: str, dtype: torch.dtype, count: int) -> Iterator[tuple[Tensor,
 
 
 def in_layouts(
-    name: str, dtype: torch.dtype, count: int, layouts: tuple[str, ...]
+    name: str, dtype: torch.dtype, count: int, layouts: tuple[str, ...], shares: int = 1
 ) -> Iterator[tuple[str, Tensor, Any]]:
-    """Samples in each layout, once with the other arguments in that layout, too."""
+    """Samples in each layout, once with the other arguments in that layout, too; with several
+    `shares`, each sample in every so many-th layout, by turns."""
     for number, (given, args, kwargs) in enumerate(samples(name, dtype, count)):
         others = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-        for layout, tensor in laid_out(given, layouts):
+        for layout, tensor in laid_out(given, layouts[number % shares :: shares]):
             for alike in (False, True) if others else (False,):
                 arguments = _laid_out(args, kwargs, layout) if alike else (args, kwargs)
                 yield f"{name} {dtype} {number} {layout} {alike}", tensor, arguments

@@ -269,6 +269,7 @@ def run(
     return seen, model.state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.sliced(30)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)

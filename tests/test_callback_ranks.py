@@ -61,6 +61,7 @@ RANK_STEPS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.full  # one of them is trained after an exception, below
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("make", RANK_STEPS, ids=lambda make: make.__name__)
@@ -118,6 +119,7 @@ def run_failing(rank: int, where: str, pipeline: str, only_there: bool) -> tuple
     return error, str(failed), updates
 
 
+@pytest.mark.covering(2)
 @pytest.mark.sliced(10)
 @pytest.mark.parametrize("only_there", [False, True], ids=["both ranks", "rank 1 only"])
 @pytest.mark.parametrize("pipeline", ["none", "default"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,20 +30,28 @@ aten = torch.ops.aten
 STEPS = ["adamw-fused", "sgd-momentum-foreach", "adam-decay-loop"]
 
 
-def cut(model: str, optimizer: str) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The steady graph of a step on two ranks as one, and in pieces."""
+@cache
+def whole(model: str, optimizer: str) -> fx.GraphModule:
+    """The steady graph of a step on two ranks."""
     module = MODELS[model].make()
     args = (module, OPTIMIZERS[optimizer](module.parameters()), *MODELS[model].batch(0))
     with fake_ranks(2):
         train_step(*args)
         gm = IterGraphModule(graphopt.capture(train_step, *args).graph_module)
         graphopt.PassManager(default_pipeline(), verify="off").run(gm)
-        whole = finalize(gm.main_gm)
-        before = fx.GraphModule(whole, copy_graph(whole.graph)[0])
-        return before, CudaGraphs(EmulatedRecorder(records_groups=True)).apply(whole)
+        return finalize(gm.main_gm)
 
 
-@pytest.mark.sliced(6)
+def cut(model: str, optimizer: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """That graph as one, and in pieces."""
+    made = whole(model, optimizer)
+    before, after = (fx.GraphModule(made, copy_graph(made.graph)[0]) for _ in range(2))
+    with fake_ranks(2):
+        return before, CudaGraphs(EmulatedRecorder(records_groups=True)).apply(after)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.sliced(12)
 @pytest.mark.parametrize("optimizer", STEPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_cut_is_proven(model: str, optimizer: str) -> None:

@@ -35,7 +35,7 @@ def run_scenario(rank: int, model: str, optimizer: str, pipeline: str, accumulat
 
 # All models, and all optimizers: benchmarks/exactness.py --pipeline.
 @pytest.mark.sliced(6)
-@pytest.mark.parametrize("model", ["gpt", "convnet", "partial", "recurrent", "shared-storage"])
+@pytest.mark.parametrize("model", ["partial", "gpt", "convnet", "recurrent", "shared-storage"])
 def test_model(two_ranks: Pool, model: str) -> None:
     accumulates = model not in NO_ACCUMULATION
     pipeline = PIPELINES[{"gpt": "default", "shared-storage": "moves"}.get(model, "small buckets")]

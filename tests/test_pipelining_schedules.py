@@ -83,6 +83,7 @@ def combinations() -> list[Any]:
     ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.sliced(14)
 @pytest.mark.parametrize(("case", "schedule"), combinations())
 def test_two_ranks_have_the_gradients_of_one_process(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -25,7 +27,8 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What one process has found."""
-    return pretended("cuda:90").run(gpu_steps.everything)  # type: ignore[no-any-return]
+    with_kernels = importlib.util.find_spec("triton") is not None
+    return pretended("cuda:90").run(gpu_steps.everything, with_kernels)  # type: ignore[no-any-return]
 
 
 def test_a_compiled_step_runs(found: dict[str, Any]) -> None:
@@ -64,12 +67,12 @@ def test_ranks() -> None:
     assert after["aten::_fused_adamw"] >= 1
 
 
-@pytest.mark.slow
-def test_machine_code() -> None:
+def test_machine_code(found: dict[str, Any]) -> None:
     pytest.importorskip("triton")
-    assert pretended("cuda:90").run(gpu_steps.kernels) > 2
+    assert found["kernels"] > 2
 
 
+@pytest.mark.full  # the page about it has a script as well
 def test_a_script_and_what_it_saves(tmp_path: Path) -> None:
     script, saved = tmp_path / "prepare.py", tmp_path / "step.pt"
     script.write_text(
@@ -146,10 +149,12 @@ CASES = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CASES)
-def test_published_loops(name: str) -> None:
-    """All of them, forward to machine code."""
+@pytest.mark.parametrize("part", range(2))
+def test_published_loops(part: int, seed: int) -> None:
+    """Half of them, which the seed chooses, forward to machine code; five in one process."""
     pytest.importorskip("transformers")
     pytest.importorskip("triton")
-    nodes, kernels = pretended("cuda:90").run(gpu_steps.coverage, name)
-    assert nodes > 50 and kernels > 2
+    names = Random(seed).sample(CASES, 10)[5 * part :][:5]
+    found = pretended("cuda:90").run(gpu_steps.coverage, names)
+    assert list(found) == names
+    assert not {n: f for n, f in found.items() if f[0] <= 50 or f[1] <= 2}

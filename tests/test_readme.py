@@ -67,6 +67,20 @@ def test_training_blocks(
     assert "cancel_transposes: changed" in printed
 
 
+def test_the_script_on_one_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the only rank, in this process and on its CPU."""
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    exec(compile(SCRIPTS[0], "<README script>", "exec"), {})
+    said = re.fullmatch(r"rank 0 of 1: loss (\d\.\d{4})\n", capsys.readouterr().out)
+    assert said is not None and float(said[1]) < 1.0
+
+
+@pytest.mark.full
 @pytest.mark.slow
 def test_torchrun_script(tmp_path: Path) -> None:
     """The script, started by the command that the README gives, but on this machine's CPU."""

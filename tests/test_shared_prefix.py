@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
-from gloo import RankError, pool
+from gloo import Pool
 from graphopt.branches.continuation import (
     NotSharedError,
     Stopped,
@@ -148,7 +148,8 @@ def trained(
     return left, called, failed
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.covering(2)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("step", STEPS)
@@ -306,12 +307,19 @@ def _on_rank(
     return left, launched, failures
 
 
+def _refused_on_rank(rank: int) -> str:
+    """Why a rank may not decide by a value of which a part was reduced."""
+    with pytest.raises(graphopt.GraphOptError) as caught:
+        _on_rank(rank, by_a_part, True, "default", False)
+    return str(caught.value)
+
+
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("pipeline", ["none", "default"])
-def test_ranks_launch_each_collective_once(pipeline: str, uneven: bool) -> None:
-    with pool(2) as ranks:
-        expected = ranks.run(_on_rank, average_step, False, pipeline, uneven)
-        found = ranks.run(_on_rank, average_step, True, pipeline, uneven)
+def test_ranks_launch_each_collective_once(two_ranks: Pool, pipeline: str, uneven: bool) -> None:
+    expected = two_ranks.run(_on_rank, average_step, False, pipeline, uneven)
+    found = two_ranks.run(_on_rank, average_step, True, pipeline, uneven)
     for (left, launched, failures), (eager, _, _) in zip(found, expected, strict=True):
         assert len(left) == len(eager)
         assert all(map(same, left, eager))
@@ -321,26 +329,25 @@ def test_ranks_launch_each_collective_once(pipeline: str, uneven: bool) -> None:
         assert uneven or set(launched[-10:]) == {launched[-1]}
 
 
-def test_ranks_decide_by_what_they_have_reduced_in_place() -> None:
-    with pool(2) as ranks:
-        expected = ranks.run(_on_rank, by_all_losses, False, "default", True)
-        found = ranks.run(_on_rank, by_all_losses, True, "default", True)
+def test_ranks_decide_by_what_they_have_reduced_in_place(two_ranks: Pool) -> None:
+    expected = two_ranks.run(_on_rank, by_all_losses, False, "default", True)
+    found = two_ranks.run(_on_rank, by_all_losses, True, "default", True)
     for (left, _, failures), (eager, _, _) in zip(found, expected, strict=True):
         assert any(failures)
         assert len(left) == len(eager)
         assert all(map(same, left, eager))
 
 
-def test_a_value_of_which_a_part_is_reduced_is_refused() -> None:
-    with pool(2) as ranks, pytest.raises(RankError, match="another one on each rank"):
-        ranks.run(_on_rank, by_a_part, True, "default", False)
+def test_a_value_of_which_a_part_is_reduced_is_refused(two_ranks: Pool) -> None:
+    for said in two_ranks.run(_refused_on_rank):
+        assert "another one on each rank" in said
 
 
-@pytest.mark.parametrize("pipeline", ["none", "default"])
-def test_ranks_agree_where_collectives_may_be_under_way(pipeline: str) -> None:
-    with pool(2) as ranks:
-        expected = ranks.run(_on_rank, by_one_gradient, False, pipeline, True)
-        found = ranks.run(_on_rank, by_one_gradient, True, pipeline, True)
+@pytest.mark.sliced(2)
+@pytest.mark.parametrize("pipeline", ["default", "none"])
+def test_ranks_agree_where_collectives_may_be_under_way(two_ranks: Pool, pipeline: str) -> None:
+    expected = two_ranks.run(_on_rank, by_one_gradient, False, pipeline, True)
+    found = two_ranks.run(_on_rank, by_one_gradient, True, pipeline, True)
     for (left, _, failures), (eager, _, _) in zip(found, expected, strict=True):
         assert any(failures[-10:])
         assert len(left) == len(eager)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -39,12 +40,18 @@ def captured_step(model: nn.Module, batch: tuple[Any, ...], kind: OverRanks) -> 
     return capture_call(Call(train_step, (model, optimizer, *batch), {}), communication_for(kind))
 
 
+@cache
+def with_markers(model: str, ranks: int) -> fx.GraphModule:
+    """Captured once for all kinds of parallelism, on so many ranks."""
+    return captured_step(MODELS[model].make(), MODELS[model].batch(0), DataParallel()).graph_module
+
+
 def problems_of(kind: Parallel, model: str = "convnet", ranks: int = 2) -> list[Any]:
     with fake_ranks(ranks):
-        captured = captured_step(MODELS[model].make(), MODELS[model].batch(0), DataParallel())
-        marked, _ = graphopt.iter_graph.copy_graph(captured.graph_module.graph)
-        parallelize(captured.graph_module, kind)
-        return list(sharing_problems("averaged", marked, captured.graph_module))
+        marked = with_markers(model, ranks)
+        shared = fx.GraphModule(marked, graphopt.iter_graph.copy_graph(marked.graph)[0])
+        parallelize(shared, kind)
+        return list(sharing_problems("averaged", marked.graph, shared))
 
 
 @pytest.mark.sliced(4)

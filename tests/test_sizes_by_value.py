@@ -130,6 +130,7 @@ def test_one_graph_for_many_sizes(step: Step) -> None:
     assert check(step) <= STEPS[step]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("step", STEPS)

@@ -271,6 +271,7 @@ def test_a_stage_of_a_pipeline_is_refused_as_well(folder: Path, monkeypatch: Any
 # -------------------------------------------------------------------- nothing right is refused
 
 
+@pytest.mark.covering(1)
 @pytest.mark.sliced(16)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "sgd-momentum-loop"])
 @pytest.mark.parametrize("model", ["mlp", "gpt", "convnet", "running-mean", "shared-storage"])

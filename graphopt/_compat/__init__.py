@@ -125,6 +125,7 @@ from graphopt._compat.tracers import (
     record_number,
 )
 from graphopt._compat.trees import (
+    flatten_arguments,
     leaf_names,
     tree_flatten,
     tree_leaves,
@@ -160,6 +161,7 @@ __all__ = [
     "fake_like",
     "fake_mode_of",
     "fake_world_size",
+    "flatten_arguments",
     "flop_formula",
     "foreach_accepts_fakes",
     "forget_constant",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,10 +39,14 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
         return alias
 
 
+put_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = TensorBase.grad.__set__
+"""`set_gradient`, for where `without_torch_function` is active."""
+
+
 def set_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """`tensor.grad = gradient`; uses nothing of the class."""
     with without_torch_function():
-        TensorBase.grad.__set__(tensor, gradient)
+        put_gradient(tensor, gradient)
 
 
 def holders_of(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -20,15 +20,24 @@ _GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
 )
 
 
+_CPU = torch.device("cpu")
+"""The default device where no mode says another."""
+
+
 def global_settings() -> tuple[Any, ...]:
     """Settings of torch that decide which operators run: hooks of all modules and optimizers,
     the default device, libraries that are switched off."""
+    # What `torch.backends` says of these, without its Python.
     return (
         [tuple(table) for table in _GLOBAL_HOOKS if table],
-        torch.get_default_device(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        torch.backends.cuda.cudnn_sdp_enabled(),
+        _CPU if not torch._C._len_torch_function_stack() else torch.get_default_device(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_deterministic_algorithms(),
         torch.is_autocast_cache_enabled(),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import _get_dispatch_mode_pre_dispatch
 
 from graphopt._compat.fakes import is_fake
 from graphopt._compat.functionalization import from_functional
@@ -106,13 +107,13 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
     return result
 
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
 def is_recording() -> bool:
     """Whether a tracer of this thread records what is called, `torch.export` included."""
-    from torch._ops import _get_dispatch_mode_pre_dispatch
-
-    key = torch._C._TorchDispatchModeKey.PROXY
-    before_autograd = _get_dispatch_mode_pre_dispatch(key)
-    return before_autograd is not None or torch._C._get_dispatch_mode(key) is not None
+    before_autograd = _get_dispatch_mode_pre_dispatch(_PROXY)
+    return before_autograd is not None or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def record_call(function: Callable[..., Any], values: Sequence[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch.utils import _pytree
@@ -15,6 +16,59 @@ tree_unflatten: Callable[[Sequence[Any], Any], Any] = _pytree.tree_unflatten
 tree_map: Callable[..., Any] = _pytree.tree_map
 
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
+
+
+_NODES = _pytree.SUPPORTED_NODES
+_STRINGS = frozenset({str})
+
+
+class _UncommonError(Exception):
+    """A container that is no plain tuple, list, or dictionary by name."""
+
+
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """What `tree_flatten((args, kwargs))` gives, in a fraction of its time where they consist of
+    tuples, lists and dictionaries. The same structure has the same specification then."""
+    leaves: list[Any] = []
+    try:
+        structure = _structure((args, kwargs), leaves)
+    except _UncommonError:
+        return tree_flatten((args, kwargs))
+    return leaves, _specification(structure)
+
+
+def _structure(container: Any, leaves: list[Any]) -> tuple[Any, ...]:
+    """A container's type, its keys, and for each entry None or the structure of that, if it is a
+    container; adds its leaves."""
+    kind = type(container)
+    found: list[Any]
+    if kind is dict and _STRINGS.issuperset(map(type, container)):
+        found, entries = [dict, tuple(container)], container.values()
+    elif kind is tuple or kind is list:
+        found, entries = [kind], container
+    else:
+        raise _UncommonError
+    for entry in entries:
+        if type(entry) in _NODES or isinstance(entry, tuple):  # named tuples are not registered
+            found.append(_structure(entry, leaves))
+        else:
+            leaves.append(entry)
+            found.append(None)
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _specification(structure: tuple[Any, ...]) -> Any:
+    return tree_flatten(_example(structure))[1]
+
+
+def _example(structure: tuple[Any, ...] | None) -> Any:
+    """A container of this structure."""
+    if structure is None:
+        return 0
+    if structure[0] is dict:
+        return dict(zip(structure[1], map(_example, structure[2:]), strict=True))
+    return structure[0](map(_example, structure[1:]))
 
 
 def leaf_names(fn: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The executable dialect: the same step with updates in place and storage reused.
+"""The executable dialect: updates in place, storage used again, small operators on lists.
 
 The captured dialect makes a new tensor for every value. Here an operator writes into its first
 argument where nobody can tell: no two elements of it share memory, its storage belongs to the graph
@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.executable.batching import batch_small_operators
 from graphopt.graph_utils import (
     Outputs,
     call_function_with_meta,
@@ -55,6 +56,7 @@ def finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     result = _compat.lazy_graph_module(graph_module, graph)
+    batch_small_operators(result.graph)
     _Reuse(result.graph).run()
     result.graph.lint()
     result.recompile()

@@ -61,6 +61,7 @@ class IterGraphModule(fx.GraphModule):
     def _forget_derived(self) -> None:
         self._plan: LatePlan | None = None
         self._programs: dict[tuple[Any, ...], DerivedProgram] = {}
+        self._returns_lists: bool | None = None
         self._given: dict[str, fx.GraphModule] = {}
         self._flight: WorkInFlight | None = None
 
@@ -110,6 +111,7 @@ class IterGraphModule(fx.GraphModule):
                 "the graph was changed while an iteration is in flight; call flush() first"
             )
         self._plan = None
+        self._returns_lists = None
         self._programs = {}
         self._given = {}
         return None
@@ -270,7 +272,9 @@ class IterGraphModule(fx.GraphModule):
 
     def _packed(self, results: tuple[list[Any], list[Any], list[Any]]) -> Any:
         """Results of a derived graph, in the form in which `graph` returns them."""
-        if follows_output_convention(self.graph):
+        if self._returns_lists is None:
+            self._returns_lists = follows_output_convention(self.graph)
+        if self._returns_lists:
             return results
         _, spec = _compat.tree_flatten(get_output(self.graph).args[0])
         return _compat.tree_unflatten(results[0], spec)

@@ -8,19 +8,20 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from operator import is_
 from typing import Any
 
 import torch
 
 from graphopt import _compat
-from graphopt._compat.late import set_gradient, without_torch_function
+from graphopt._compat.late import put_gradient, without_torch_function
 from graphopt.budget import Cause
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast, written
 from graphopt.host.assumptions import Answer
 from graphopt.host.running import HostRun, running
-from graphopt.host.sizes import answered_alike, found_before
+from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
@@ -29,7 +30,7 @@ from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.generators import DrawnGenerators
 from graphopt.runtime.late import LateTensors, settle, warn_of_held
 from graphopt.runtime.moved_apart import MovedApart, put_back
-from graphopt.runtime.results import put_results
+from graphopt.runtime.results import StepResults
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
@@ -86,6 +87,14 @@ class BoundStep:
         self._generators = DrawnGenerators(module.graph if self.answers else None)
         inputs = captured.live
         self._holders = inputs.placeholders
+        self._replaceable = [
+            (index, holder)
+            for index, holder in enumerate(self._holders)
+            if isinstance(holder, Storage) or holder.rebindable
+        ]
+        self._tensors: list[Any] = [
+            None if isinstance(holder, Storage) else holder.tensor for holder in self._holders
+        ]
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
         if self.answers:  # a failed step must leave them
             dead = set()
@@ -100,6 +109,7 @@ class BoundStep:
         self._left: Left | None = None
         self._late = _updated_late(module)
         self._apart = MovedApart(captured)
+        self._results = StepResults(captured)
         reference = weakref.ref(self)
         self._unsettled = LateTensors(lambda: _finish_unasked(reference))
 
@@ -162,7 +172,7 @@ class BoundStep:
                     state.put()
                 results = [*user, *carried]
                 self._apart.leave(moved, results)
-                returned = put_results(self.captured, call, flat, results)
+                returned = self._results.put(call, flat, results)
             host.end()
             return returned
 
@@ -188,6 +198,8 @@ class BoundStep:
 
     def answers_before(self, index: int) -> tuple[Answer, ...]:
         """To the first decisions of the last call, which came to a decision that failed."""
+        if not any(isinstance(answer, Sizes) for answer in self.answers):
+            return self.answers[:index]
         found = found_before(self.module.graph, index)
         return tuple(found.get(i, answer) for i, answer in enumerate(self.answers[:index]))
 
@@ -329,17 +341,15 @@ class BoundStep:
     def values(self, call: Call) -> list[Any]:
         """The inputs of the graph as they are now, in order."""
         inputs = self.captured.live
-        flat: list[Any] = [
-            holder.base() if isinstance(holder, Storage) else holder.live()
-            for holder in self._holders
-        ]
-        flat = self._unsettled.own([*flat, *self.guards.states])
+        flat = [*self._tensors, *self.guards.states]
+        for index, holder in self._replaceable:
+            flat[index] = holder.base() if isinstance(holder, Storage) else holder.live()
+        flat = self._unsettled.own(flat)
         for parameter, dead in self._gradients:
             flat.append(None if dead else parameter.grad)
             if dead:
-                set_gradient(parameter, None)
-        for index, number in enumerate(inputs.hyperparameters):
-            flat.append(self._as_tensor(index, number.read(call)))
+                put_gradient(parameter, None)
+        flat.extend(map(self._as_tensor, count(), self.guards.numbers_of(call)))
         flat.extend(call.leaves[position] for position in inputs.user)
         return flat
 

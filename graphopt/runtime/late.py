@@ -100,9 +100,11 @@ class LateTensors:
             OWNERS.pop(id(tensor), None)
             set_class(tensor, kind)
 
-    def own(self, values: Iterable[Any]) -> list[Any]:
+    def own(self, values: list[Any]) -> list[Any]:
         """The values, each of the late tensors as an alias that the step itself may use."""
         aliases = self._aliases
+        if not aliases:
+            return values
         return [aliases.get(id(value), value) for value in values]
 
     def settle(self) -> None:

@@ -48,7 +48,7 @@ class Call:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.fn = fn
-        self.leaves, self.treespec = _compat.tree_flatten((args, kwargs))
+        self.leaves, self.treespec = _compat.flatten_arguments(args, kwargs)
         self.modules: list[int] = []
         self.optimizers: list[int] = []
         self.tensors: list[int] = []
@@ -66,6 +66,7 @@ class Call:
                 seen[id(leaf)] = position
                 (self.modules if isinstance(leaf, nn.Module) else self.optimizers).append(position)
         self._names: list[str] | None = None
+        self._using: Call | None = None
         self._given = len(self.leaves)
         self.besides = Besides()
         self.decided: tuple[Answer, ...] = ()
@@ -75,10 +76,13 @@ class Call:
         """The same call of a step that uses this besides its arguments; None where that is gone."""
         if self.besides is besides or not (besides or self.besides):
             return self
+        if self._using is not None and self._using.besides is besides:
+            return self._using
         objects = besides.live()
         if objects is None:
             return None
-        new = copy.copy(self)
+        new = self._using = copy.copy(self)
+        new._using = None
         new.besides = besides
         new.leaves = [*self.leaves[: self._given], *(value for _, value in objects)]
         new.modules = [position for position in self.modules if position < self._given]
@@ -92,7 +96,7 @@ class Call:
     def deciding(self, answers: tuple[Answer, ...]) -> Call:
         """The same call, with answers to its first decisions, and without what it uses besides."""
         new = copy.copy(self.using(Besides()) or self)
-        new.decided = answers
+        new._using, new.decided = None, answers
         if any(isinstance(answer, Sizes) for answer in answers):
             new.sizes = SizesKept.RELATED
         return new
@@ -106,6 +110,7 @@ class Call:
         if any(map(_compat.is_fake, self.leaves)):
             return None
         new = copy.copy(self)
+        new._using = None
         if self.sizes is SizesKept.UNKNOWN:
             new.decided = ()  # sizes are among the answers from now on
         new.sizes = SizesKept(self.sizes.value + 1)

@@ -18,8 +18,16 @@ from graphopt.graph_utils import environment
 from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
 from graphopt.tracing.host_numbers import EXACT, first_leaf
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_alias, is_exact, state_key
-from graphopt.tracing.object_guards import ModuleGuards, OptimizerGuard
+from graphopt.tracing.inputs import (
+    ArgumentNumber,
+    Inputs,
+    Storage,
+    is_alias,
+    is_exact,
+    state_key,
+)
+from graphopt.tracing.object_guards import ModuleGuards
+from graphopt.tracing.optimizer_guards import OptimizerGuard
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.signature import AttributeResult
@@ -59,7 +67,8 @@ class Guards:
         ]
         self.constants = [call.leaves[position] for position in call.constants]
         self.numbers = {n.position for n in inputs.hyperparameters if isinstance(n, ArgumentNumber)}
-        self.number_types = [type(n.read(call)) for n in inputs.hyperparameters]
+        self._numbers: tuple[weakref.ref[Call], list[Any]] | None = None
+        self.number_types = [type(number.read(call)) for number in inputs.hyperparameters]
         self.positions = _positions(call)
         user = set(inputs.user)
         self.user = [(p, tensor_kind(call.leaves[p])) for p in inputs.user]
@@ -81,7 +90,8 @@ class Guards:
         self.state_kinds = [tensor_kind(value) for value in self.states]
         self.state_entries = _state_entries(call)
         self._unchanged = _state_of(call)
-        self.gradients = [entry.tensor.grad is not None for entry in inputs.parameters]
+        self.parameters = inputs.parameters
+        self.gradients = self._gradients_now()
 
     def _module_storages(self) -> frozenset[int]:
         """The storages of all module tensors; some get others in each call."""
@@ -110,7 +120,8 @@ class Guards:
         call = extended
         if mode != self.mode:
             yield f"{mode} in place of {self.mode}"
-        if call.treespec != self.treespec or _positions(call) != self.positions:
+        same = call.treespec is self.treespec or call.treespec == self.treespec
+        if not same or _positions(call) != self.positions:
             yield "the structure of the arguments changed"
             return
         if environment() != self.environment:
@@ -139,9 +150,11 @@ class Guards:
         for state, module_tensor in self.inputs.aliases:
             if not is_alias(state.read(call), module_tensor):
                 return f"{state.fqn} no longer shares storage as it did"
-        for entry, existed in zip(self.inputs.parameters, self.gradients, strict=True):
-            if (entry.tensor.grad is not None) is not existed:
-                return f"{entry.fqn}.grad {'is gone' if existed else 'exists now'}"
+        gradients = self._gradients_now()
+        if gradients != self.gradients:
+            index = next(i for i, now in enumerate(gradients) if now is not self.gradients[i])
+            what = "exists now" if gradients[index] else "is gone"
+            return f"{self.parameters[index].fqn}.grad {what}"
         reason = self._changed_number(call)
         if reason is not None:
             return reason
@@ -157,10 +170,22 @@ class Guards:
                 return f"argument {call.names[position]} is another tensor"
         return None
 
+    def numbers_of(self, call: Call) -> list[Any]:
+        """The hyperparameters of a call that fits, in order."""
+        found, self._numbers = self._numbers, None
+        if found is not None and found[0]() is call:  # another thread may have asked since
+            return found[1]
+        return [number.read(call) for number in self.inputs.hyperparameters]
+
+    def _gradients_now(self) -> list[bool]:
+        """For each parameter, whether it has a gradient."""
+        return [entry.tensor.grad is not None for entry in self.parameters]
+
     def _changed_number(self, call: Call) -> str | None:
         """The first number that is of another kind, or no longer as the step has asked."""
         numbers = self.inputs.hyperparameters
         values = [number.read(call) for number in numbers]
+        self._numbers = weakref.ref(call), values
         for number, value, kind in zip(numbers, values, self.number_types, strict=True):
             if type(value) is not kind or (kind is int and abs(value) >= EXACT):
                 return f"{_called(number)} became {value!r}"

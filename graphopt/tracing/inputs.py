@@ -94,7 +94,7 @@ class StateTensor:
 
     def read(self, call: Call) -> Any:
         """What stands there now; None where nothing does."""
-        state = call.optimizer_objects()[self.optimizer].state
+        state = call.leaves[call.optimizers[self.optimizer]].state
         return optimizer_state.read(state, state_key(self.parameter), self.key)
 
 
@@ -123,7 +123,7 @@ class Hyperparameter:
     fqn: str
 
     def read(self, call: Call) -> Any:
-        value = call.optimizer_objects()[self.optimizer].param_groups[self.group][self.key]
+        value = call.leaves[call.optimizers[self.optimizer]].param_groups[self.group][self.key]
         return value if self.element is None else value[self.element]
 
 
@@ -137,7 +137,7 @@ class StateNumber:
     fqn: str
 
     def read(self, call: Call) -> Any:
-        state = call.optimizer_objects()[self.optimizer].state
+        state = call.leaves[call.optimizers[self.optimizer]].state
         return optimizer_state.read(state, state_key(self.parameter), self.key)
 
 

@@ -1,14 +1,11 @@
-"""Guards on the two kinds of objects that a step is given: modules and optimizers."""
+"""Guards on the modules that a step is given or uses."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from operator import is_
-from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.tracing.guard_values import (
@@ -19,8 +16,6 @@ from graphopt.tracing.guard_values import (
     same_items,
     tensor_kind,
 )
-from graphopt.tracing.inputs import is_number
-from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.snapshot import StateSnapshot, body_of, is_body
 
 _HOOKS = (
@@ -29,11 +24,6 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-
-_OF_SCHEDULERS = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-)
-"""Entries that learning rate schedulers keep in parameter groups, and optimizers never read."""
 
 _OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOKS})
 """Attributes of modules that have guards of their own."""
@@ -163,85 +153,3 @@ class ModuleGuard:
 
 
 _MISSING = object()
-
-
-class OptimizerGuard:
-    """One optimizer: groups, members, settings that are not scheduled, and state entries."""
-
-    def __init__(
-        self, name: str, optimizer: Optimizer, counts: frozenset[str] = frozenset()
-    ) -> None:
-        self.name, self.counts = name, counts
-        self.type = type(optimizer)
-        self.attributes = _attributes(optimizer)
-        self.groups = [
-            (list(group["params"]), _settings(group, counts)) for group in optimizer.param_groups
-        ]
-
-    def mismatch(self, optimizer: Optimizer) -> str | None:
-        if type(optimizer) is not self.type:
-            return f"{self.name} became a {type(optimizer).__name__}"
-        attributes = _attributes(optimizer)
-        if attributes != self.attributes:
-            key = _first_difference(attributes, self.attributes)
-            return f"{self.name}.{key} changed"
-        if len(optimizer.param_groups) != len(self.groups):
-            return f"{self.name} has {len(optimizer.param_groups)} parameter groups now"
-        for index, (params, settings) in enumerate(self.groups):
-            group = optimizer.param_groups[index]
-            live = group["params"]
-            if len(live) != len(params) or not all(map(is_, live, params)):
-                return f"the members of {self.name}.param_groups[{index}] changed"
-            now = _settings(group, self.counts)
-            if now != settings:
-                key = _first_difference(now, settings)
-                return f"{self.name}.param_groups[{index}][{key!r}] became {now.get(key)!r}"
-        return None
-
-
-_OF_OPTIMIZERS = frozenset(
-    {"param_groups", "state", "defaults", "_opt_called", "_step_count",
-     "_need_device_dtype_check_for_fused"}
-)  # fmt: skip
-"""Attributes of optimizers that have guards of their own, or are bookkeeping of torch's."""
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Attributes of an optimizer, its hooks and functions that stand for its methods included."""
-    return {
-        key: _identity(value) for key, value in vars(optimizer).items() if key not in _OF_OPTIMIZERS
-    }
-
-
-def _identity(value: Any) -> Any:
-    """What stands for a value: itself where it is plain, what it contains where that is hooks."""
-    if is_plain(value):
-        return value
-    if isinstance(value, dict):
-        return [*value.keys(), *map(id, value.values())]
-    function = getattr(value, "__func__", value)
-    return id(value) if function is value else (id(function), id(value.__self__))
-
-
-def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
-    return next(k for k in (*a, *b) if k not in a or k not in b or a[k] != b[k])
-
-
-def _settings(group: dict[str, Any], counts: frozenset[str]) -> dict[str, Any]:
-    """Settings of a group that the graph is specialized on; scheduled numbers by kind only.
-
-    Bookkeeping of schedulers (`initial_lr`, `max_lr`, …) is not read by optimizers.
-    """
-    found: dict[str, Any] = {}
-    for key, value in group.items():
-        if key == "params" or key in _OF_SCHEDULERS:
-            continue
-        if key in counts and is_number(value):
-            found[key] = type(value)
-        elif key not in SCHEDULED:
-            found[key] = value if is_plain(value) else id(value)
-        elif isinstance(value, tuple):
-            found[key] = tuple(is_number(part) or id(part) for part in value)
-        else:
-            found[key] = is_number(value) or id(value)
-    return found

@@ -6,6 +6,7 @@ microseconds for each module and parameter; this takes tens of nanoseconds for e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from itertools import chain
 from operator import getitem, is_
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from graphopt import _compat
-from graphopt.tracing.guard_values import kinds_of
+from graphopt.tracing.guard_values import is_plain, kinds_of
 
 Container = dict[Any, Any] | list[Any]
 Body = tuple[type, dict[str, Any]] | None
@@ -31,6 +32,9 @@ class StateSnapshot:
         self._containers: list[Container] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
+        self._references: list[weakref.ref[Any]] = []
+        self._referring: list[Container] = []
+        self._referred: list[Any] = []
         self._ordered: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []
         self._sized: list[Container] = []
         self._sizes: list[int] = []
@@ -48,6 +52,25 @@ class StateSnapshot:
         self._containers.append(container)
         self._keys.append(key)
         self._values.append(value)
+
+    def has_object(self, container: Container, key: Any, value: object) -> None:
+        """`value` is at `key`; it is kept alive only where it is plain, or has no references."""
+        if not is_plain(value):
+            try:
+                self._references.append(weakref.ref(value))
+            except TypeError:
+                pass
+            else:
+                self._referring.append(container)
+                self._referred.append(key)
+                return
+        self.has(container, key, value)
+
+    def has_objects(self, table: dict[Any, Any]) -> None:
+        """The table has these keys, and `has_object` of each."""
+        self.has_keys(table)
+        for key, value in table.items():
+            self.has_object(table, key, value)
 
     def has_items(self, container: Container) -> None:
         """The container has these items, and no others."""
@@ -91,25 +114,30 @@ class StateSnapshot:
     def holds(self) -> bool:
         """Whether all that is so."""
         try:
+            now = map(getitem, self._containers, self._keys)
             return (
                 list(map(len, self._sized)) == self._sizes
-                and self._same_values()
-                and all(tuple(table) == keys for table, keys in self._named)
-                and self._same_modules()
-                and kinds_of(self._tensors) == self._kinds
-                and self._same_hooks()
+                and all(map(is_, now, self._values))
+                and (not self._references or self._same_objects())
+                and (not self._ordered or self._same_order())
+                and (not self._named or all(tuple(table) == keys for table, keys in self._named))
+                and (not self._tables or self._same_modules())
+                and (not self._tensors or self._same_tensors())
             )
         except (KeyError, IndexError):  # something is no longer where it was
             return False
 
-    def _same_values(self) -> bool:
-        now = map(getitem, self._containers, self._keys)
-        return all(map(is_, now, self._values)) and all(
+    def _same_order(self) -> bool:
+        return all(
             len(table) == len(keys)
             and all(map(is_, table, keys))
             and all(map(is_, table.values(), values))
             for table, keys, values in self._ordered
         )
+
+    def _same_objects(self) -> bool:
+        now = map(getitem, self._referring, self._referred)
+        return all(map(is_, now, [reference() for reference in self._references]))
 
     def _same_modules(self) -> bool:
         now = list(map(getitem, self._tables, self._names))
@@ -117,7 +145,9 @@ class StateSnapshot:
             return False
         return all(map(is_, map(_attributes_of, now), self._attributes))
 
-    def _same_hooks(self) -> bool:
+    def _same_tensors(self) -> bool:
+        if kinds_of(self._tensors) != self._kinds:
+            return False
         if any(chain.from_iterable(map(_compat.hook_tables, self._tensors))):
             return list(map(_compat.hooks_of, self._tensors)) == self._hooks
         return not any(self._hooks)

@@ -77,11 +77,9 @@ def _entry(
     """What one entry gives. `given`: lists by name, and all arguments of it as parts of a key."""
     lists, said = given
     one = ((name, said[name]) for name in arguments)
-    alone = _alone(target)
-    if alone is not None and len(columns) == 1 and columns[0][index].device.type == "cpu":
+    if len(columns) == 1 and columns[0][index].device.type == "cpu":
         values = {n: lists[n][index] if n in lists else v for n, v in arguments.items()}
-        named_alike = {_ALONE.get(name, name): value for name, value in values.items()}
-        value = elementwise(terms, alone, named_alike, columns[0][index])
+        value = _alone_value(terms, target, values, columns[0][index])
         if value is not None:
             return [value]
     key = ("entry", str(target), ("dict", *one))
@@ -91,8 +89,44 @@ def _entry(
     ]
 
 
+def _alone_value(terms: Terms, target: Any, values: dict[str, Any], fake: torch.Tensor) -> Any:
+    """What an operator gives that a list operator calls for an entry; None where that is not
+    known to be the same."""
+    alone = _alone(target)
+    if alone is not None:
+        named_alike = {_ALONE.get(name, name): value for name, value in values.items()}
+        found = elementwise(terms, alone, named_alike, fake)
+        if found is not None:
+            return found
+    if target not in CALLED:
+        return None
+    called, names = CALLED[target]
+    renamed = {names.get(name, name): value for name, value in values.items()}
+    return fresh(terms, ("call", target_name(called), canonical(renamed)), fake)
+
+
 _ALONE = {"scalar": "other", "scalars": "other"}
 """Names of arguments of list operators, as those have them that take one tensor."""
+
+
+aten = torch.ops.aten
+
+CALLED: dict[Any, tuple[Any, dict[str, str]]] = {
+    aten._foreach_add.List: (aten.add.Tensor, {}),
+    aten._foreach_sub.List: (aten.sub.Tensor, {}),
+    **dict.fromkeys(
+        (aten._foreach_lerp.Scalar, aten._foreach_lerp.ScalarList),
+        (aten.lerp.Scalar, {"tensors1": "end"}),
+    ),
+    aten._foreach_addcmul.Scalar: (aten.addcmul.default, {}),
+    aten._foreach_addcmul.ScalarList: (aten.addcmul.default, {"scalars": "value"}),
+    aten._foreach_addcdiv.Scalar: (aten.addcdiv.default, {}),
+    aten._foreach_addcdiv.ScalarList: (aten.addcdiv.default, {"scalars": "value"}),
+    aten._foreach_maximum.List: (aten.maximum.default, {}),
+    aten._foreach_minimum.List: (aten.minimum.default, {}),
+}
+"""The operators that others on lists call for each entry, on CPUs, and how their arguments are
+named there."""
 
 
 @cache

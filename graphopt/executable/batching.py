@@ -1,0 +1,230 @@
+"""Small operators that do the same to several tensors become one on lists.
+
+    a = mul(m, 0.9)                          ab  = _foreach_mul([m, n], [0.9, 0.9])
+    c = sqrt(a)                       ==>    a   = ab[0]; b = ab[1]
+    b = mul(n, 0.9)                          cd  = _foreach_sqrt([a, b])
+    d = sqrt(b)                              c   = cd[0]; d = cd[1]
+
+An optimizer that goes through its parameters one by one calls a dozen operators for each of them,
+and where a parameter is small, to call them takes longer than to compute. On CPUs an operator on
+lists calls the same kernel for each entry, so that bits do not change; it takes about half as long.
+
+Operators of one kind are put together that have as many others of the kinds in question before them
+on the longest way from the inputs: so none of them needs another one, nor do two lists need each
+other. Lists are short enough to stay in a processor's cache from one operator to the next.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import call_function_with_meta
+from graphopt.iter_graph.running import GROUP, INDEX
+from graphopt.schedule import Schedule, apply_schedule
+from graphopt.schedule.constraints import Predecessors, predecessors
+
+aten = torch.ops.aten
+
+SMALL_BYTES = 2**14
+"""Of a tensor: to compute with a larger one takes longer than to call an operator."""
+
+LIST_BYTES = 2**17
+"""Of the tensors of one list."""
+
+_DTYPES = frozenset({torch.float32, torch.float64})
+"""In other ones, and for some operators, lists are rounded otherwise."""
+
+
+class _Form(NamedTuple):
+    """How an operator is written on lists.
+
+    Attributes:
+        target: the operator on lists.
+        tensors: for each list of tensors its entry.
+        numbers: the entry of the list of numbers, if it takes one.
+        scale: `alpha`, which is one number for all entries.
+    """
+
+    target: Any
+    tensors: tuple[fx.Node, ...]
+    numbers: tuple[Any, ...] = ()
+    scale: tuple[Any, ...] = ()
+
+
+_UNARY = {
+    aten.sqrt.default: aten._foreach_sqrt.default,
+    aten.neg.default: aten._foreach_neg.default,
+    aten.abs.default: aten._foreach_abs.default,
+    aten.reciprocal.default: aten._foreach_reciprocal.default,
+}
+_OF_TWO = {
+    aten.mul.Tensor: (aten._foreach_mul.List, aten._foreach_mul.ScalarList),
+    aten.div.Tensor: (aten._foreach_div.List, aten._foreach_div.ScalarList),
+    aten.add.Tensor: (aten._foreach_add.List, aten._foreach_add.ScalarList),
+    aten.sub.Tensor: (aten._foreach_sub.List, aten._foreach_sub.ScalarList),
+    aten.maximum.default: (aten._foreach_maximum.List, None),
+    aten.minimum.default: (aten._foreach_minimum.List, None),
+}
+_OF_THREE = {
+    aten.addcmul.default: aten._foreach_addcmul.ScalarList,
+    aten.addcdiv.default: aten._foreach_addcdiv.ScalarList,
+}
+
+
+def batch_small_operators(graph: fx.Graph) -> int:
+    """Put small operators of optimizers together.
+
+    Args:
+        graph: in the captured dialect, of one iteration without late work of the one before.
+
+    Returns:
+        How many operators are part of a list now.
+    """
+    forms = {node: form for node in graph.nodes if (form := _form_of(node)) is not None}
+    if len(forms) < 2 or any(GROUP in n.meta or INDEX in n.meta for n in graph.nodes):
+        return 0
+    before = predecessors(graph)
+    lists = list(_lists(forms, _levels(graph, before, forms)))
+    if not lists:
+        return 0
+    apply_schedule(graph, Schedule(tuple(_order(graph, before, lists))))
+    for members in lists:
+        _put_together(graph, members)
+    return sum(map(len, lists))
+
+
+def _form_of(node: fx.Node) -> _Form | None:
+    """How a small operator of an optimizer is written on lists; None for all others."""
+    if node.op != "call_function" or node.meta.get("phase") != "optimizer" or not node.users:
+        return None
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not _is_small(value):
+        return None
+    form = _written_on_lists(node.target, node.args, dict(node.kwargs))
+    if form is None or not all(_is_like(tensor, value) for tensor in form.tensors):
+        return None
+    return form if all(map(_is_number, (*form.numbers, *form.scale))) else None
+
+
+def _is_small(value: torch.Tensor) -> bool:
+    if value.device.type != "cpu" or value.dtype not in _DTYPES:
+        return False
+    if value.layout is not torch.strided or _compat.has_symbolic_shape(value):
+        return False
+    return value.nbytes <= SMALL_BYTES
+
+
+def _written_on_lists(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Form | None:
+    if target in _UNARY and len(args) == 1 and not kwargs:
+        return _Form(_UNARY[target], (args[0],))
+    if target is aten.lerp.Scalar and len(args) == 3 and not kwargs:
+        return _Form(aten._foreach_lerp.ScalarList, (args[0], args[1]), (args[2],))
+    if target in _OF_THREE and len(args) == 3 and kwargs.keys() <= {"value"}:
+        return _Form(_OF_THREE[target], tuple(args), (kwargs.get("value", 1),))
+    if target not in _OF_TWO or len(args) != 2 or not kwargs.keys() <= {"alpha"}:
+        return None
+    of_tensors, of_numbers = _OF_TWO[target]
+    if isinstance(args[1], fx.Node) and isinstance(args[1].meta.get("val"), torch.Tensor):
+        return _Form(of_tensors, (args[0], args[1]), scale=tuple(kwargs.values()))
+    return None if kwargs or of_numbers is None else _Form(of_numbers, (args[0],), (args[1],))
+
+
+def _is_like(node: Any, value: torch.Tensor) -> bool:
+    """Whether a tensor is of the shape, dtype and device of a result, so that nothing is cast or
+    expanded."""
+    given = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:
+        return False
+    same = (given.dtype, given.device) == (value.dtype, value.device)
+    return same and not _compat.has_symbolic_shape(given) and given.shape == value.shape
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    kinds = (int, float, torch.SymInt, torch.SymFloat)
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _levels(
+    graph: fx.Graph, before: Predecessors, forms: dict[fx.Node, _Form]
+) -> dict[fx.Node, int]:
+    """For each node how many of `forms` there are on the longest way to it."""
+    levels: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        levels[node] = max((levels[each] + (each in forms) for each in before[node]), default=0)
+    return levels
+
+
+def _lists(forms: dict[fx.Node, _Form], levels: dict[fx.Node, int]) -> Iterator[list[fx.Node]]:
+    """Nodes that become one, at least two each."""
+    alike: dict[Any, list[fx.Node]] = {}
+    for node, form in forms.items():
+        key = (levels[node], form.target, node.meta["val"].dtype, form.scale)
+        alike.setdefault(key, []).append(node)
+    for nodes in alike.values():
+        members: list[fx.Node] = []
+        nbytes = 0
+        for node in nodes:
+            if nbytes + node.meta["val"].nbytes > LIST_BYTES:
+                yield from [members] if len(members) > 1 else []
+                members, nbytes = [], 0
+            members.append(node)
+            nbytes += node.meta["val"].nbytes
+        yield from [members] if len(members) > 1 else []
+
+
+def _order(
+    graph: fx.Graph, before: Predecessors, lists: Sequence[Sequence[fx.Node]]
+) -> Iterator[fx.Node]:
+    """All nodes, in their order as far as possible, those of a list one behind the other where the
+    last of them stands."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    units: list[Sequence[fx.Node]] = [*lists]
+    unit_of = {node: index for index, members in enumerate(lists) for node in members}
+    for node in graph.nodes:
+        if node not in unit_of:
+            unit_of[node] = len(units)
+            units.append([node])
+    needed: list[set[int]] = [
+        {unit_of[each] for node in members for each in before[node]} for members in units
+    ]
+    needing: list[list[int]] = [[] for _ in units]
+    for unit, others in enumerate(needed):
+        for other in others:
+            needing[other].append(unit)
+    left = list(map(len, needed))
+    last = [max(map(position.__getitem__, members)) for members in units]
+    ready = [(last[unit], unit) for unit, count in enumerate(left) if not count]
+    heapify(ready)
+    while ready:
+        _, unit = heappop(ready)
+        yield from units[unit]
+        for other in needing[unit]:
+            left[other] -= 1
+            if not left[other]:
+                heappush(ready, (last[other], other))
+
+
+def _put_together(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    forms = [form for form in map(_form_of, members) if form is not None]
+    like, form = members[-1], forms[-1]
+    args: list[Any] = [list(entries) for entries in zip(*(f.tensors for f in forms), strict=True)]
+    if form.numbers:
+        args.append([number for each in forms for number in each.numbers])
+    kwargs = {"alpha": form.scale[0]} if form.scale else {}
+    with graph.inserting_after(like):
+        call = call_function_with_meta(graph, form.target, tuple(args), kwargs, like=like)
+    place = call
+    for index, member in enumerate(members):
+        with graph.inserting_after(place):
+            place = call_function_with_meta(graph, operator.getitem, (call, index), like=member)
+        member.replace_all_uses_with(place)
+        graph.erase_node(member)

@@ -1,0 +1,189 @@
+"""Guards on the optimizers that a step is given or uses."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+from torch.optim import Optimizer
+
+from graphopt.tracing.guard_values import is_plain
+from graphopt.tracing.inputs import is_number
+from graphopt.tracing.numbers import SCHEDULED
+from graphopt.tracing.snapshot import StateSnapshot
+
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+"""Entries that learning rate schedulers keep in parameter groups, and optimizers never read."""
+
+_OF_OPTIMIZERS = frozenset(
+    {"param_groups", "state", "defaults", "_opt_called", "_step_count",
+     "_need_device_dtype_check_for_fused"}
+)  # fmt: skip
+"""Attributes of optimizers that have guards of their own, or are bookkeeping of torch's."""
+
+
+class OptimizerGuard:
+    """One optimizer: groups, members, settings that are not scheduled, and hooks. It is looked at
+    piece by piece only where something may have changed.
+
+    Args:
+        counts: settings that the step itself counts up.
+    """
+
+    def __init__(
+        self, name: str, optimizer: Optimizer, counts: frozenset[str] = frozenset()
+    ) -> None:
+        self.name, self.counts = name, counts
+        self.type = type(optimizer)
+        self.attributes = _attributes(optimizer)
+        self.groups = [
+            (list(group["params"]), _settings(group, counts)) for group in optimizer.param_groups
+        ]
+        self._see(optimizer)
+
+    def mismatch(self, optimizer: Optimizer) -> str | None:
+        """What has changed, if anything."""
+        if self._is_unchanged(optimizer):
+            return None
+        reason = self._change(optimizer)
+        if reason is None:
+            self._see(optimizer)
+        return reason
+
+    def _change(self, optimizer: Optimizer) -> str | None:
+        if type(optimizer) is not self.type:
+            return f"{self.name} became a {type(optimizer).__name__}"
+        attributes = _attributes(optimizer)
+        if attributes != self.attributes:
+            key = _first_difference(attributes, self.attributes)
+            return f"{self.name}.{key} changed"
+        if len(optimizer.param_groups) != len(self.groups):
+            return f"{self.name} has {len(optimizer.param_groups)} parameter groups now"
+        for index, (params, settings) in enumerate(self.groups):
+            group = optimizer.param_groups[index]
+            live = group["params"]
+            if len(live) != len(params) or not all(map(is_, live, params)):
+                return f"the members of {self.name}.param_groups[{index}] changed"
+            now = _settings(group, self.counts)
+            if now != settings:
+                key = _first_difference(now, settings)
+                return f"{self.name}.param_groups[{index}][{key!r}] became {group.get(key)!r}"
+        return None
+
+    def _see(self, optimizer: Optimizer) -> None:
+        """Note what `_change` looks at, as it is now, where nothing has changed."""
+        attributes, self._snapshot = vars(optimizer), StateSnapshot()
+        self._varying: list[tuple[dict[str, Any], str]] = []
+        self._seen = weakref.ref(optimizer), attributes
+        self._snapshot.has_size(attributes)
+        for key, value in attributes.items():
+            if key not in _OF_OPTIMIZERS:
+                self._snapshot.has_object(attributes, key, value)
+                if isinstance(value, dict):
+                    self._snapshot.has_objects(value)
+        self._snapshot.has(attributes, "param_groups", optimizer.param_groups)
+        self._snapshot.has_items(optimizer.param_groups)
+        for group in optimizer.param_groups:
+            self._see_group(group)
+        self._kinds = self._kinds_now()
+
+    def _see_group(self, group: dict[str, Any]) -> None:
+        self._snapshot.has_size(group)
+        self._snapshot.has(group, "params", group["params"])
+        self._snapshot.has_items(group["params"])
+        for key, value in group.items():
+            if key == "params" or key in _OF_SCHEDULERS:
+                continue
+            if _varies(key, value, self.counts):
+                self._varying.append((group, key))
+            else:
+                self._snapshot.has_object(group, key, value)
+
+    def _is_unchanged(self, optimizer: Optimizer) -> bool:
+        reference, attributes = self._seen
+        if reference() is not optimizer or type(optimizer) is not self.type:
+            return False
+        if vars(optimizer) is not attributes or not self._snapshot.holds():
+            return False
+        try:
+            return self._kinds_now() == self._kinds
+        except KeyError:
+            return False
+
+    def _kinds_now(self) -> list[Any]:
+        return [_kind(key, group[key]) for group, key in self._varying]
+
+
+class _Reference:
+    """An object, by identity. It is kept alive only where nothing else can be told of its end."""
+
+    def __init__(self, value: Any) -> None:
+        self._get: Callable[[], Any]
+        try:
+            self._get = weakref.ref(value)
+        except TypeError:
+            self._get = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Reference):
+            return NotImplemented
+        mine = self._get()
+        return mine is not None and mine is other._get()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Attributes of an optimizer, its hooks and functions that stand for its methods included."""
+    return {
+        key: _identity(value) for key, value in vars(optimizer).items() if key not in _OF_OPTIMIZERS
+    }
+
+
+def _identity(value: Any) -> Any:
+    """What stands for a value: itself where it is plain, what it contains where that is hooks."""
+    if is_plain(value):
+        return value
+    if isinstance(value, dict):
+        return [*value.keys(), *map(_Reference, value.values())]
+    function = getattr(value, "__func__", value)
+    if function is value:
+        return _Reference(value)
+    return _Reference(function), _Reference(value.__self__)
+
+
+def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
+    return next(k for k in (*a, *b) if k not in a or k not in b or a[k] != b[k])
+
+
+def _settings(group: dict[str, Any], counts: frozenset[str]) -> dict[str, Any]:
+    """Settings of a group that the graph is specialized on; scheduled numbers by kind only.
+
+    Bookkeeping of schedulers (`initial_lr`, `max_lr`, …) is not read by optimizers.
+    """
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key == "params" or key in _OF_SCHEDULERS:
+            continue
+        if _varies(key, value, counts):
+            found[key] = _kind(key, value)
+        else:
+            found[key] = value if is_plain(value) else _Reference(value)
+    return found
+
+
+def _varies(key: str, value: Any, counts: frozenset[str]) -> bool:
+    """Whether a graph is specialized on the kind of a setting alone."""
+    return key in SCHEDULED or (key in counts and is_number(value))
+
+
+def _kind(key: str, value: Any) -> Any:
+    if key not in SCHEDULED:
+        return type(value)
+    if isinstance(value, tuple):
+        return [is_number(part) or _Reference(part) for part in value]
+    return is_number(value) or _Reference(value)

@@ -1,0 +1,211 @@
+"""The parts of guards that are asked in every call: they say what their slower definitions say."""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils import _pytree
+
+import graphopt
+from graphopt import _compat
+from graphopt.graph_utils import environment
+from graphopt.tracing.besides import Besides
+from graphopt.tracing.call import Call
+from graphopt.tracing.optimizer_guards import OptimizerGuard
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+LEAVES = st.one_of(st.integers(), st.none(), st.text(max_size=3), st.builds(object))
+KEYS = st.one_of(st.text(max_size=2), st.integers(0, 1), st.booleans())
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Containers of all kinds that arguments are."""
+    return st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(KEYS, inner, max_size=2).map(OrderedDict),
+        st.builds(Pair, inner, inner),
+        st.just(torch.Size([2, 3])),
+    )
+
+
+ARGUMENTS = st.recursive(LEAVES, containers, max_leaves=12)
+
+
+@given(st.lists(ARGUMENTS, max_size=4), st.dictionaries(st.text(max_size=2), ARGUMENTS, max_size=2))
+def test_arguments_are_taken_apart_as_torch_does(args: list[Any], kwargs: dict[str, Any]) -> None:
+    expected, specification = _pytree.tree_flatten((tuple(args), kwargs))
+    leaves, found = _compat.flatten_arguments(tuple(args), kwargs)
+    assert len(leaves) == len(expected)
+    assert all(a is b for a, b in zip(leaves, expected, strict=True))
+    assert found == specification
+    again, wanted = (
+        _pytree.tree_unflatten(*each) for each in ((leaves, found), (expected, specification))
+    )
+    assert repr(again) == repr(wanted)  # 1 and True are equal, and are not the same
+
+
+def optimizer_of(kind: str) -> torch.optim.Optimizer:
+    """An optimizer with something that is held by identity."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    if kind == "attribute":
+        optimizer.scale = Scale()  # type: ignore[attr-defined]
+    elif kind == "setting":
+        optimizer.param_groups[0]["scale"] = Scale()
+    elif kind == "method":
+        optimizer.step = Scale().apply  # type: ignore[method-assign]
+    elif kind == "hook":
+        optimizer.register_step_post_hook(Scale())
+    else:
+        optimizer.param_groups[0]["alpha"] = 0.5 * len(parameters)
+    return optimizer
+
+
+class Scale:
+    """Something of a user's."""
+
+    __slots__ = ("__weakref__",)
+
+    def apply(self, *args: Any) -> None:
+        """Does nothing."""
+
+    __call__ = apply
+
+
+def replace(optimizer: torch.optim.Optimizer, kind: str) -> None:
+    """Put another one in its place, which may well lie where the first one was."""
+    if kind == "attribute":
+        del optimizer.scale  # type: ignore[attr-defined]
+        optimizer.scale = Scale()  # type: ignore[attr-defined]
+    elif kind == "setting":
+        optimizer.param_groups[0]["scale"] = None
+        optimizer.param_groups[0]["scale"] = Scale()
+    elif kind == "method":
+        del optimizer.step
+        optimizer.step = Scale().apply  # type: ignore[method-assign]
+    elif kind == "hook":
+        hooks = optimizer._optimizer_step_post_hooks
+        (key,) = hooks
+        del hooks[key]
+        hooks[key] = Scale()  # type: ignore[assignment]
+    else:
+        del optimizer.param_groups[0]["alpha"]
+        optimizer.param_groups[0]["alpha"] = 0.25 * len(optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("kind", ["attribute", "setting", "method", "hook", "number"])
+def test_what_takes_the_place_of_something_else_is_a_change(kind: str) -> None:
+    for _ in range(20):  # in some of them at the same address
+        optimizer = optimizer_of(kind)
+        guard = OptimizerGuard("optimizer", optimizer)
+        assert guard.mismatch(optimizer) is None
+        replace(optimizer, kind)
+        assert guard.mismatch(optimizer) is not None
+
+
+def test_equal_numbers_are_no_change() -> None:
+    optimizer = optimizer_of("number")
+    guard = OptimizerGuard("optimizer", optimizer, frozenset({"alpha"}))
+    group = optimizer.param_groups[0]
+    group["eps"] = float(str(group["eps"]))
+    group["lr"], group["betas"] = 0.7, (0.1, 0.2)
+    group["alpha"] = 7.5
+    assert guard.mismatch(optimizer) is None
+    group["alpha"] = 7  # a count of another type
+    assert "'alpha'" in (guard.mismatch(optimizer) or "")
+    group["alpha"] = 8.5
+    optimizer.load_state_dict(optimizer.state_dict())  # other groups with equal contents
+    assert guard.mismatch(optimizer) is None
+    optimizer.param_groups[0]["amsgrad"] = True
+    assert "'amsgrad'" in (guard.mismatch(optimizer) or "")
+
+
+def test_a_guard_keeps_nothing_of_the_user_alive() -> None:
+    optimizer = optimizer_of("attribute")
+    alive = torch.nn.Linear(1, 1)
+    reference = torch.utils.weak.weakref.ref(alive)
+    optimizer.owner = alive  # type: ignore[attr-defined]
+    guard = OptimizerGuard("optimizer", optimizer)
+    del optimizer.owner, alive  # type: ignore[attr-defined]
+    gc.collect()
+    assert reference() is None
+    assert guard.mismatch(optimizer) is not None
+
+
+def test_modes_are_those_that_torch_names() -> None:
+    before = environment()
+    torch.backends.mkldnn.enabled, kept = False, torch.backends.mkldnn.enabled
+    try:
+        assert environment() != before
+    finally:
+        torch.backends.mkldnn.enabled = kept
+    for enable in (
+        torch.backends.cuda.enable_flash_sdp,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        torch.backends.cuda.enable_math_sdp,
+        torch.backends.cuda.enable_cudnn_sdp,
+        torch.use_deterministic_algorithms,
+    ):
+        was = environment()
+        enable(enable is torch.use_deterministic_algorithms)
+        assert environment() != was, enable
+        enable(enable is not torch.use_deterministic_algorithms)
+        assert environment() == was, enable
+    with torch.device("meta"):
+        assert environment() != before
+    torch.set_default_device("meta")
+    try:
+        assert environment() != before
+    finally:
+        torch.set_default_device(None)
+    assert environment() == before
+
+
+def test_a_call_decides_anew_with_what_it_uses_besides() -> None:
+    model = nn.Linear(1, 1)
+    besides = Besides(objects=[("model", torch.utils.weak.weakref.ref(model))])
+    call = Call(print, (1,), {})
+    first = call.using(besides)
+    assert first is not None and call.using(besides) is first
+    decided = call.deciding((True,))
+    again = decided.using(besides)
+    assert again is not None and again.decided == (True,) and first.decided == ()
+    assert again.leaves[-1] is model
+
+
+def test_numbers_are_those_of_the_call() -> None:
+    """A call that was looked at is not run with numbers of one that was looked at afterwards."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+
+    def step(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = parameter.sum() * scale
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = graphopt.compile(step)
+    for scale in (1.5, 2.5, 3.5):
+        compiled(optimizer, scale)
+    (entry,) = compiled._entries
+    first, second = (Call(step, (optimizer, scale), {}) for scale in (4.5, 5.5))
+    mode = compiled._mode()
+    bound = [call.using(entry.captured.besides) for call in (first, second)]
+    for call in bound:
+        assert call is not None
+        assert entry.guards.structure_mismatch(call, mode) is None
+        assert entry.guards.local_mismatch(call) is None
+    assert bound[0] is not None and bound[1] is not None
+    assert entry.guards.numbers_of(bound[0])[-1] == 4.5
+    assert entry.guards.numbers_of(bound[1])[-1] == 5.5
