@@ -4,6 +4,10 @@ What compiled code makes and drops again within a call has the same sizes and li
 call, since shapes are static. So its place is planned once, in memory that is kept. An allocator
 would give large tensors back to the operating system, and take them from there page by page, in
 every step.
+
+What that saves, by benchmarks/kept_memory.py on two shared cores, CPU ms of a step with kept memory
+/ without: MLP 47.6 / 48.0, convolutional net 42.6 / 43.1, GPT 163.6 / 155.0, where it avoids 744
+page faults of a step; within the spread of that machine, nothing.
 """
 
 from __future__ import annotations
