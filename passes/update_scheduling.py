@@ -14,6 +14,9 @@ these have in the processor's cache (`benchmarks/compute.py`: no gain up to 1 Mi
 256 KiB). So do parameters on other devices than the CPU, where one launch for all is what counts,
 and all of a graph with collectives: what stands before a launch delays it.
 
+Where updates go is found entry by entry, in the graph as it is. A call is then divided for those
+that move, and only if something computes between two parts of it: what stays is one call as before.
+
 Needs optimizers that update each parameter on its own; with clipping by the norm of all gradients
 nothing moves before the norm is known. Bitwise: every element is computed as before.
 """
@@ -168,7 +171,7 @@ class _Plan:
 
     def _last_before(self, update: Sequence[int]) -> int:
         """Position of the last node that has to stand before an update."""
-        elements, moving = self.elements, set(update)
+        elements, moving, nodes = self.elements, set(update), self._nodes_of(update)
         before = [self._first_call - 1]
         for element in update:
             given = (n for n in elements.given(element) if elements.number[n] not in moving)
@@ -178,7 +181,7 @@ class _Plan:
                     readers = (r for r in elements.readers(state) if r not in moving)
                     before += map(self._first.__getitem__, readers)
                 else:
-                    before.append(self._stands_behind(element, self._nodes_of(update)))
+                    before.append(self._stands_behind(element, nodes))
         last = max(before)
         for element in update:  # one that begins before that place stays, and is needed whole
             if self._first[element] <= last:
