@@ -28,7 +28,8 @@ results are held back are computed after the backward as well, others as soon as
 update, as with clipping, all stay where they are.
 
 Needs optimizers that update each parameter on its own; the lists of fused and foreach optimizers
-are split (`graphopt.optim.split_updates`). Bitwise: every element is computed as before.
+are split (`graphopt.optim.split_updates`) once it is known which buckets move, of which each has
+parts of its own behind its wait. Bitwise: every element is computed as before.
 
 With `target_comm_node`, that collective itself moves as well, with everything that follows from it.
 Flushing then communicates, so that all ranks have to do it together.

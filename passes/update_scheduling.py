@@ -14,6 +14,9 @@ these have in the processor's cache (`benchmarks/compute.py`: no gain up to 1 Mi
 256 KiB). So do parameters on other devices than the CPU, where one launch for all is what counts,
 and all of a graph with collectives: what stands before a launch delays it.
 
+Where updates go is found entry by entry, in the graph as it is. A call is then divided for those
+that move, and only if something computes between two parts of it: what stays is one call as before.
+
 Needs optimizers that update each parameter on its own; with clipping by the norm of all gradients
 nothing moves before the norm is known. Bitwise: every element is computed as before.
 """
@@ -22,21 +25,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import fx
 
-from graphopt.graph_utils import (
-    is_needed,
-    move_after,
-    readers_through_views,
-    written,
-)
+from graphopt.graph_utils import is_copy, is_needed, move_after, written
 from graphopt.ir.effects import Effects
 from graphopt.ir.operators import calls_of
 from graphopt.manager import graph_optimization_pass
-from graphopt.optim import OptimizerSplitError, get_all_fused_optimizer_blocks, split_updates
+from graphopt.optim import OptimizerSplitError, get_all_fused_optimizer_blocks
+from graphopt.optim.descendants import Descendants
+from graphopt.optim.elements import NONE
+from graphopt.optim.split import separate
 
 logger = logging.getLogger("graphopt")
 
@@ -59,12 +62,17 @@ def schedule_updates(gm: fx.GraphModule, larger_than_mb: float = 2) -> int:
         return 0
     try:
         gradients = list(_large_gradients(gm, larger_than_mb * _MB))
-        updates = split_updates(gm, [[gradient] for gradient in gradients])
+        if not gradients:
+            return 0
+        plan = _Plan(gm.graph, Descendants(gm.graph, [[gradient] for gradient in gradients]))
+        plan.make()
+        updates = separate(gm.graph, plan.elements, plan.owners)
     except OptimizerSplitError as error:
         logger.info("updates stay where they are: %s", error)
         return 0
-    distinct = list({id(update): update for update in updates}.values())
-    return _Scheduler(gm.graph, distinct).run()
+    for place, moved in plan.places.items():
+        move_after([node for index in moved for node in updates[index]], plan.nodes[place])
+    return sum(map(len, plan.places.values()))
 
 
 def _large_gradients(gm: fx.GraphModule, limit: float) -> Iterator[fx.Node]:
@@ -84,76 +92,115 @@ def _is_large(gradient: torch.Tensor, limit: float) -> bool:
     return gradient.device.type == "cpu" and gradient.nbytes > limit
 
 
-class _Scheduler:
-    """Moves updates in one graph, each together with what only optimizers need of it."""
+class _Plan:
+    """Where the updates of one graph are to stand, entry by entry: each together with what only
+    optimizers need of it.
 
-    def __init__(self, graph: fx.Graph, updates: Sequence[Sequence[fx.Node]]) -> None:
-        self._updates = updates
-        self._owned = {node for update in updates for node in update}
-        self._nodes = list(graph.nodes)
-        self._position = {node: index for index, node in enumerate(self._nodes)}
+    Attributes:
+        nodes: of the graph.
+        elements: of the graph.
+        places: which updates move behind the node of which position, in their new order.
+        owners: the update with which each element moves, or `NONE`.
+    """
+
+    def __init__(self, graph: fx.Graph, found: Descendants) -> None:
+        self.nodes = list(graph.nodes)
+        self.elements = found.elements
+        self.places: dict[int, list[int]] = {}
+        self.owners = [NONE] * len(self.elements)
+        self._sets = found.owners
+        self._position = {node: index for index, node in enumerate(self.nodes)}
+        self._first = [self._position[node] for node in self.elements.nodes]
+        self._last = list(self._first)
+        for node in self.nodes[:-1]:  # what picks an entry is the last of it
+            self._last[self.elements.number[node]] = self._position[node]
         self._effects = Effects(graph)
         self._states = Counter(
-            self._effects.key(n) for n in self._nodes if n.op in ("placeholder", "get_attr")
+            self._effects.key(n) for n in self.nodes if n.op in ("placeholder", "get_attr")
         )
-        self._first_call = next(i for i, n in enumerate(self._nodes) if n.op == "call_function")
+        self._first_call = next(i for i, n in enumerate(self.nodes) if n.op == "call_function")
 
-    def run(self) -> int:
-        """Move what can move; returns how many updates did."""
-        needed = [[*self._shared(update), *update] for update in self._updates]
-        last_before = list(map(self._last_before, needed))
-        moving = {node for nodes in needed for node in nodes}
-        behind: dict[int, list[list[fx.Node]]] = {}
-        placed: set[fx.Node] = set()
-        for index in sorted(range(len(needed)), key=last_before.__getitem__):
-            last = last_before[index]
-            if self._nodes[last] in moving:  # it would have to follow another update
+    def make(self) -> None:
+        """Find a place for each update that can move."""
+        updates: dict[int, list[int]] = {}
+        for element, index in enumerate(self._sets):
+            if index != NONE:
+                updates.setdefault(index, []).append(element)
+        needed = {i: sorted({*update, *self._shared(update)}) for i, update in updates.items()}
+        last_before = {index: self._last_before(update) for index, update in needed.items()}
+        moving = self._nodes_of(element for update in needed.values() for element in update)
+        for last, group in groupby(sorted((last_before[i], i) for i in needed), itemgetter(0)):
+            if self._node_of(self.nodes[last]) in moving:  # it would have to follow another update
                 continue
-            nodes = [n for n in needed[index] if n not in placed and self._position[n] > last]
-            placed.update(nodes)
-            behind.setdefault(last, []).append(nodes)
-        return sum(self._place(last, groups) for last, groups in behind.items())
+            owners: dict[int, int] = {}
+            for _, index in group:
+                free = (e for e in needed[index] if self.owners[e] == NONE and e not in owners)
+                owners.update((e, index) for e in free if self._first[e] > last)
+            if self._separates(last, owners):
+                self.places[last] = list(dict.fromkeys(owners.values()))
+                for element, index in owners.items():
+                    self.owners[element] = index
 
-    def _place(self, last: int, groups: Sequence[Sequence[fx.Node]]) -> int:
-        """Move updates behind a node, unless they stand there; returns how many moved."""
-        nodes = [node for group in groups for node in group]
-        if self._nodes[last + 1 : last + 1 + len(nodes)] == nodes:
-            return 0
-        move_after(nodes, self._nodes[last])
-        return len(groups)
+    def _separates(self, last: int, owners: Mapping[int, int]) -> bool:
+        """Whether something computes between updates and their place, or would between two parts of
+        a call that is divided for them."""
+        end = max((self._first[element] for element in owners), default=last)
+        before: int | None = -1
+        for node in self.nodes[last + 1 : end + 1]:
+            left = [e for e in self.elements.of(node) if self.owners[e] == NONE]
+            if is_copy(node) or self._node_of(node) is not node or not left:
+                continue
+            found = {owners.get(element, NONE) for element in left}
+            if before is None or found == {NONE} or max(found) < before:
+                return True
+            before = found.pop() if len(found) == 1 else None  # divided: nothing may follow
+        return False
 
-    def _shared(self, update: Sequence[fx.Node]) -> list[fx.Node]:
+    def _shared(self, update: Sequence[int]) -> set[int]:
         """What an update needs that only optimizers compute, and of which no update is the owner:
-        values of hyperparameters, in graph order."""
-        found: set[fx.Node] = set()
+        values of hyperparameters."""
+        found: set[int] = set()
         pending = list(update)
         while pending:
-            for source in pending.pop().all_input_nodes:
-                if source not in found and source not in self._owned and _can_move(source):
+            for source in self.elements.inputs[pending.pop()]:
+                unowned = self._sets[source] == NONE and source not in found
+                if unowned and _can_move(self.elements.nodes[source]):
                     found.add(source)
                     pending.append(source)
-        return sorted(found, key=self._position.__getitem__)
+        return found
 
-    def _last_before(self, nodes: Sequence[fx.Node]) -> int:
+    def _last_before(self, update: Sequence[int]) -> int:
         """Position of the last node that has to stand before an update."""
-        moving = set(nodes)
-        before = [source for node in nodes for source in node.all_input_nodes]
-        for node in nodes:
-            for state in written(node):
-                alone = self._states[self._effects.key(state)] == 1 and state.op == "placeholder"
-                before += readers_through_views(state) if alone else [_stands_behind(node, moving)]
-        return max(
-            self._first_call - 1,
-            *(self._position[node] for node in before if node not in moving),
-        )
+        elements, moving, nodes = self.elements, set(update), self._nodes_of(update)
+        before = [self._first_call - 1]
+        for element in update:
+            given = (n for n in elements.given(element) if elements.number[n] not in moving)
+            before += map(self._position.__getitem__, given)
+            for state in written(elements.nodes[element]):
+                if state.op == "placeholder" and self._states[self._effects.key(state)] == 1:
+                    readers = (r for r in elements.readers(state) if r not in moving)
+                    before += map(self._first.__getitem__, readers)
+                else:
+                    before.append(self._stands_behind(element, nodes))
+        last = max(before)
+        for element in update:  # one that begins before that place stays, and is needed whole
+            if self._first[element] <= last:
+                last = max(last, self._last[element])
+        return last
 
+    def _stands_behind(self, element: int, moving: set[fx.Node]) -> int:
+        """Position of the last node before an element that does not move."""
+        position = self._first[element] - 1
+        while self._node_of(self.nodes[position]) in moving:
+            position -= 1
+        return position
 
-def _stands_behind(node: fx.Node, moving: set[fx.Node]) -> fx.Node:
-    """The last node before `node` that does not move."""
-    before = node.prev
-    while before in moving:
-        before = before.prev
-    return before
+    def _nodes_of(self, elements: Iterable[int]) -> set[fx.Node]:
+        return {self.elements.nodes[element] for element in elements}
+
+    def _node_of(self, node: fx.Node) -> fx.Node:
+        """The list operator whose results a node holds or picks, or the node itself."""
+        return self.elements.nodes[self.elements.number[node]]
 
 
 def _can_move(node: fx.Node) -> bool:

@@ -103,6 +103,8 @@ def test_entries_write_what_kernels_write() -> None:
         reads = [{source for source, _ in call.reads(item)} for item in (0, 1)]
         assert reads[0].isdisjoint(reads[1])
         assert len(reads[0] | reads[1] | set(call.shared)) == len(values)
+        readers = [{n for n, items in call.readers.items() if item in items} for item in (0, 1)]
+        assert readers == [set(call.given(item)) for item in (0, 1)]
         seen.add(target._schema.name)
     assert len(seen) > 40
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 import graphopt
-from graphopt.graph_utils import find_all_descendants, is_collective, is_wait
+from graphopt.graph_utils import find_all_descendants, is_collective, is_list_operator, is_wait
 from graphopt.iter_graph import IterGraphModule
 from graphopt.passes import iter_move_grads_and_optimizers
 from graphopt.testing import check_pass
@@ -262,6 +262,31 @@ def test_a_norm_that_is_returned_needs_all_gradients_now() -> None:
     gm, _ = _captured("adamw-fused", clip_norm)
     graphopt.PassManager(DEFAULT).run(gm)
     assert not gm.graph.late
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "sgd-fused"])
+def test_a_list_is_divided_between_waits_alone(optimizer: str) -> None:
+    """Of each call as many parts as buckets, each behind the wait of its own."""
+    gm, _ = _captured(optimizer, train_step)
+    whole = [node.target for node in gm.graph.nodes if is_list_operator(node)]
+    graphopt.PassManager(DEFAULT).run(gm)
+    buckets = len(list(filter(is_collective, gm.graph.nodes)))
+    since: list[list[object]] = []
+    for node in gm.graph.nodes:
+        if is_wait(node):
+            since.append([])
+        elif is_list_operator(node):
+            since[-1].append(node.target)
+    assert buckets > 1 and since == [whole] * buckets
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "sgd-fused"])
+def test_one_bucket_divides_nothing(optimizer: str) -> None:
+    gm, _ = _captured(optimizer, train_step)
+    whole = [node for node in gm.graph.nodes if is_list_operator(node)]
+    graphopt.PassManager(DEFAULT.replace("1e-4", "25")).run(gm)
+    assert [node for node in gm.graph.nodes if is_list_operator(node)] == whole
+    assert all(map(gm.graph.is_late, whole))
 
 
 def test_gradients_that_stay_keep_their_updates() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,9 +16,19 @@ from torch import fx, nn
 import graphopt
 from graphopt.comm import get_all_comm_blocks
 from graphopt.errors import GraphOptError
-from graphopt.graph_utils import get_output, get_outputs, is_collective, is_wait, move_before
+from graphopt.graph_utils import (
+    get_output,
+    get_outputs,
+    is_collective,
+    is_list_operator,
+    is_wait,
+    move_before,
+)
 from graphopt.iter_graph import IterGraphModule
 from graphopt.optim import OptimizerSplitError, split_updates
+from graphopt.optim.descendants import Descendants
+from graphopt.optim.elements import Elements
+from graphopt.optim.split import separate
 from optim_cases import (
     Sheet,
     assert_same_run,
@@ -116,6 +127,33 @@ def test_any_partition(owners: list[int], data: st.DataObject) -> None:
     size = len(gm.graph.nodes)
     again = split_updates(gm, sets)
     assert (again, len(gm.graph.nodes)) == (updates, size)
+
+
+@pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach", "sgd-momentum-loop"])
+def test_descendants_leave_the_graph_alone(name: str) -> None:
+    """Nor does one owner of all divide anything."""
+    gm, _ = captured(name)
+    before = str(gm.graph)
+    found = Descendants(gm.graph, by_parts(gradients(gm), 3))
+    one = separate(gm.graph, found.elements, [0] * len(found.elements))
+    assert str(gm.graph) == before
+    assert one == {0: list(gm.graph.nodes)[:-1]}
+
+
+@pytest.mark.parametrize("name", ["adamw-amsgrad-fused", "adamw-foreach"])
+def test_any_owners(name: str) -> None:
+    """Of entries that have nothing to do with one another too: parts with the bits of the whole."""
+    case = captured(name)
+    gm = duplicate(case[0])
+    elements = Elements(gm.graph)
+    draw = Random(0)
+    owners = [draw.randrange(-1, 3) for _ in range(len(elements))]
+    wanted = {n: {owners[e] for e in elements.of(n)} for n in elements.lists}
+    parts = separate(gm.graph, elements, owners)
+    lists = [node for node in gm.graph.nodes if is_list_operator(node)]
+    assert len(lists) == sum(map(len, wanted.values())) > len(wanted)
+    assert sorted(n for nodes in parts.values() for n in nodes) == list(gm.graph.nodes)[:-1]
+    assert_same_run(gm, case[0], case)
 
 
 def test_metadata_of_new_nodes() -> None:

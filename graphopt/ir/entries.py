@@ -71,6 +71,19 @@ class ListCall:
                 found.append((value[item], None))
         return found
 
+    def given(self, item: int) -> list[fx.Node]:
+        """The nodes that one entry is given, those that all have in common last."""
+        return [node for node, _ in self.reads(item)] + self.shared
+
+    @cached_property
+    def readers(self) -> dict[fx.Node, Sequence[int]]:
+        """By node, the entries that are given it."""
+        found: dict[fx.Node, list[int]] = {}
+        for item in range(self.count):
+            for node, _ in self.reads(item):
+                found.setdefault(node, []).append(item)
+        return {**found, **dict.fromkeys(self.shared, range(self.count))}
+
     def writes(self, item: int) -> list[fx.Node]:
         """What one entry updates in place."""
         values = (v if isinstance(v, fx.Node) else v[item] for v in self._updated)

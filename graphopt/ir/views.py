@@ -149,15 +149,25 @@ def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
     True
     """
     found: set[fx.Node] = set()
+    for _, reader in reads_through_views(root):
+        if reader not in found:
+            found.add(reader)
+            yield reader
+
+
+def reads_through_views(root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The same nodes, each with what it is given: `root`, or a view of it. One that is given
+    several of these comes with each."""
+    views = {root}
     pending = [root]
     while pending:
         node = pending.pop()
         for user in node.users:
-            if user.op == "output" or user in found:
+            if user.op == "output":
                 continue
-            found.add(user)
-            yield user
-            if may_alias(user) and not is_copy(user):
+            yield node, user
+            if user not in views and may_alias(user) and not is_copy(user):
+                views.add(user)
                 pending.append(user)
 
 

@@ -20,11 +20,11 @@ from torch import fx
 
 from graphopt.ir.operators import is_copy, written
 from graphopt.ir.outputs import get_outputs
-from graphopt.optim.elements import Elements, Origin
+from graphopt.optim.elements import NONE, Elements, Origin
 from graphopt.optim.errors import OptimizerSplitError
 
-NONE, MIXED = -1, -2
-"""No set; and, of what reads an element: several sets, or something of no set."""
+MIXED = -2
+"""Who reads an element: several sets, or something of no set."""
 
 
 class Descendants:
@@ -34,7 +34,8 @@ class Descendants:
         sets: disjoint sets of nodes that hold gradients.
 
     Attributes:
-        elements: of the graph as it was given.
+        elements: of the graph, which stays as it is.
+        owners: the set that each element belongs to, of those entangled the first; or `NONE`.
         meetings: the first element found to entangle two sets, of each pair.
 
     Raises:
@@ -60,6 +61,7 @@ class Descendants:
         while self._claim_unread_updates():
             self._gather()
         self._refuse_in_place()
+        self.owners = [self._set_of(element) for element in range(len(self.elements))]
 
     def root(self, index: int) -> int:
         """One set for all that are entangled with set `index`."""
@@ -67,17 +69,6 @@ class Descendants:
             self._entangled[index] = self._entangled[self._entangled[index]]
             index = self._entangled[index]
         return index
-
-    def set_of(self, node: fx.Node, item: int = 0) -> int:
-        """The set that a node, or an entry of a list operator, belongs to, or `NONE`."""
-        return self._set_of(self.elements.number[node] + item)
-
-    def groups(self, node: fx.Node) -> dict[int, list[int]]:
-        """The entries of a list operator by their set, `NONE` last."""
-        found: dict[int, list[int]] = {}
-        for item in range(self.elements.lists[node].count):
-            found.setdefault(self.set_of(node, item), []).append(item)
-        return {owner: found[owner] for owner in sorted(found, key=lambda s: (s == NONE, s))}
 
     def _set_of(self, element: int) -> int:
         found = self._sets[element]

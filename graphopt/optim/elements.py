@@ -7,6 +7,7 @@ on elements with lower numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import torch
@@ -15,6 +16,10 @@ from torch import fx
 from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.operators import operator_of, writers, written
 from graphopt.ir.reads import values_read
+from graphopt.ir.views import reads_through_views
+
+NONE = -1
+"""No owner."""
 
 
 class Origin(IntEnum):
@@ -53,15 +58,43 @@ class Elements:
     def __len__(self) -> int:
         return len(self.nodes)
 
+    def of(self, node: fx.Node) -> range:
+        """The elements that a node computes."""
+        first, call = self.number[node], self.lists.get(node)
+        return range(first, first + (1 if call is None else call.count))
+
+    def given(self, element: int) -> list[fx.Node]:
+        """The nodes that an element is given, to read or to overwrite."""
+        node = self.nodes[element]
+        call = self.lists.get(node)
+        return node.all_input_nodes if call is None else call.given(element - self.number[node])
+
+    def readers(self, node: fx.Node) -> Iterator[int]:
+        """The elements that are given the storage of a node, directly or through views of it."""
+        for source, reader in reads_through_views(node):
+            first, call = self.number[reader], self.lists.get(reader)
+            yield from [first] if call is None else [first + item for item in call.readers[source]]
+
+    def groups(self, node: fx.Node, owners: Sequence[int]) -> dict[int, list[int]]:
+        """The entries of a list operator by their owner, `NONE` last.
+
+        Args:
+            owners: of each element of the graph.
+        """
+        found: dict[int, list[int]] = {}
+        for item, element in enumerate(self.of(node)):
+            found.setdefault(owners[element], []).append(item)
+        return {owner: found[owner] for owner in sorted(found, key=lambda o: (o == NONE, o))}
+
     def _add(self, node: fx.Node) -> None:
         first = self.number[node] = len(self.nodes)
         call = list_call(node)
         if call is None or not call.can_be_divided:
             self._append(node, values_read(node))
             return
-        self.lists[node], shared = call, call.shared
+        self.lists[node] = call
         for item in range(call.count):
-            self._append(node, [source for source, _ in call.reads(item)] + shared)
+            self._append(node, call.given(item))
         for container in call.containers():
             self.number[container] = first
             for picked in container.users:

@@ -16,11 +16,13 @@ from graphopt.optim.blocks import (
     FusedOptimizerBlock,
     ListOptimizerBlock,
 )
-from graphopt.optim.descendants import NONE, Descendants
+from graphopt.optim.descendants import Descendants
+from graphopt.optim.elements import NONE, Elements
 from graphopt.optim.errors import OptimizerSplitError
 
 Parts = dict[fx.Node, dict[int, list[fx.Node]]]
-"""By divided list operator, and by set: its part and what holds its results. The part is first."""
+"""By list operator and owner: its part, and what holds the results of one that was divided. The
+part is first."""
 
 
 def split_updates(
@@ -50,14 +52,34 @@ def split_updates(
     2
     """
     found = Descendants(gm.graph, gradient_sets)
-    parts = _divide(gm.graph, found, found.elements.lists)
-    owners = {node: s for by_set in parts.values() for s, nodes in by_set.items() for node in nodes}
-    updates: dict[int, list[fx.Node]] = {NONE: []}
-    for node in gm.graph.nodes:
-        if node.op != "output":
-            owner = owners[node] if node in owners else found.set_of(node)
-            updates.setdefault(owner, []).append(node)
+    updates = separate(gm.graph, found.elements, found.owners)
     return [updates.setdefault(found.root(index), []) for index in range(len(gradient_sets))]
+
+
+def separate(
+    graph: fx.Graph, elements: Elements, owners: Sequence[int]
+) -> dict[int, list[fx.Node]]:
+    """Divide the list operators of a graph whose entries have several owners, and no others.
+
+    Args:
+        elements: of the graph as it is.
+        owners: of each element, or `NONE`.
+
+    Returns:
+        By owner the nodes of its elements, in graph order.
+
+    Raises:
+        OptimizerSplitError: an operator to divide runs late. Nothing is changed.
+    """
+    parts = _divide(graph, elements, owners, elements.lists)
+    by_part = [pair for by_owner in parts.values() for pair in by_owner.items()]
+    new = {node: owner for owner, nodes in by_part for node in nodes}
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            owner = new[node] if node in new else owners[elements.number[node]]
+            found.setdefault(owner, []).append(node)
+    return found
 
 
 def split_fused_optimizer(
@@ -90,30 +112,28 @@ def split_fused_optimizer(
     sets = _gradient_sets(block, split_gradients)
     found = Descendants(gm.graph, sets)
     _check_separate(found, block)
-    divided = _divide(gm.graph, found, block.nodes)
+    owner = {copy: found.owners[found.elements.number[copy]] for copy in block.optim.copies}
+    divided = _divide(gm.graph, found.elements, found.owners, block.nodes)
     copies = _renew(gm.graph, block.copies)
     blocks: list[FusedOptimizerBlock] = []
     for index, gradients in enumerate(sets):
-        own = [node for node in block.nodes if index in found.groups(node)]
-        parts = {node: divided[node][index][0] if node in divided else node for node in own}
-        stored = [copies[c] for c in block.optim.copies if found.set_of(c) == index]
+        parts = {node: by_set[index][0] for node, by_set in divided.items() if index in by_set}
+        stored = [copies[copy] for copy in block.optim.copies if owner[copy] == index]
         blocks.append(_part(block, parts, set(gradients), stored))
     return tuple(blocks)
 
 
-def _divide(graph: fx.Graph, found: Descendants, nodes: Iterable[fx.Node]) -> Parts:
-    """Divide list operators whose entries belong to several sets, or to one and none.
-
-    Raises:
-        OptimizerSplitError: late nodes are involved. Nothing is changed.
-    """
-    groups = {node: found.groups(node) for node in nodes}
-    groups = {node: by_set for node, by_set in groups.items() if len(by_set) > 1}
-    _refuse_late(graph, groups)
+def _divide(
+    graph: fx.Graph, elements: Elements, owners: Sequence[int], nodes: Iterable[fx.Node]
+) -> Parts:
+    """Divide those of some list operators whose entries have several owners."""
+    groups = {node: elements.groups(node, owners) for node in nodes}
+    _refuse_late(graph, (node for node, by_owner in groups.items() if len(by_owner) > 1))
     parts: Parts = {}
-    for node, by_set in groups.items():
-        new = divide(found.elements.lists[node], list(by_set.values()))
-        parts[node] = dict(zip(by_set, new, strict=True))
+    for node, by_owner in groups.items():
+        items = list(by_owner.values())
+        new = divide(elements.lists[node], items) if len(items) > 1 else [[node]]
+        parts[node] = dict(zip(by_owner, new, strict=True))
     return parts
 
 
@@ -179,7 +199,7 @@ def _check_separate(found: Descendants, block: FusedOptimizerBlock) -> None:
             raise OptimizerSplitError(
                 f"the results of %{node.name} are not read entry by entry\n  > {node.format_node()}"
             )
-        if NONE in found.groups(node):
+        if NONE in found.elements.groups(node, found.owners):
             raise OptimizerSplitError(
                 f"an entry of %{node.name} does not belong to the gradients of one set: several"
                 f" need it, or something outside of the optimizer\n  > {node.format_node()}"
