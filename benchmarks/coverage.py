@@ -6,7 +6,7 @@
     python benchmarks/coverage.py --device cuda --jobs 8   on a GPU, several cases at once
     python benchmarks/coverage.py --against aot_eager   CPU seconds of torch.compile beside them
     python benchmarks/coverage.py --fullgraph           what torch.compile takes as one graph
-    python benchmarks/coverage.py --steps 20            what a step takes beside eager's as well
+    python benchmarks/coverage.py --steps 40            what a step takes beside eager's as well
 
 Every case is a loop as people publish it, in a small size (`benchmarks/cases`). It is run eagerly
 and through `graphopt.compile`, from the same seed, and everything that it leaves is compared bit

@@ -1,8 +1,8 @@
 """How long the steps of one case of the coverage set take, once everything is captured.
 
-eager      ▐█▌   ▐█▌   ▐█▌      each call of one loop, then the same call of the others:
-graphopt     ▐█▌   ▐█▌   ▐█▌    whatever disturbs the machine disturbs all of them
-torch          ▐█▌   ▐█▌   ▐█▌
+eager      ▐███▌            ▐███▌               a turn: all calls of one loop, one after another as
+graphopt        ▐███▌            ▐███▌          in training, then those of the others: whatever
+torch                ▐███▌            ▐███▌     disturbs the machine disturbs all of them
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StepTimes:
 
     Attributes:
         eager: CPU seconds of an eager call.
-        ratio: of a call of the captured step to the eager call beside it.
-        torch: of a call with models compiled by torch to the eager call beside it; None where that
+        ratio: of a turn of the captured step to the eager turn beside it.
+        torch: of a turn with models compiled by torch to the eager turn beside it; None where that
             fails, where no model is an argument, and where it was not asked for.
     """
 
@@ -46,10 +46,17 @@ class Loop:
         self._calls = [models(args) for args in case.calls]
         self._numbers = count()
         for _ in range(2):  # what the first calls leave may need a graph of its own
-            for _ in self._calls:
-                self.seconds()
+            self.turn()
 
-    def seconds(self) -> float:
+    def turn(self) -> float:
+        """CPU seconds of a call, on average over all of them."""
+        return sum(self._seconds() for _ in self._calls) / len(self._calls)
+
+    def turns(self, steps: int) -> int:
+        """How many turns have so many calls, at least 3."""
+        return max(3, steps // len(self._calls))
+
+    def _seconds(self) -> float:
         """CPU seconds of the next call."""
         number = next(self._numbers)
         args = self._calls[number % len(self._calls)]
@@ -62,11 +69,11 @@ class Loop:
 
 
 def step_times(build: Callable[[], Case], steps: int, backend: str | None) -> StepTimes:
-    """Time all ways to run a case, call by call in turns.
+    """Time all ways to run a case, in turns.
 
     Args:
         build: makes the case, from the same seed each time.
-        steps: of each.
+        steps: of each, in all turns.
         backend: of `torch.compile`; None: without it.
     """
     loops = {"eager": _loop(build), "graphopt": _loop(build, compiled=True)}
@@ -74,11 +81,11 @@ def step_times(build: Callable[[], Case], steps: int, backend: str | None) -> St
         theirs = _loop_of_torch(build, backend)
         loops |= {} if theirs is None else {"torch": theirs}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(steps):
+    for number in range(loops["eager"].turns(steps)):
         names = list(loops)
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            seconds[name].append(loops[name].seconds())
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(loops[name].turn())
     eager = seconds["eager"]
     ratios = {
         name: median(a / b for a, b in zip(found, eager, strict=True))
