@@ -55,7 +55,7 @@ def _described(graph: fx.Graph) -> list[Any]:
 @pytest.fixture
 def torchs_own_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def turn_on() -> None:
-        for module in ("trace", "functional"):
+        for module in ("step_run", "functional"):
             monkeypatch.setattr(f"graphopt.tracing.{module}.remembered", nullcontext)
         monkeypatch.setattr(untouched.Untouched, "stays", lambda self, node: False)
 
