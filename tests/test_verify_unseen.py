@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import fake_impls
 
 import graphopt
 from edit_tools import with_arg
 from graphopt.errors import CaptureError, VerificationError
 from graphopt.graph_utils import find_nodes, get_outputs, set_outputs
+from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.operators import fused_optimizer
 from graphopt.iter_graph import copy_graph
 from graphopt.verify import check_divided, check_equivalence
@@ -696,8 +698,15 @@ def test_a_fused_optimizer_gets_the_state_of_another_parameter(kind: str, positi
         applied(gm, edit)
 
 
-def test_a_fused_optimizer_is_not_captured_with_tensors_of_other_shapes() -> None:
-    """Nor is its kernel run to see what strides it gives."""
+def test_a_fused_optimizer_is_not_captured_with_tensors_of_other_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is its kernel run: by torch for want of a shape rule, or to see what strides it gives."""
+    run = []
+    kernel = fake_impls.run_fallback_kernel
+    monkeypatch.setattr(
+        fake_impls, "run_fallback_kernel", lambda *a: run.append(a[1]) or kernel(*a)
+    )
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         gradient, state = x.sum(0), torch.zeros(2)
@@ -711,3 +720,14 @@ def test_a_fused_optimizer_is_not_captured_with_tensors_of_other_shapes() -> Non
     model.register_buffer("scale", torch.ones(100_000))
     with pytest.raises(CaptureError, match=r"shapes of state_sums are not those of what is upd"):
         graphopt.capture(step, model, torch.rand(2, 100_000))
+    assert not run
+
+
+@pytest.mark.parametrize("name", FUSED_OPTIMIZERS)
+def test_fused_optimizers_have_shape_rules(name: str) -> None:
+    """Torch runs the kernel of an operator without one."""
+    captured(product, torch.ones(4))  # captures bring those that are missing
+    packet = getattr(aten, f"{name}_")
+    for form in packet.overloads():
+        full = f"aten::{name}_" if form == "default" else f"aten::{name}_.{form}"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(full, "Meta"), full

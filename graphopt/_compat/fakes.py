@@ -15,15 +15,20 @@ import torch
 Correction = Callable[[Any, Any, Any, Any], Any]
 """From operator, arguments, keyword arguments and what its shape rule says to the true result."""
 
+Check = Callable[[Any, Any, Any], None]
+"""Of an operator, arguments and keyword arguments that are about to be asked for."""
+
 Sizer = Callable[[Any, Any], Any]
 """From operator and a result with unknown sizes to one with known ones."""
 
 
-def new_fake_mode(correct: Correction | None = None) -> Any:
+def new_fake_mode(correct: Correction | None = None, check: Check | None = None) -> Any:
     """A FakeTensorMode with static shapes, and a ShapeEnv for values read by `.item()`.
 
     Args:
         correct: applied to what each operator gives.
+        check: called before each operator, of which torch runs the kernel where it has no shape
+            rule for it; may raise.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -41,6 +46,8 @@ def new_fake_mode(correct: Correction | None = None) -> Any:
         ) -> Any:
             unknown = gives_unknown_sizes(func, args)
             self.met_sizes |= unknown
+            if check is not None:
+                check(func, args, kwargs)
             if self.sizer is not None and unknown:
                 return self.sized(self.sizer, func, types, args, kwargs)
             result = super().dispatch(func, types, *_with_plain_numbers(func, args, kwargs))
@@ -275,7 +282,8 @@ _fused_meta: torch.library.Library | None = None
 
 
 def register_fused_meta_kernels(names: Iterable[str]) -> None:
-    """Shape rules for the `tensor_lr` forms of fused optimizers, which torch lacks.
+    """Shape rules for forms of fused optimizers for which torch lacks them: it would run their
+    kernels.
 
     Args:
         names: of the operators that work in place, such as `_fused_adam_`.
@@ -285,12 +293,10 @@ def register_fused_meta_kernels(names: Iterable[str]) -> None:
         return
     library = torch.library.Library("aten", "IMPL")
     for name in names:
-        packet = getattr(torch.ops.aten, name)
-        if "tensor_lr" not in packet.overloads():
-            continue
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}.tensor_lr", "Meta"):
-            continue
-        library.impl(f"{name}.tensor_lr", lambda *args, **kwargs: None, "Meta")
+        for form in getattr(torch.ops.aten, name).overloads():
+            full = name if form == "default" else f"{name}.{form}"
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{full}", "Meta"):
+                library.impl(full, lambda *args, **kwargs: None, "Meta")
     _fused_meta = library
 
 

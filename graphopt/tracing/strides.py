@@ -48,16 +48,9 @@ _NOT_CHECKED = frozenset(
 
 
 def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """`result`, fake tensors that the shape rule of `func` has made, with the kernel's strides.
-
-    Raises:
-        RuntimeError: a fused optimizer is given tensors that do not belong together, which neither
-            its shape rule nor its kernel looks at.
-    """
+    """`result`, fake tensors that the shape rule of `func` has made, with the kernel's strides."""
     if func is recurrent.BACKWARD:
         return recurrent.distinct(result)
-    if fused_optimizer(func) is not None:
-        _check_entries(func, args, kwargs)
     if not _is_checked(func) or _is_plain(func, args, kwargs):
         return result
     if func in _VIEWS and not {0, 1}.intersection(filter(_is_plain_number, result.shape)):
@@ -75,6 +68,17 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     if func in _VIEWS:
         return result.as_strided(found.shape, found.strides, result.storage_offset())
     return _with_layouts(result, found)
+
+
+def check(func: Any, args: Any, kwargs: Any) -> None:
+    """Before an operator, whose kernel may run.
+
+    Raises:
+        RuntimeError: a fused optimizer is given tensors that do not belong together, which neither
+            its shape rule nor its kernel looks at.
+    """
+    if fused_optimizer(func) is not None:
+        _check_entries(func, args, kwargs)
 
 
 def _check_entries(func: Any, args: Any, kwargs: Any) -> None:

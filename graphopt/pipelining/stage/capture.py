@@ -25,7 +25,7 @@ from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.strides import corrected
+from graphopt.tracing.strides import check, corrected
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Microbatch:
 
     def fakes(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Arguments and gradients of results, as fake tensors."""
-        with _compat.new_fake_mode(corrected):
+        with _compat.new_fake_mode(corrected, check):
             inputs = [
                 self._fake(tensor, tensor.stride()).requires_grad_(tensor.requires_grad)
                 for tensor in self.received
