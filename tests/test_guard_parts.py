@@ -144,11 +144,12 @@ def test_a_guard_keeps_nothing_of_the_user_alive() -> None:
 
 def test_modes_are_those_that_torch_names() -> None:
     before = environment()
-    torch.backends.mkldnn.enabled, kept = False, torch.backends.mkldnn.enabled
+    kept = torch.backends.mkldnn.enabled
+    torch._C._set_mkldnn_enabled(not kept)  # as `torch.backends.mkldnn.enabled = …`
     try:
         assert environment() != before
     finally:
-        torch.backends.mkldnn.enabled = kept
+        torch._C._set_mkldnn_enabled(kept)
     for enable in (
         torch.backends.cuda.enable_flash_sdp,
         torch.backends.cuda.enable_mem_efficient_sdp,
