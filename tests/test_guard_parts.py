@@ -130,6 +130,21 @@ def test_equal_numbers_are_no_change() -> None:
     assert "'amsgrad'" in (guard.mismatch(optimizer) or "")
 
 
+@pytest.mark.parametrize("value", [None, True, "fast", (0.9, None), torch.tensor(0.1), Scale()])
+def test_what_stands_in_place_of_a_number(value: Any) -> None:
+    """As `lr=None` of optimizers that find their own."""
+    optimizer = optimizer_of("number")
+    group = optimizer.param_groups[0]
+    group["lr"] = value
+    guard = OptimizerGuard("optimizer", optimizer)
+    assert guard.mismatch(optimizer) is None
+    group["lr"] = 0.5
+    assert "'lr'" in (guard.mismatch(optimizer) or "")
+    group["lr"] = value
+    group["eps"] = float(str(group["eps"]))  # another object: all is looked at again
+    assert guard.mismatch(optimizer) is None
+
+
 def test_a_guard_keeps_nothing_of_the_user_alive() -> None:
     optimizer = optimizer_of("attribute")
     alive = torch.nn.Linear(1, 1)

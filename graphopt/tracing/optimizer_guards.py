@@ -118,6 +118,10 @@ class OptimizerGuard:
         return [_kind(key, group[key]) for group, key in self._varying]
 
 
+_NUMBER = object()
+"""Stands for any number."""
+
+
 class _Reference:
     """An object, by identity. It is kept alive only where nothing else can be told of its end."""
 
@@ -184,6 +188,11 @@ def _varies(key: str, value: Any, counts: frozenset[str]) -> bool:
 def _kind(key: str, value: Any) -> Any:
     if key not in SCHEDULED:
         return type(value)
-    if isinstance(value, tuple):
-        return [is_number(part) or _Reference(part) for part in value]
-    return is_number(value) or _Reference(value)
+    return list(map(_scheduled, value)) if isinstance(value, tuple) else _scheduled(value)
+
+
+def _scheduled(value: Any) -> Any:
+    """A number's value is an input of the graph; of what else stands there it is specialized."""
+    if is_number(value):
+        return _NUMBER
+    return value if is_plain(value) else _Reference(value)
