@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
+from graphopt.graph_utils.ordering import earliest_order
 from graphopt.iter_graph.running import GROUP, INDEX
 from graphopt.schedule import Schedule, apply_schedule
 from graphopt.schedule.constraints import Predecessors, predecessors
@@ -186,31 +186,18 @@ def _order(
 ) -> Iterator[fx.Node]:
     """All nodes, in their order as far as possible, those of a list one behind the other where the
     last of them stands."""
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    units: list[Sequence[fx.Node]] = [*lists]
-    unit_of = {node: index for index, members in enumerate(lists) for node in members}
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for members in lists:
+        place |= dict.fromkeys(members, place[members[-1]])
+    standing: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node not in unit_of:
-            unit_of[node] = len(units)
-            units.append([node])
-    needed: list[set[int]] = [
-        {unit_of[each] for node in members for each in before[node]} for members in units
-    ]
-    needing: list[list[int]] = [[] for _ in units]
-    for unit, others in enumerate(needed):
-        for other in others:
-            needing[other].append(unit)
-    left = list(map(len, needed))
-    last = [max(map(position.__getitem__, members)) for members in units]
-    ready = [(last[unit], unit) for unit, count in enumerate(left) if not count]
-    heapify(ready)
-    while ready:
-        _, unit = heappop(ready)
-        yield from units[unit]
-        for other in needing[unit]:
-            left[other] -= 1
-            if not left[other]:
-                heappush(ready, (last[other], other))
+        standing.setdefault(place[node], []).append(node)
+    followers: dict[int, set[int]] = {index: set() for index in standing}
+    for node, needed in before.items():
+        for each in needed:
+            followers[place[each]].add(place[node])
+    for index in earliest_order(followers):
+        yield from standing[index]
 
 
 def _put_together(graph: fx.Graph, members: Sequence[fx.Node]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from graphopt.errors import PassDefinitionError, PipelineSyntaxError
+from graphopt.graph_utils.ordering import earliest_order
 from graphopt.manager.declaration import Pass
 from graphopt.manager.names import suggestion
 
@@ -109,7 +108,7 @@ class PassRegistry:
         for first, second, _ in _constraints(passes.values()):
             for place in places.get(first, ()):
                 followers[place].update(places.get(second, ()))
-        return [wanted[place] for place in _earliest_order(followers)]
+        return [wanted[place] for place in earliest_order(followers)]
 
     def check_known(self, passes: Sequence[Pass]) -> None:
         """Raise `PassDefinitionError` if a prerequisite of `passes` is an unknown pass. What an
@@ -164,20 +163,6 @@ def _constraints(passes: Iterable[Pass]) -> Iterator[tuple[str, str, str]]:
         yield from ((pass_.name, name, "apply_before") for name in pass_.apply_before)
         yield from ((name, pass_.name, "apply_after") for name in pass_.apply_after)
         yield from ((name, pass_.name, "prerequisite") for name in pass_.prerequisites)
-
-
-def _earliest_order(followers: Mapping[int, Iterable[int]]) -> Iterator[int]:
-    """Numbers, each before its followers, and as far as that allows from small to large."""
-    waiting = Counter(follower for found in followers.values() for follower in found)
-    ready = [number for number in followers if not waiting[number]]
-    heapq.heapify(ready)
-    while ready:
-        number = heapq.heappop(ready)
-        yield number
-        for follower in followers[number]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, follower)
 
 
 def _refuse_circle(constraints: Iterable[tuple[str, str, str]], pass_: Pass) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import networkx as nx
 
 from graphopt.errors import PartitionError
+from graphopt.graph_utils.ordering import earliest_order
 from graphopt.partition.assignment import Dependencies, Partition
 
 
@@ -40,24 +40,13 @@ def stable_order(
 ) -> list[Partition] | None:
     """Partitions after all that they depend on, and otherwise as given; None if there is a cycle.
 
-    Of the partitions that could run next, the first is taken (Kahn's algorithm with a heap).
+    Of the partitions that could run next, the first is taken.
     """
     rank = {partition: index for index, partition in enumerate(partitions)}
-    waiting = dict.fromkeys(partitions, 0)
-    followers: dict[Partition, list[Partition]] = {partition: [] for partition in partitions}
+    followers: dict[int, list[int]] = {index: [] for index in rank.values()}
     for before, after in dependencies:
-        waiting[after] += 1
-        followers[before].append(after)
-    ready = [rank[partition] for partition in partitions if not waiting[partition]]
-    heapify(ready)
-    order = []
-    while ready:
-        partition = partitions[heappop(ready)]
-        order.append(partition)
-        for follower in followers[partition]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heappush(ready, rank[follower])
+        followers[rank[before]].append(rank[after])
+    order = [partitions[index] for index in earliest_order(followers)]
     return order if len(order) == len(partitions) else None
 
 
