@@ -24,6 +24,12 @@ NodePredicate = Callable[[fx.Node], bool]
 
 _READS_STRIDES = ("aten::as_strided", "aten::as_strided_scatter")
 
+_ADDED_IN_ORDER = (
+    *("aten::col2im", "aten::embedding_dense_backward", "aten::index_add", "aten::index_reduce"),
+    *("aten::put", "aten::unfold_backward"),
+)
+"""What ATen adds up in one order on the CPU, and Inductor by atomic additions of several threads."""
+
 _NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
@@ -58,7 +64,20 @@ def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
         return "nothing says what it does to each tensor of its lists"
     if counts_steps(node):
         return "it counts steps, which are read as Python numbers"
+    if _adds_in_no_order(node):
+        return "several threads of compiled code would add in no fixed order"
     return _unsuitable_value(node)
+
+
+def _adds_in_no_order(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+        return False
+    if is_operator(node.target, *_ADDED_IN_ORDER):
+        return True
+    if not is_operator(node.target, "aten::index_put", "aten::_unsafe_index_put"):
+        return False
+    return bool(node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False))
 
 
 def _unsuitable_value(node: fx.Node) -> str | None:
