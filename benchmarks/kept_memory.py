@@ -1,7 +1,7 @@
 """What memory that compiled regions keep saves: steps with it and without, in turn, in one process.
 
     python benchmarks/kept_memory.py
-    python benchmarks/kept_memory.py --models mlp --steps 5 --rounds 3
+    python benchmarks/kept_memory.py --models mlp --rows 2048 --steps 5 --rounds 3
 
 Both train the same model from the same values, so that their losses have to be equal to the bit.
 Seconds are those that all threads compute; page faults are those that the kernel serves by giving
@@ -20,8 +20,12 @@ from typing import NamedTuple
 import torch
 from compute_models import WORKLOADS, Batch, Workload
 from compute_variants import plain_step
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import graphopt
+
+WIDTH = 512
 
 
 class Cost(NamedTuple):
@@ -29,6 +33,33 @@ class Cost(NamedTuple):
 
     cpu_seconds: float
     page_faults: float
+
+
+class Pointwise(nn.Module):
+    """Layers with much pointwise work, whose activations compiled code makes and drops again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.norm(x + torch.tanh(F.gelu(layer(x))).sin())
+        return x
+
+
+def pointwise(rows: int) -> Workload:
+    """That model on batches of so many rows."""
+
+    def batch(generator: torch.Generator) -> Batch:
+        return (torch.randn(rows, WIDTH, generator=generator),)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = model(x).square().mean()
+        return result
+
+    return Workload(f"activations of {rows * WIDTH // 2**18} MiB", Pointwise, batch, loss)
 
 
 class Side:
@@ -79,16 +110,19 @@ def compare(workload: Workload, steps: int, rounds: int) -> tuple[Cost, Cost]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="mlp,gpt,convnet", help="as in compute.py")
+    parser.add_argument("--rows", type=int, nargs="*", default=[2048, 8192, 32768])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    print(f"{'model':10} {'CPU ms a step':>22} {'ratio':>7} {'page faults a step':>22}")
-    for name in options.models.split(","):
-        kept, not_kept = compare(WORKLOADS[name], options.steps, options.rounds)
+    print(f"{'model':22} {'CPU ms a step':>22} {'ratio':>7} {'page faults a step':>22}")
+    workloads = {name: WORKLOADS[name] for name in options.models.split(",")}
+    workloads |= {work.sizes: work for work in map(pointwise, options.rows)}
+    for name, workload in workloads.items():
+        kept, not_kept = compare(workload, options.steps, options.rounds)
         ratio = kept.cpu_seconds / not_kept.cpu_seconds
         times = f"{1e3 * kept.cpu_seconds:.1f} / {1e3 * not_kept.cpu_seconds:.1f}"
         faults = f"{kept.page_faults:.0f} / {not_kept.page_faults:.0f}"
-        print(f"{name:10} {times:>22} {ratio:>7.3f} {faults:>22}")
+        print(f"{name:22} {times:>22} {ratio:>7.3f} {faults:>22}")
 
 
 if __name__ == "__main__":
