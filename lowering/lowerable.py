@@ -28,7 +28,7 @@ _ADDED_IN_ORDER = (
     *("aten::col2im", "aten::embedding_dense_backward", "aten::index_add", "aten::index_reduce"),
     *("aten::put", "aten::unfold_backward"),
 )
-"""What ATen adds up in one order on the CPU, and Inductor by atomic additions of several threads."""
+"""What ATen adds up in one order on the CPU, and code of Inductor in whichever its threads come."""
 
 _NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
