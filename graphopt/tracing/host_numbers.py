@@ -1,7 +1,7 @@
 """Numbers that are known before a call: settings and counts of optimizers, numeric arguments.
 
     lr, betas, state["step"], batch_idx  ──▶  0-dim float64 inputs of the graph
-    arithmetic and `math` on them        ──▶  nodes that compute with Python numbers
+    arithmetic, `math`, `max` on them    ──▶  nodes that compute with Python numbers
     comparisons of them                  ──▶  answered now; the answer is a condition of the graph
     all else (`range(n)`, text, sizes)   ──▶  the number itself, under the condition that it is it
 
@@ -299,15 +299,44 @@ def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
+_CHOICES: tuple[Any, ...] = (builtins.max, builtins.min)
+
+
+def _traced_choice(choose: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(*args: Any, **options: Any) -> Any:
+        if options or not args:
+            return choose(*args, **options)
+        of = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
+        if len(of) > 1 and any(map(_is_traced_float, of)) and all(map(_is_float, of)):
+            return record(choose, *of)
+        return choose(*args)
+
+    return traced
+
+
+def _is_traced_float(value: Any) -> bool:
+    return issubclass(type(value), TracedFloat)
+
+
+def _is_float(value: Any) -> bool:
+    """Whether a number is a float in every call: a choice among such is always one."""
+    if is_host_number(value):
+        return type(value.value) is float
+    return type(value) is float or _is_traced_float(value)
+
+
 @contextmanager
 def traced_math() -> Iterator[None]:
-    """While active, functions of `math` on traced numbers become nodes."""
-    with replaced(*((math, f.__name__, _traced(f)) for f in _MATH)):
+    """While active, functions of `math`, `max` and `min` on traced numbers become nodes."""
+    with replaced(
+        *((math, f.__name__, _traced(f)) for f in _MATH),
+        *((builtins, f.__name__, _traced_choice(f)) for f in _CHOICES),
+    ):
         yield
 
 
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
-    {*_MATH, builtins.int, operator.neg, operator.pos, operator.abs, operator.floordiv,
+    {*_MATH, *_CHOICES, builtins.int, operator.neg, operator.pos, operator.abs, operator.floordiv,
      operator.mod}
 )  # fmt: skip
 """What nodes of numbers may call besides `numbers.ARITHMETIC`."""
