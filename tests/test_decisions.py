@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import graphopt
 from gloo import Pool
@@ -428,7 +429,7 @@ def test_ranks_follow_what_all_of_them_have_alike(two_ranks: Pool) -> None:
     for (found, made), (eager, _) in zip(captured, expected, strict=True):
         assert made == 2
         assert len(found) == len(eager)
-        assert all(map(same, found, eager))
+        assert [i for i, pair in enumerate(zip(found, eager, strict=True)) if not same(*pair)] == []
 
 
 def _failed_on_rank(rank: int) -> tuple[bool, bool, int]:
@@ -453,3 +454,138 @@ def test_a_call_that_one_of_three_ranks_makes_fail_has_changed_nothing_on_any(
     three_ranks: Pool,
 ) -> None:
     assert three_ranks.run(_failed_on_rank) == [(True, True, 1)] * 3
+
+
+class Counted(nn.Module):
+    """Counts its calls in a buffer, and keeps the mean of what it has seen in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.lerp_(x.detach().mean(0), 0.1)
+        return cast(Tensor, self.linear(x) * self.scale)
+
+
+def averaged(model: Any, optimizer: Optimizer, x: Tensor, average: Any) -> Tensor:
+    loss = finish(optimizer, model(x).square().mean())
+    average.update_parameters(getattr(model, "module", model))
+    return loss
+
+
+def every_second(model: Any, optimizer: Optimizer, x: Tensor, average: Any) -> Tensor:
+    loss = finish(optimizer, model(x).square().mean())
+    counted = getattr(model, "module", model)
+    if counted.calls % 2 == 0:
+        counted.scale.mul_(0.5)
+    if counted.scale < 0.3:
+        average.update_parameters(counted)
+    return loss
+
+
+def _averaged_on_rank(
+    rank: int, step: Callable[..., Any], kind: str, compiled: bool
+) -> tuple[list[Any], int]:
+    torch.manual_seed(0)
+    model = Counted()
+    options: dict[str, Any] = {
+        "mean": {},
+        "exponential": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+        "one by one": {"avg_fn": get_ema_avg_fn(0.9), "use_buffers": False},
+    }
+    average = AveragedModel(model, **options[kind])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run: Any = graphopt.compile(step) if compiled else step
+    used = model if compiled else nn.parallel.DistributedDataParallel(model)
+    generator = torch.Generator().manual_seed(rank)
+    found: list[Any] = []
+    for _ in range(6):
+        loss = run(used, optimizer, torch.randn(8, 4, generator=generator), average)
+        left = [value for name, value in average.state_dict().items() if "seen" not in name]
+        found += [loss.detach(), *(value.clone() for value in left), model.scale.clone()]
+    return found, len(run.captures) if compiled else 0
+
+
+@pytest.mark.sliced(2)
+@pytest.mark.parametrize(
+    ("step", "kind", "most"),
+    [
+        (averaged, "mean", 2),
+        (averaged, "exponential", 2),
+        (averaged, "one by one", 2),
+        (every_second, "mean", 6),
+    ],
+)
+def test_ranks_follow_buffers_that_all_of_them_have_alike(
+    two_ranks: Pool, step: Callable[..., Any], kind: str, most: int
+) -> None:
+    expected = two_ranks.run(_averaged_on_rank, step, kind, False)
+    captured = two_ranks.run(_averaged_on_rank, step, kind, True)
+    for (found, made), (eager, _) in zip(captured, expected, strict=True):
+        assert 1 <= made <= most
+        assert len(found) == len(eager)
+        assert [i for i, pair in enumerate(zip(found, eager, strict=True)) if not same(*pair)] == []
+
+
+def by_statistics(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    h = model(x)
+    return finish(optimizer, h.square().mean() * (2 if model.seen.sum() > 0 else 1))
+
+
+def by_count_of_positives(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = finish(optimizer, model(x).square().mean())
+    if model.calls > 3:
+        model.scale.mul_(0.5)
+    model.calls.add_((x > 0).sum())
+    return loss
+
+
+def by_what_is_replaced(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = finish(optimizer, model(x).square().mean())
+    if model.scale > 0.5:
+        loss = loss * 2
+    model.scale = model.scale * x.mean()
+    return loss
+
+
+def counts(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = finish(optimizer, model(x).square().mean())
+    return loss * 2 if model.calls > 3 else loss
+
+
+def _said_on_rank(rank: int, step: Callable[..., Any], kind: graphopt.DataParallel) -> str:
+    model = Counted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        graphopt.compile(step, parallel=kind)(model, optimizer, torch.ones(2, 4))
+    except CaptureError as error:
+        return str(error)
+    return "captured"
+
+
+@pytest.mark.parametrize(
+    ("step", "unsent", "sent"),
+    [
+        (counts, "captured", "captured"),
+        (by_statistics, "another one", "another one"),
+        (by_count_of_positives, "another one", "captured"),
+        (by_what_is_replaced, "another one", "captured"),
+    ],
+)
+def test_buffers_that_are_a_rank_s_own_decide_nothing(
+    two_ranks: Pool, step: Callable[..., Any], unsent: str, sent: str
+) -> None:
+    """Each forward begins with rank 0's buffers where they are sent."""
+    for sends, expected in ((False, unsent), (True, sent)):
+        kind = graphopt.DataParallel(broadcast_buffers=sends)
+        assert all(expected in said for said in two_ranks.run(_said_on_rank, step, kind))
+
+
+def test_buffers_that_do_not_begin_alike_decide_nothing(two_ranks: Pool) -> None:
+    kind = graphopt.DataParallel(broadcast=False, broadcast_buffers=False)
+    assert all("another one" in said for said in two_ranks.run(_said_on_rank, counts, kind))

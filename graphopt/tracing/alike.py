@@ -3,13 +3,16 @@ optimizer state and what collectives of all ranks have given, and from nothing o
 
     x ── local ──▶ loss ── backward ──▶ g ── all_reduce ──▶ mean of all ranks ── norm ──▶ alike
 
-A decision by such a value is the same decision everywhere. Batches, buffers and random numbers are
-a rank's own.
+A decision by such a value is the same decision everywhere. Batches and random numbers are a rank's
+own, and so are buffers that the step computes from them, as statistics of a batch are. Other
+buffers (a count of steps, the average of a model's weights) begin alike and stay so. Which these
+are is known when the whole step is: until then none is taken for a rank's own, and then each
+decision is looked at once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -17,30 +20,103 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import is_collective, is_copy, is_operator
+from graphopt.graph_utils import get_outputs, is_collective, is_copy, is_operator
+from graphopt.host.assumptions import Assumption
 from graphopt.ir.operators import draws, is_marker, operator_of
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs import Inputs, ModuleTensor, Storage
+from graphopt.tracing.signature import Signature
 
-ALIKE = frozenset({"parameter", "optimizer_state"})
+_ALIKE = frozenset({"parameter", "optimizer_state"})
 """Kinds of inputs that all ranks have alike."""
 
 
-def is_alike(graph: fx.Graph, wanted: fx.Node, kinds: Sequence[str]) -> bool:
-    """Whether a node of a trace that is being recorded has the same value on all ranks.
+def own_inputs(inputs: Inputs, call: Call, *, broadcast: bool) -> list[bool]:
+    """Whether each placeholder may have another value on each rank, in a step that computes no
+    buffer from such a value.
 
     Args:
-        kinds: of the placeholders, in order.
+        broadcast: the ranks begin with the same parameters and buffers of modules.
+    """
+    own = [kind not in _ALIKE for kind, _ in inputs.kinds_and_names(call)]
+    for position, holder in enumerate(inputs.placeholders if broadcast else ()):
+        members = holder.members if isinstance(holder, Storage) else [holder]
+        if all(member.kind != "buffer" or _is_registered(member) for member in members):
+            own[position] = False
+    return own
+
+
+def _is_registered(entry: ModuleTensor) -> bool:
+    return not (entry.bare or entry.rebindable)
+
+
+def is_alike(graph: fx.Graph, wanted: fx.Node, own: Sequence[bool]) -> bool:
+    """Whether a node of a trace that is being recorded has the same value on all ranks, where
+    these inputs alone are a rank's own."""
+    return wanted not in _own(graph, own, wanted)
+
+
+def first_own(
+    graph: fx.Graph, inputs: Inputs, own: Sequence[bool], signature: Signature
+) -> Assumption | None:
+    """The first assumption of a captured step by a value that may be another one on each rank.
+
+    Args:
+        own: see `own_inputs`. A buffer is a rank's own as well where the step puts another tensor
+            in its place, or computes it from what is a rank's own.
+    """
+    asked = [node for node in graph.nodes if isinstance(node.target, Assumption)]
+    if not asked:
+        return None
+    buffers = dict(_buffers(inputs, signature))
+    own = [known or buffers.get(position, False) for position, known in enumerate(own)]
+    positions = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    copies = [(positions[copy.args[0]], copy.args[1]) for copy in get_outputs(graph).updates]
+    updates = {position: value for position, value in copies if position in buffers}
+    while True:
+        marks = _own(graph, own)
+        found = [at for at, value in updates.items() if value in marks and not own[at]]
+        if not found:
+            break
+        for position in found:
+            own[position] = True
+    decided = (node for node in asked if not marks.isdisjoint(node.all_input_nodes[:1]))
+    return next((cast(Assumption, node.target) for node in decided), None)
+
+
+def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]:
+    """Positions of buffers, and whether they are something else after the step."""
+    replaced = {(id(found.attributes), found.name) for found in signature.attributes}
+    rebound = {id(inputs.module_tensors[position]) for position in signature.rebound}
+    for position, holder in enumerate(inputs.placeholders):
+        members = holder.members if isinstance(holder, Storage) else [holder]
+        buffers = [member for member in members if member.kind == "buffer"]
+        if buffers:
+            places = {(id(owner), name) for each in buffers for owner, name in each.slots}
+            yield (
+                position,
+                not (places.isdisjoint(replaced) and rebound.isdisjoint(map(id, buffers))),
+            )
+
+
+def _own(graph: fx.Graph, placeholders: Sequence[bool], last: fx.Node | None = None) -> set[Any]:
+    """Nodes, and memory, whose values may be others on each rank.
+
+    Args:
+        placeholders: whether each of them is a rank's own.
+        last: nodes behind it are not looked at.
     """
     own: set[Any] = set()
-    order = iter(kinds)
+    order = iter(placeholders)
     for node in graph.nodes:
         if node.op == "placeholder":
-            if next(order) not in ALIKE:
+            if next(order):
                 own |= _marks(node)
         elif node.op == "call_function":
             _note(node, own)
-        if node is wanted:
+        if node is last:
             break
-    return wanted not in own
+    return own
 
 
 def _note(node: fx.Node, own: set[Any]) -> None:
@@ -57,12 +133,18 @@ def _note(node: fx.Node, own: set[Any]) -> None:
     if is_operator(node.target, "aten::_amp_foreach_non_finite_check_and_unscale_"):
         _note_check(node, own)
         return
-    local = draws(node) or any(not own.isdisjoint(_marks(arg)) for arg in node.all_input_nodes)
-    if not local:
-        return
-    own |= _marks(node)
-    for arg in _written(node):
-        own |= _marks(arg)
+    if draws(node) or depends_on(node, own):
+        own |= reached_by(node)
+
+
+def depends_on(node: fx.Node, values: Set[Any]) -> bool:
+    """Whether an argument of a node, or the memory that it lies in, is among some values."""
+    return any(not values.isdisjoint(_marks(arg)) for arg in node.all_input_nodes)
+
+
+def reached_by(node: fx.Node) -> set[Any]:
+    """A node, what it writes to, and the memory that these lie in."""
+    return _marks(node).union(*map(_marks, _written(node)))
 
 
 def _note_check(node: fx.Node, own: set[Any]) -> None:

@@ -17,10 +17,12 @@ from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
 from graphopt.parallel.parallelize import parallelize
 from graphopt.runtime.collector import collector_paused
+from graphopt.tracing.alike import first_own, own_inputs
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.compare import GraphDifference, fingerprint, first_difference
+from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.input_notes import (
@@ -156,6 +158,11 @@ def _rewritten(
         functional = functionalize(raw)
     forget_unwritten(functional.graph_module, inputs, raw.signature)
     refuse_shared_updates(call, inputs, functional.updated)
+    if communication is not None:
+        own = own_inputs(inputs, call, broadcast=communication.parallel.broadcast)
+        assumed = first_own(functional.graph_module.graph, inputs, own, raw.signature)
+        if assumed is not None:
+            raise another_on_each_rank(assumed.line)
     names = name_placeholders(functional.graph_module.graph, kinds)
     functional.graph_module.recompile()
     specs = tuple(

@@ -33,7 +33,7 @@ from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.ir.operators import is_marker
-from graphopt.tracing.alike import is_alike
+from graphopt.tracing.alike import depends_on, is_alike, reached_by
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.known import KnownValues
@@ -54,7 +54,7 @@ class Decider:
         inputs: keep the answers.
         mode: in which the trace computes.
         values: of the inputs in this call, which decide.
-        kinds: of the inputs.
+        own: inputs that may have other values on other ranks; see `alike.own_inputs`.
         alone: no other rank runs the same step.
     """
 
@@ -64,16 +64,17 @@ class Decider:
         inputs: Inputs,
         mode: Any,
         values: Sequence[torch.Tensor],
-        kinds: Sequence[str],
+        own: Sequence[bool],
         alone: bool,
     ) -> None:
         self._tracer, self._inputs, self._alone = tracer, inputs, alone
-        self._kinds = kinds
+        self._own = own
         self._mode = mode
         self._relations = Relations(AnsweredQuestions(mode))
         self._count = 0
         self._fake = any(map(_compat.is_fake, values))
-        self._values = (KnownValues if self._fake else Values)(tracer, values)
+        known = Values if alone else ValuesBeforeCollectives
+        self._values = (KnownValues if self._fake else known)(tracer, values)
 
     def decide(self, number: Any, kind: type) -> Answer:
         """What a traced number is in this call, which the graph assumes from now on.
@@ -86,8 +87,8 @@ class Decider:
         self._refuse_many(line)
         assumption = Assumption(self._count, str(line))
         asked = self._recorded(assumption, number)
-        if not self._alone and not is_alike(self._tracer.graph, asked, self._kinds):
-            raise _another_on_each_rank(line)
+        if not self._alone and not is_alike(self._tracer.graph, asked, self._own):
+            raise another_on_each_rank(line)
         if self._count == len(known):
             known.append(self._answer(asked, kind, line))
         return self._assumed(assumption)
@@ -185,17 +186,18 @@ class Decider:
         """What a number is. On several ranks, where it stands behind collectives, a guess that is
         the same on all: a wrong one is found out by all of them when the graph first runs. A graph
         of fake tensors does not run here: it gets no guess."""
-        if self._alone or self._fake:
-            return cast(Answer, kind(self._values.of(number)))
+        values = self._values
+        if not isinstance(values, ValuesBeforeCollectives) or values.knows(number):
+            return cast(Answer, kind(values.of(number)))
         if kind is not bool:
-            raise _another_on_each_rank(line)
+            raise another_on_each_rank(line)
         return True
 
     def _refuse(self, line: Any) -> None:
         """One decision too many, or one that is this rank's own."""
         self._refuse_many(line)
         if not self._alone:
-            raise _another_on_each_rank(line)
+            raise another_on_each_rank(line)
 
     def _refuse_many(self, line: Any) -> None:
         if self._count == LIMIT:
@@ -206,7 +208,8 @@ class Decider:
             )
 
 
-def _another_on_each_rank(line: Any) -> CaptureError:
+def another_on_each_rank(line: Any) -> CaptureError:
+    """The refusal of a decision that each rank takes for itself."""
     return CaptureError(
         "it decides by the value of a tensor, which may be another one on each rank",
         location=str(line),
@@ -230,6 +233,10 @@ class Values:
         """The value of a node."""
         if not isinstance(wanted, fx.Node):
             return wanted
+        self._compute()
+        return self._values[wanted]
+
+    def _compute(self) -> None:
         with _compat.without_modes(), torch.no_grad(), without_autocast(), self._generators_aside():
             nodes = list(self._tracer.graph.nodes)
             if not self._done:
@@ -238,7 +245,6 @@ class Values:
                 if node.op != "placeholder":
                     self._values[node] = self._computed(node)
             self._done = len(nodes)
-        return self._values[wanted]
 
     def _take_inputs(self, nodes: Sequence[fx.Node]) -> None:
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -281,6 +287,25 @@ class Values:
             for generator, state in self._live.items():
                 self._generators[generator] = generator.get_state()
                 generator.set_state(state)
+
+
+class ValuesBeforeCollectives(Values):
+    """Of a trace that collectives are part of, the values that depend on none of them."""
+
+    def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
+        super().__init__(tracer, live)
+        self._unknown: set[Any] = set()
+
+    def knows(self, wanted: Any) -> bool:
+        """Whether the value of a node is one of them."""
+        self._compute()
+        return wanted not in self._unknown
+
+    def _computed(self, node: fx.Node) -> Any:
+        if is_collective(node) or is_marker(node) or depends_on(node, self._unknown):
+            self._unknown |= reached_by(node)
+            return None
+        return super()._computed(node)
 
 
 def _default_generators() -> list[torch.Generator]:

@@ -17,6 +17,7 @@ from graphopt.errors import CaptureError
 from graphopt.parallel import OverRanks
 from graphopt.parallel.markers import Group
 from graphopt.tracing import impurity, numbers, reduction, rng
+from graphopt.tracing.alike import own_inputs
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
@@ -96,8 +97,9 @@ class StepRun:
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(self._on_one_device()))
             alone = self.communication is None and _compat.rank_among_several() is None
-            kinds = [kind for kind, _ in self.inputs.kinds_and_names(self.call)]
-            decider = Decider(tracer, self.inputs, self._mode, self._values, kinds, alone)
+            begins_alike = self.communication is not None and self.communication.parallel.broadcast
+            own = own_inputs(self.inputs, self.call, broadcast=begins_alike)
+            decider = Decider(tracer, self.inputs, self._mode, self._values, own, alone)
             self.made.decider = decider
             if self.inputs.sizes is not SizesKept.UNKNOWN:
                 stack.enter_context(_compat.sizes_given(self._mode, decider.sized))
