@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphopt._compat.fakes import (
     Correction,
     Sizer,
+    are_plain_fakes,
     data_dependent_errors,
+    detached,
     errors_raised_once,
     fake_laid_out,
     fake_like,
@@ -23,6 +25,7 @@ from graphopt._compat.fakes import (
     has_symbolic_shape,
     is_fake,
     is_fake_mode_on,
+    is_ruled_in_python,
     known_number,
     met_sizes,
     new_fake_mode,
@@ -91,6 +94,7 @@ from graphopt._compat.optimizers import mark_stepped
 from graphopt._compat.settings import (
     global_settings,
     is_profiling,
+    without_dispatch,
     without_modes,
 )
 from graphopt._compat.tensors import (
@@ -141,6 +145,7 @@ __all__ = [
     "OpOverload",
     "Sizer",
     "TorchDispatchMode",
+    "are_plain_fakes",
     "as_parameter",
     "backward_sequence_number",
     "base_of",
@@ -155,6 +160,7 @@ __all__ = [
     "deepcopied",
     "default_store",
     "described_tensor",
+    "detached",
     "device_of",
     "errors_raised_once",
     "fake_laid_out",
@@ -187,6 +193,7 @@ __all__ = [
     "is_fsdp",
     "is_profiling",
     "is_recording",
+    "is_ruled_in_python",
     "is_transformed",
     "known_number",
     "lazy_graph_module",
@@ -234,6 +241,7 @@ __all__ = [
     "value_of",
     "version_kept",
     "version_of",
+    "without_dispatch",
     "without_fake_mode",
     "without_functional_mode",
     "without_modes",

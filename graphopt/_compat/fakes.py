@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -18,17 +19,24 @@ Correction = Callable[[Any, Any, Any, Any], Any]
 Check = Callable[[Any, Any, Any], None]
 """Of an operator, arguments and keyword arguments that are about to be asked for."""
 
+Known = Callable[[Any, Any, Any, Any], Any | None]
+"""From mode, operator, arguments and keyword arguments to what it gives; None where that is not
+known."""
+
 Sizer = Callable[[Any, Any], Any]
 """From operator and a result with unknown sizes to one with known ones."""
 
 
-def new_fake_mode(correct: Correction | None = None, check: Check | None = None) -> Any:
+def new_fake_mode(
+    correct: Correction | None = None, check: Check | None = None, known: Known | None = None
+) -> Any:
     """A FakeTensorMode with static shapes, and a ShapeEnv for values read by `.item()`.
 
     Args:
         correct: applied to what each operator gives.
         check: called before each operator, of which torch runs the kernel where it has no shape
             rule for it; may raise.
+        known: asked before the shape rule.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,8 +58,11 @@ def new_fake_mode(correct: Correction | None = None, check: Check | None = None)
                 check(func, args, kwargs)
             if self.sizer is not None and unknown:
                 return self.sized(self.sizer, func, types, args, kwargs)
-            result = super().dispatch(func, types, *_with_plain_numbers(func, args, kwargs))
-            return applied(func, args, kwargs, result)
+            args, kwargs = _with_plain_numbers(func, args, kwargs)
+            found = None if known is None else known(self, func, args, kwargs)
+            if found is not None:
+                return found
+            return applied(func, args, kwargs, super().dispatch(func, types, args, kwargs))
 
         def sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             self.sizer = None  # what a shape rule calls itself stays as torch does it
@@ -110,6 +121,41 @@ def _plain_number(value: Any) -> Any:
     return 0.5 if isinstance(value, torch.SymFloat) else value
 
 
+@lru_cache(maxsize=4096)
+def is_ruled_in_python(func: Any) -> bool:
+    """Whether the shape rule of an operator is Python, and nothing that it gives is drawn or of a
+    size that depends on values."""
+    from torch._decomp import decomposition_table, meta_table
+
+    if func not in decomposition_table and func not in meta_table:
+        return False
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return False
+    return not any(tag in func.tags for tag in _BY_VALUE)
+
+
+_BY_VALUE = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+)
+
+
+def are_plain_fakes(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all tensors are of a mode, without a value that is known and without marks that
+    change what operators do with them."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return all(
+        type(tensor) is FakeTensor
+        and tensor.fake_mode is mode
+        and tensor.constant is None
+        and tensor.real_tensor is None
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        for tensor in tensors
+    )
+
+
 def gives_unknown_sizes(func: Any, args: Any) -> bool:
     """Whether the sizes of what an operator gives depend on values, or it gives an integer."""
     if func is torch.ops.aten._local_scalar_dense.default:
@@ -156,6 +202,20 @@ def fake_laid_out(
 
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     return FakeTensor(fake.fake_mode, meta, fake.device)  # type: ignore[attr-defined]
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()`; of a fake one by the kernel alone, as `plain_view`."""
+    from torch._subclasses.fake_impls import fast_detach
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if type(tensor) is not FakeTensor or tensor.layout is not torch.strided:
+        return tensor.detach()
+    if tensor.constant is not None or tensor.real_tensor is not None:
+        return tensor.detach()
+    with torch.no_grad():
+        found: torch.Tensor = fast_detach(tensor.fake_mode, tensor)
+    return found
 
 
 def plain_view(target: object, args: tuple[Any, ...]) -> Any:
