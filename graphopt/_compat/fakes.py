@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -121,7 +120,6 @@ def _plain_number(value: Any) -> Any:
     return 0.5 if isinstance(value, torch.SymFloat) else value
 
 
-@lru_cache(maxsize=4096)
 def is_ruled_in_python(func: Any) -> bool:
     """Whether the shape rule of an operator is Python, and nothing that it gives is drawn or of a
     size that depends on values."""

@@ -85,7 +85,7 @@ def small_results(call: Call, elementwise: bool) -> Any | None:
         return None
     if _most_elements(call, given, elementwise) > _LARGEST_AT_ONCE:
         return None
-    with _unseen(given):
+    with _unrecorded():  # none of these operators draws
         return next(filter(None, (_fresh(call, fill) for fill in (_halves, _identities))), None)
 
 
@@ -335,5 +335,11 @@ def _unseen(given: list[Layout]) -> Iterator[None]:
     """While active, nobody records what runs, and generators are put back at the end."""
     devices = {layout.device.index or 0 for layout in given if layout.device.type == "cuda"}
     generators = torch.random.fork_rng(sorted(devices))
-    with _compat.without_modes(), torch.no_grad(), without_autocast(), generators:
+    with _unrecorded(), generators:
+        yield
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    with _compat.without_modes(), torch.no_grad(), without_autocast():
         yield

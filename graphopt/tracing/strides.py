@@ -77,7 +77,7 @@ def known(mode: Any, func: Any, args: Any, kwargs: Any) -> Any | None:
     Returns:
         Fake tensors of `mode`; None where the shape rule has to be asked.
     """
-    if not _is_checked(func) or not _compat.is_ruled_in_python(func):
+    if not _has_slow_rule(func):
         return None
     if not _compat.are_plain_fakes(mode, tensors_in((args, kwargs))):
         return None
@@ -87,6 +87,11 @@ def known(mode: Any, func: Any, args: Any, kwargs: Any) -> Any | None:
     except TypeError:
         return None
     return None if found is None else _made(mode, found)
+
+
+@lru_cache(maxsize=4096)
+def _has_slow_rule(func: Any) -> bool:
+    return _is_checked(func) and _compat.is_ruled_in_python(func)
 
 
 def _made(mode: Any, found: Any) -> Any:
