@@ -209,7 +209,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
     if type(tensor) is not FakeTensor or tensor.layout is not torch.strided:
         return tensor.detach()
-    if tensor.constant is not None or tensor.real_tensor is not None:
+    if not are_plain_fakes(tensor.fake_mode, [tensor]):
         return tensor.detach()
     with torch.no_grad():
         found: torch.Tensor = fast_detach(tensor.fake_mode, tensor)

@@ -24,7 +24,8 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import call_function_giving, call_function_with_meta
+from graphopt.graph_utils import call_function_with_meta
+from graphopt.graph_utils.inserting import call_function_giving
 from graphopt.graph_utils.ordering import earliest_order
 from graphopt.iter_graph.running import GROUP, INDEX
 from graphopt.schedule import Schedule, apply_schedule

@@ -1,7 +1,7 @@
 """Reading and editing FX graphs: free functions that keep metadata fresh."""
 
 from graphopt.graph_utils.cleaning import eliminate_dead_code, is_needed, remove_identities
-from graphopt.graph_utils.inserting import call_function_giving, call_function_with_meta, evaluate
+from graphopt.graph_utils.inserting import call_function_with_meta, evaluate
 from graphopt.graph_utils.modes import environment, without_autocast
 from graphopt.graph_utils.nodes import (
     after_placeholders,
@@ -39,7 +39,6 @@ __all__ = [
     "WAIT_FOR_SEVERAL",
     "Outputs",
     "after_placeholders",
-    "call_function_giving",
     "call_function_with_meta",
     "eliminate_dead_code",
     "environment",
