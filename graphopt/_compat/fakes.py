@@ -121,22 +121,16 @@ def _plain_number(value: Any) -> Any:
 
 
 def is_ruled_in_python(func: Any) -> bool:
-    """Whether the shape rule of an operator is Python, and nothing that it gives is drawn or of a
-    size that depends on values."""
+    """Whether the shape rule of an operator is Python, and nothing that it gives is of a size that
+    depends on values."""
     from torch._decomp import decomposition_table, meta_table
 
     if func not in decomposition_table and func not in meta_table:
         return False
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return False
-    return not any(tag in func.tags for tag in _BY_VALUE)
-
-
-_BY_VALUE = (
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-)
+    by_value = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return not any(tag in func.tags for tag in by_value)
 
 
 def are_plain_fakes(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:

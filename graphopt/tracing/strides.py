@@ -15,7 +15,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import is_pointwise, tensors_in
-from graphopt.ir.operators import fused_optimizer
+from graphopt.ir.operators import fused_optimizer, row
 from graphopt.tracing import recurrent, scratch
 from graphopt.tracing.layouts import Items, Layout, described, layouts, leaves
 from graphopt.tracing.scratch import Call
@@ -91,7 +91,7 @@ def known(mode: Any, func: Any, args: Any, kwargs: Any) -> Any | None:
 
 @lru_cache(maxsize=4096)
 def _has_slow_rule(func: Any) -> bool:
-    return _is_checked(func) and _compat.is_ruled_in_python(func)
+    return _is_checked(func) and not row(func).random and _compat.is_ruled_in_python(func)
 
 
 def _made(mode: Any, found: Any) -> Any:
