@@ -333,6 +333,7 @@ def test_what_small_tensors_give_is_answered_by_the_kernel_alone() -> None:
         (aten.sum.default, (row.expand(1 << 20, 1 << 12),)),
         (aten.mul.Tensor, (column, row)),
         (aten.mm.default, (column, row)),
+        (aten.mm.default, (_fake(mode, torch.tensor(1.0)), x)),
         (aten.repeat.default, (x, [1 << 20, 1 << 20])),
         (aten.add.Tensor, (x, torch.randn(3, 4))),
     ]:

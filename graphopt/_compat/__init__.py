@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphopt._compat.fakes import (
     Correction,
     Sizer,
-    are_plain_fakes,
     data_dependent_errors,
-    detached,
     errors_raised_once,
     fake_laid_out,
     fake_like,
@@ -25,13 +23,11 @@ from graphopt._compat.fakes import (
     has_symbolic_shape,
     is_fake,
     is_fake_mode_on,
-    is_ruled_in_python,
     known_number,
     met_sizes,
     new_fake_mode,
     new_unknown,
     plain_fake_mode,
-    plain_view,
     quiet_fakes,
     register_fused_meta_kernels,
     sizes_given,
@@ -91,6 +87,12 @@ from graphopt._compat.operators import (
     schema_of,
 )
 from graphopt._compat.optimizers import mark_stepped
+from graphopt._compat.plain_fakes import (
+    are_plain_fakes,
+    detached,
+    is_ruled_in_python,
+    plain_view,
+)
 from graphopt._compat.settings import (
     global_settings,
     is_profiling,

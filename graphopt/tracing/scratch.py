@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count, zip_longest
+from itertools import count
 from typing import Any
 
 import torch
 
 from graphopt import _compat
-from graphopt.graph_utils import tensors_in, without_autocast
+from graphopt.graph_utils import without_autocast
 from graphopt.tracing.layouts import (
     Items,
     Layout,
@@ -28,16 +28,11 @@ from graphopt.tracing.layouts import (
     restride,
 )
 
-aten = torch.ops.aten
-
 SMALL = 1 << 16
 """Elements of arguments and results up to which scratch tensors have the real sizes at once."""
 
 LARGEST = 1 << 24
 """Elements above which no kernel is run."""
-
-_LARGEST_AT_ONCE = 1 << 20
-"""Elements that a result may have where a kernel is run instead of a shape rule."""
 
 _KEPT = 8
 """Sizes up to which a size may mean something else (of a kernel, a group, a list) and stays."""
@@ -65,101 +60,6 @@ def true_results(call: Call, expected: Any, elementwise: bool) -> Any | None:
             if found is not None:
                 return found
     return None
-
-
-def small_results(call: Call, elementwise: bool) -> Any | None:
-    """What the real kernel of `call` returns where all tensors are small and on the CPU: no shape
-    rule has to be asked.
-
-    Args:
-        elementwise: as in `true_results`.
-
-    Returns:
-        None where that is not so, where the kernel takes no such values, or where a result is no
-        tensor with memory of its own.
-    """
-    given = layouts(*call[1:])
-    if not given or any(layout.device.type != "cpu" for layout in given):
-        return None
-    if sum(map(_size, given)) > SMALL:
-        return None
-    if _most_elements(call, given, elementwise) > _LARGEST_AT_ONCE:
-        return None
-    with _unrecorded():  # none of these operators draws
-        return next(filter(None, (_fresh(call, fill) for fill in (_halves, _identities))), None)
-
-
-def _most_elements(call: Call, given: list[Layout], elementwise: bool) -> int:
-    """At least as many as the results have."""
-    if elementwise:
-        dimensions = zip_longest(*(reversed(layout.shape) for layout in given), fillvalue=1)
-        return math.prod(map(max, dimensions)) * len(given)  # one result for each entry of lists
-    if call[0] in _PRODUCTS:
-        return math.prod(given[-2].shape[:-1]) * given[-1].shape[-1]
-    name = _compat.operator_name(call[0]).removesuffix("_backward_data").removesuffix("_backward")
-    if name in _NO_LARGER:
-        return sum(map(_size, given))
-    largest = sorted(map(_size, given), reverse=True)[:2]
-    plain = (leaf for one in call[1:] for leaf in leaves(one) if isinstance(leaf, PlainArgument))
-    numbers = [leaf.value for leaf in plain if leaf.kind is int]
-    return math.prod(max(1, abs(factor)) for factor in (*largest, *numbers))
-
-
-def _size(layout: Layout) -> int:
-    """Elements of a tensor, those of expanded dimensions among them, or of its storage."""
-    return max(layout.span, math.prod(layout.shape))
-
-
-_PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
-"""Operators whose last two tensors are multiplied as matrices."""
-
-_NO_LARGER = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_log_softmax",
-        "_native_batch_norm_legit_functional",
-        "_softmax",
-        "cat",
-        "cumsum",
-        "linalg_vector_norm",
-        "log_sigmoid_forward",
-        "mean",
-        "native_batch_norm",
-        "native_group_norm",
-        "native_layer_norm",
-        "nll_loss_forward",
-        "nll_loss",
-        "stack",
-        "sum",
-        "topk",
-        "var",
-        "var_mean",
-    )
-)
-"""Operators, and their backwards, each of whose results has at most as many elements as all
-arguments."""
-
-
-def _fresh(call: Call, make: Callable[[Layout], torch.Tensor]) -> Any | None:
-    """What a kernel returns, if each of its tensors alone fills memory that is of nobody else."""
-    known: set[int] = set()
-
-    def noted(layout: Layout) -> torch.Tensor:
-        tensor = make(layout)
-        known.add(_compat.storage_key(tensor))
-        return tensor
-
-    def fresh(result: Any) -> Any | None:
-        found = described(result)
-        for tensor, layout in zip(tensors_in(result), layouts(found), strict=True):
-            storage = _compat.storage_key(tensor)
-            own = tensor.untyped_storage().nbytes() == layout.span * tensor.itemsize
-            if storage in known or not own:
-                return None
-            known.add(storage)
-        return found
-
-    return _called(call, noted, fresh)
 
 
 def _shrinkings(call: Call, expected: Any, elementwise: bool) -> Iterator[Mapping[int, int]]:
@@ -227,7 +127,7 @@ def _shrunk(call: Call, sizes: Mapping[int, int]) -> Call | None:
 def _agrees(shrunk: Call, expected: Any, sizes: Mapping[int, int]) -> bool:
     """Whether the shape rule says of the small call what it says of the real one."""
     with _compat.plain_fake_mode():
-        found = _called(shrunk, _empty)
+        found = called(shrunk, _empty)
     if found is None:
         return False
     ours, theirs = layouts(found), layouts(expected)
@@ -265,14 +165,14 @@ def _enlarged(found: Any, expected: Any, sizes: Mapping[int, int]) -> Any | None
 
 def _run(call: Call) -> Any | None:
     """What the real kernel returns; tried with values of two kinds, some of which it may refuse."""
-    for fill in (_halves, _identities):
-        found = _called(call, fill)
+    for fill in (halves, identities):
+        found = called(call, fill)
         if found is not None:
             return found
     return None
 
 
-def _called(
+def called(
     call: Call,
     make: Callable[[Layout], torch.Tensor],
     look: Callable[[Any], Any | None] = described,
@@ -301,13 +201,13 @@ def _empty(layout: Layout) -> torch.Tensor:
     )
 
 
-def _halves(layout: Layout) -> torch.Tensor:
+def halves(layout: Layout) -> torch.Tensor:
     """Every number 0.5: positive, a probability; every integer 0: an index."""
     floating = layout.dtype.is_floating_point or layout.dtype.is_complex
     return _fill(_empty(layout), 0.5 if floating else 0)
 
 
-def _identities(layout: Layout) -> torch.Tensor:
+def identities(layout: Layout) -> torch.Tensor:
     """Matrices that can be inverted; integers that can be divided by."""
     tensor = _fill(_empty(layout), 0 if len(layout.shape) > 1 else 1)
     if len(layout.shape) > 1 and 0 not in layout.strides:
@@ -335,11 +235,11 @@ def _unseen(given: list[Layout]) -> Iterator[None]:
     """While active, nobody records what runs, and generators are put back at the end."""
     devices = {layout.device.index or 0 for layout in given if layout.device.type == "cuda"}
     generators = torch.random.fork_rng(sorted(devices))
-    with _unrecorded(), generators:
+    with unrecorded(), generators:
         yield
 
 
 @contextmanager
-def _unrecorded() -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
     with _compat.without_modes(), torch.no_grad(), without_autocast():
         yield

@@ -16,7 +16,7 @@ import torch
 from graphopt import _compat
 from graphopt.graph_utils import is_pointwise, tensors_in
 from graphopt.ir.operators import fused_optimizer, row
-from graphopt.tracing import recurrent, scratch
+from graphopt.tracing import recurrent, scratch, small
 from graphopt.tracing.layouts import Items, Layout, described, layouts, leaves
 from graphopt.tracing.scratch import Call
 
@@ -71,7 +71,7 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def known(mode: Any, func: Any, args: Any, kwargs: Any) -> Any | None:
-    """What an operator gives for small tensors, by its kernel alone (`scratch.small_results`). Its
+    """What an operator gives for small tensors, by its kernel alone (`small`). Its
     shape rule is a program in Python, which may call a dozen other operators.
 
     Returns:
@@ -217,7 +217,7 @@ def _true_results(call: Call, expected: Any, settings: tuple[Any, ...]) -> Any |
 @lru_cache(maxsize=1 << 14)
 def _small_results(call: Call, settings: tuple[Any, ...]) -> Any | None:
     del settings
-    return scratch.small_results(call, _is_elementwise(call[0]))
+    return small.small_results(call, _is_elementwise(call[0]))
 
 
 def _with_layouts(result: Any, found: Any) -> Any:
