@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import graphopt
 from graphopt.executable.batching import LIST_BYTES, SMALL_BYTES, batch_small_operators
-from graphopt.graph_utils import call_function_with_meta
+from graphopt.graph_utils import call_function_with_meta, evaluate
 from graphopt.verify.calls import CALLED
 
 aten = torch.ops.aten
@@ -116,7 +116,8 @@ def graph_at_random(draw: random.Random) -> fx.GraphModule:
     values: list[fx.Node] = []
     for index in range(draw.randint(2, 5)):
         node = graph.placeholder(f"x{index}")
-        node.meta["val"] = fake(draw.choice(SHAPES))
+        value = fake(draw.choice(SHAPES))
+        node.meta["val"] = value.t() if value.ndim == 2 and draw.random() < 0.5 else value
         values.append(node)
     inputs, updated, updates = list(values), set[fx.Node](), []
     for _ in range(draw.randint(5, 30)):
@@ -183,6 +184,15 @@ def everything(gm: fx.GraphModule) -> list[torch.Tensor]:
     return [*results, *inputs]
 
 
+def assert_metadata_as_computed(graph: fx.Graph) -> None:
+    """What a list gives is noted as what its operators gave, and not computed anew."""
+    for node in graph.nodes:
+        if "_foreach_" in str(node.target):
+            noted, computed = node.meta["val"], evaluate(node.target, node.args, node.kwargs)
+            kinds = [[(x.dtype, x.shape, x.stride()) for x in v] for v in (noted, computed)]
+            assert kinds[0] == kinds[1], node
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_graphs_at_random(draw: random.Random) -> None:
@@ -193,6 +203,7 @@ def test_graphs_at_random(draw: random.Random) -> None:
     gm.graph.lint()
     gm.recompile()
     assert batched or len(gm.graph.nodes) == count
+    assert_metadata_as_computed(gm.graph)
     for a, b in zip(expected, everything(gm), strict=True):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32)) or torch.equal(
             a.isnan(), b.isnan()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import cProfile
+import dis
 import gc
+import importlib
 import itertools
 import logging
 import re
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import graphopt
+from graphopt._compat import frames
 from outside_anew import ANEW, TRIMMED
 from outside_cases import CASES
 from refusal import marked_lines
@@ -408,6 +411,55 @@ def test_a_profiler_that_is_running_goes_on() -> None:
     trained.check()
     assert trained.captures == 2
     assert any(entry.code == trained.step.__code__ for entry in profiler.getstats())
+
+
+def test_ranges_for_the_profiler_are_those_of_the_trace() -> None:
+    """They are no part of the graph, and the profile of a first call has them, the user's among
+    them; those within a function of torch's as well."""
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.profiler.record_function("the user's range"):
+            return model(x).square().mean()
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        run = graphopt.compile(step) if compiled else step
+        with torch.profiler.profile() as profile:
+            losses = [run(model, optimizer, torch.randn(4, 3))]
+        names = {event.key for event in profile.key_averages()}
+        assert {"the user's range", "Optimizer.step#Adam.step"} <= names
+        losses.append(run(model, optimizer, torch.randn(4, 3)))
+        results.append([*losses, *model.parameters()])
+    assert all(map(torch.equal, *results))
+    assert "record_function" not in run.graph_module.code
+
+
+@pytest.mark.parametrize(
+    "module", ["nn.functional", "nn.modules.module", "optim.adam", "functional", "_tensor"]
+)
+def test_global_names_are_read_as_dis_reads_them(module: str) -> None:
+    values = vars(importlib.import_module(f"torch.{module}")).values()
+    functions = [f for f in values if isinstance(f, types.FunctionType)]
+    assert functions
+    for function in functions:
+        found: dict[Any, None] = {}
+        shown = ("CACHE", "EXTENDED_ARG")
+        steps = [i for i in dis.get_instructions(function) if i.opname not in shown]
+        for load, after in itertools.pairwise(steps):
+            if load.opname == "LOAD_GLOBAL":
+                taken = after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+                found[load.argval, after.argval if taken else None] = None
+        assert frames.loaded_globals(function.__code__) == tuple(found)
 
 
 def test_what_a_step_reads_is_not_kept_alive() -> None:

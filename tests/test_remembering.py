@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import graphopt
 from graphopt._compat import questions, storage_key
 from graphopt._compat.remembering import remembered, written_as_it_is
-from graphopt.tracing import untouched
+from graphopt.tracing import strides, untouched
 from zoo import MODELS, OPTIMIZERS, train_step
 
 aten = torch.ops.aten
@@ -58,6 +58,7 @@ def torchs_own_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         for module in ("step_run", "functional"):
             monkeypatch.setattr(f"graphopt.tracing.{module}.remembered", nullcontext)
         monkeypatch.setattr(untouched.Untouched, "stays", lambda self, node: False)
+        monkeypatch.setattr(strides, "known", lambda *args: None)
 
     return turn_on
 

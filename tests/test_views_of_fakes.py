@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -76,3 +77,35 @@ def test_the_mode_decides_where_sizes_are_symbolic() -> None:
     node.meta["val"] = mode.from_tensor(torch.zeros(7), static_shapes=False)
     new = call_function_with_meta(graph, VIEW, (node, [-1, 1]))
     assert isinstance(new.meta["val"].shape[0], torch.SymInt)
+
+
+@pytest.mark.parametrize(
+    "real",
+    [
+        torch.zeros(3, 4),
+        torch.zeros(3, 4, requires_grad=True),
+        torch.nn.Parameter(torch.zeros(3, 4).t()),
+        torch.zeros(6, dtype=torch.complex64).conj(),
+        torch.zeros(0, 2),
+        torch.zeros(4)[1::2],
+        torch.zeros(3, 3).to_sparse(),
+    ],
+    ids=["plain", "leaf", "parameter", "conj", "empty", "inside", "sparse"],
+)
+@pytest.mark.parametrize("active", [False, True], ids=["outside its mode", "in its mode"])
+def test_what_is_detached_is_what_the_mode_detaches(real: Tensor, active: bool) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(real, static_shapes=True)
+    with mode if active else nullcontext():
+        ours, theirs = _compat.detached(fake), fake.detach()
+    if real.is_sparse:
+        assert ours.is_sparse and ours.shape == theirs.shape
+    else:
+        assert facts(ours) == facts(theirs)
+        assert ours is not fake and ours.is_leaf
+
+
+def test_what_is_detached_keeps_a_value_that_is_known() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        known = torch.tensor(2.5)
+        assert _compat.detached(known).item() == 2.5

@@ -28,7 +28,6 @@ from graphopt._compat.fakes import (
     new_fake_mode,
     new_unknown,
     plain_fake_mode,
-    plain_view,
     quiet_fakes,
     register_fused_meta_kernels,
     sizes_given,
@@ -88,9 +87,16 @@ from graphopt._compat.operators import (
     schema_of,
 )
 from graphopt._compat.optimizers import mark_stepped
+from graphopt._compat.plain_fakes import (
+    are_plain_fakes,
+    detached,
+    is_ruled_in_python,
+    plain_view,
+)
 from graphopt._compat.settings import (
     global_settings,
     is_profiling,
+    without_dispatch,
     without_modes,
 )
 from graphopt._compat.tensors import (
@@ -141,6 +147,7 @@ __all__ = [
     "OpOverload",
     "Sizer",
     "TorchDispatchMode",
+    "are_plain_fakes",
     "as_parameter",
     "backward_sequence_number",
     "base_of",
@@ -155,6 +162,7 @@ __all__ = [
     "deepcopied",
     "default_store",
     "described_tensor",
+    "detached",
     "device_of",
     "errors_raised_once",
     "fake_laid_out",
@@ -187,6 +195,7 @@ __all__ = [
     "is_fsdp",
     "is_profiling",
     "is_recording",
+    "is_ruled_in_python",
     "is_transformed",
     "known_number",
     "lazy_graph_module",
@@ -234,6 +243,7 @@ __all__ = [
     "value_of",
     "version_kept",
     "version_of",
+    "without_dispatch",
     "without_fake_mode",
     "without_functional_mode",
     "without_modes",

@@ -18,17 +18,24 @@ Correction = Callable[[Any, Any, Any, Any], Any]
 Check = Callable[[Any, Any, Any], None]
 """Of an operator, arguments and keyword arguments that are about to be asked for."""
 
+Known = Callable[[Any, Any, Any, Any], Any | None]
+"""From mode, operator, arguments and keyword arguments to what it gives; None where that is not
+known."""
+
 Sizer = Callable[[Any, Any], Any]
 """From operator and a result with unknown sizes to one with known ones."""
 
 
-def new_fake_mode(correct: Correction | None = None, check: Check | None = None) -> Any:
+def new_fake_mode(
+    correct: Correction | None = None, check: Check | None = None, known: Known | None = None
+) -> Any:
     """A FakeTensorMode with static shapes, and a ShapeEnv for values read by `.item()`.
 
     Args:
         correct: applied to what each operator gives.
         check: called before each operator, of which torch runs the kernel where it has no shape
             rule for it; may raise.
+        known: asked before the shape rule.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,8 +57,11 @@ def new_fake_mode(correct: Correction | None = None, check: Check | None = None)
                 check(func, args, kwargs)
             if self.sizer is not None and unknown:
                 return self.sized(self.sizer, func, types, args, kwargs)
-            result = super().dispatch(func, types, *_with_plain_numbers(func, args, kwargs))
-            return applied(func, args, kwargs, result)
+            args, kwargs = _with_plain_numbers(func, args, kwargs)
+            found = None if known is None else known(self, func, args, kwargs)
+            if found is not None:
+                return found
+            return applied(func, args, kwargs, super().dispatch(func, types, args, kwargs))
 
         def sized(self, sizer: Sizer, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             self.sizer = None  # what a shape rule calls itself stays as torch does it
@@ -156,44 +166,6 @@ def fake_laid_out(
 
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     return FakeTensor(fake.fake_mode, meta, fake.device)  # type: ignore[attr-defined]
-
-
-def plain_view(target: object, args: tuple[Any, ...]) -> Any:
-    """What a view or a split gives of a fake tensor, by the kernel alone. The mode asks it as well,
-    after much else, which takes eight times as long and decides nothing where sizes are numbers.
-
-    Args:
-        args: values, not nodes.
-
-    Returns:
-        None for other operators and arguments, those that do not fit among them, and for tensors of
-        which more is to be kept.
-    """
-    if (target is not _VIEW and target is not _SPLIT) or len(args) != 2:
-        return None
-    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-
-    source, sizes = args
-    if type(source) is not FakeTensor or not isinstance(sizes, (list, tuple)):
-        return None
-    if not all(type(size) is int for size in sizes):
-        return None
-    mode, device = source.fake_mode, source.fake_device
-    kept = source.constant is not None or source.real_tensor is not None or source.requires_grad
-    if kept or source.is_conj() or source.is_neg() or source._has_symbolic_sizes_strides:
-        return None
-    try:
-        with torch.no_grad(), in_kernel_invocation_manager(mode):
-            found: Any = target(source, sizes)
-    except RuntimeError:  # the mode says what is wrong
-        return None
-    if target is _VIEW:
-        return FakeTensor(mode, found, device)
-    return [FakeTensor(mode, part, device) for part in found]
-
-
-_VIEW = torch.ops.aten.view.default
-_SPLIT = torch.ops.aten.split_with_sizes.default
 
 
 def is_fake(value: object) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ _OWN_WAY = (
 class RememberingMode(ProxyTorchDispatchMode):
     """Torch's recording mode, which answers what has been asked before by itself."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's own mode sees to that, where it is asked."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -77,8 +83,8 @@ class RememberingMode(ProxyTorchDispatchMode):
 
 
 class _QuickTracer(PythonKeyTracer):
-    """Torch's tracer, which makes the nodes of operators without looking for what few of them
-    have."""
+    """Torch's tracer, which makes the nodes of operators, torch's and Python's, without looking for
+    what few of them have."""
 
     def create_node(
         self,
@@ -89,7 +95,8 @@ class _QuickTracer(PythonKeyTracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        if kind != "call_function" or not _is_remembered(target) or has_preserved_node_meta():
+        quick = type(target) is BuiltinFunctionType or _is_remembered(target)
+        if kind != "call_function" or not quick or has_preserved_node_meta():
             return super().create_node(kind, target, args, kwargs, name, type_expr)
         return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +45,12 @@ def global_settings() -> tuple[Any, ...]:
 def is_profiling() -> bool:
     """Whether a profiler records this thread."""
     return bool(torch.autograd._profiler_enabled())
+
+
+def without_dispatch() -> AbstractContextManager[None]:
+    """While active, no mode sees the operators that this thread calls."""
+    context: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return context
 
 
 @contextmanager

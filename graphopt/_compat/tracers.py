@@ -101,8 +101,8 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
     with environment.ignore_fresh_unbacked_symbols():
         result: torch.SymFloat = environment.create_unbacked_symfloat()
     slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, torch.SymFloat) else a for a in args]
-    proxies = tuple(a if isinstance(a, (int, float)) else a.force() for a in slots)
-    proxy = mode.tracer.create_proxy("call_function", function, proxies, {})
+    nodes = tuple(a if isinstance(a, (int, float)) else a.force().node for a in slots)
+    proxy = mode.tracer.proxy(mode.tracer.create_node("call_function", function, nodes, {}))
     track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
     return result
 

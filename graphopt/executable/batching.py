@@ -25,6 +25,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
+from graphopt.graph_utils.inserting import call_function_giving
 from graphopt.graph_utils.ordering import earliest_order
 from graphopt.iter_graph.running import GROUP, INDEX
 from graphopt.schedule import Schedule, apply_schedule
@@ -207,8 +208,9 @@ def _put_together(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     if form.numbers:
         args.append([number for each in forms for number in each.numbers])
     kwargs = {"alpha": form.scale[0]} if form.scale else {}
+    values = [member.meta["val"] for member in members]  # the kernels are the same
     with graph.inserting_after(like):
-        call = call_function_with_meta(graph, form.target, tuple(args), kwargs, like=like)
+        call = call_function_giving(graph, form.target, tuple(args), kwargs, values, like=like)
     place = call
     for index, member in enumerate(members):
         with graph.inserting_after(place):

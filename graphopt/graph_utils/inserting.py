@@ -51,9 +51,7 @@ def call_function_with_meta(
             "  hint:  graphopt.host.insert_callback(graph, function, *nodes) calls a function in"
             " every step"
         )
-    node = graph.call_function(target, args, kwargs)
-    if like is not None:
-        node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}
+    node = _inserted(graph, target, args, kwargs, like)
     try:
         with _compat.quiet_fakes():
             node.meta["val"] = _value_of_call(graph, node)
@@ -61,6 +59,31 @@ def call_function_with_meta(
         text = _refused_call(node, error)
         graph.erase_node(node)
         raise VerificationError(text) from error
+    return node
+
+
+def call_function_giving(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    value: Any,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """`call_function_with_meta` where it is known already what the call gives: `value`, made of
+    fake tensors."""
+    node = _inserted(graph, target, args, kwargs, like)
+    node.meta["val"] = value
+    return node
+
+
+def _inserted(
+    graph: fx.Graph, target: Callable[..., Any], args: Any, kwargs: Any, like: fx.Node | None
+) -> fx.Node:
+    node = graph.call_function(target, args, kwargs)
+    if like is not None:
+        node.meta = {key: value for key, value in like.meta.items() if key not in _COMPUTED}
     return node
 
 
@@ -125,4 +148,4 @@ def _of_its_own(value: Any, given: Container[int]) -> Any:
     """A result that is none of the arguments, and needs no gradient."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach() if id(value) in given or value.requires_grad else value
+    return _compat.detached(value) if id(value) in given or value.requires_grad else value

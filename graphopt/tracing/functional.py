@@ -80,7 +80,7 @@ def functionalize(raw: RawTrace) -> Functional:
         updated[:] = changed
         return results + [finals[i] for i in changed]
 
-    inputs = [fake.detach() for fake in raw.fakes]
+    inputs = [_compat.detached(fake) for fake in raw.fakes]
     with without_autocast():
         graph_module = _compat.make_fx(run)(*inputs)
     graph = graph_module.graph

@@ -55,6 +55,13 @@ _IN_PLACE = frozenset(
     {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"}
     | {"__ipow__", "__iand__", "__ior__", "__ixor__"}
 )
+_PROFILED = frozenset(
+    {
+        torch.ops.profiler._record_function_enter_new,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
+"""Begin and end of a range for the profiler, which is the trace's and no part of the graph."""
 _METADATA = frozenset(
     {
         "dim",
@@ -238,6 +245,9 @@ class Redirect(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
+        if func in _PROFILED:
+            with _compat.without_dispatch():
+                return func(*args, **kwargs)
         args, kwargs = untraced(self._prepared, func, args, kwargs)
         result = self._call(func, args, kwargs)
         untraced(self._made.add, result)

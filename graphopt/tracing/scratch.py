@@ -127,7 +127,7 @@ def _shrunk(call: Call, sizes: Mapping[int, int]) -> Call | None:
 def _agrees(shrunk: Call, expected: Any, sizes: Mapping[int, int]) -> bool:
     """Whether the shape rule says of the small call what it says of the real one."""
     with _compat.plain_fake_mode():
-        found = _called(shrunk, _empty)
+        found = called(shrunk, _empty)
     if found is None:
         return False
     ours, theirs = layouts(found), layouts(expected)
@@ -165,17 +165,21 @@ def _enlarged(found: Any, expected: Any, sizes: Mapping[int, int]) -> Any | None
 
 def _run(call: Call) -> Any | None:
     """What the real kernel returns; tried with values of two kinds, some of which it may refuse."""
-    for fill in (_halves, _identities):
-        found = _called(call, fill)
+    for fill in (halves, identities):
+        found = called(call, fill)
         if found is not None:
             return found
     return None
 
 
-def _called(call: Call, make: Callable[[Layout], torch.Tensor]) -> Any | None:
+def called(
+    call: Call,
+    make: Callable[[Layout], torch.Tensor],
+    look: Callable[[Any], Any | None] = described,
+) -> Any | None:
     try:
         args, kwargs = _built(call[1], make), _built(call[2], make)
-        return described(call[0](*args, **kwargs))
+        return look(call[0](*args, **kwargs))
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError):
         return None
 
@@ -197,13 +201,13 @@ def _empty(layout: Layout) -> torch.Tensor:
     )
 
 
-def _halves(layout: Layout) -> torch.Tensor:
+def halves(layout: Layout) -> torch.Tensor:
     """Every number 0.5: positive, a probability; every integer 0: an index."""
     floating = layout.dtype.is_floating_point or layout.dtype.is_complex
     return _fill(_empty(layout), 0.5 if floating else 0)
 
 
-def _identities(layout: Layout) -> torch.Tensor:
+def identities(layout: Layout) -> torch.Tensor:
     """Matrices that can be inverted; integers that can be divided by."""
     tensor = _fill(_empty(layout), 0 if len(layout.shape) > 1 else 1)
     if len(layout.shape) > 1 and 0 not in layout.strides:
@@ -231,5 +235,11 @@ def _unseen(given: list[Layout]) -> Iterator[None]:
     """While active, nobody records what runs, and generators are put back at the end."""
     devices = {layout.device.index or 0 for layout in given if layout.device.type == "cuda"}
     generators = torch.random.fork_rng(sorted(devices))
-    with _compat.without_modes(), torch.no_grad(), without_autocast(), generators:
+    with unrecorded(), generators:
+        yield
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    with _compat.without_modes(), torch.no_grad(), without_autocast():
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import traceback
 import types
@@ -27,7 +28,7 @@ def is_library_file(filename: str) -> bool:
     """Whether a file belongs to torch, graphopt or the interpreter rather than to the user."""
     if filename.startswith("<"):
         return not filename.startswith(("<stdin", "<ipython", "<string"))
-    path = str(Path(filename).resolve())
+    path = _resolved(filename)
     if path.startswith(_GRAPHOPT):
         return not path.startswith(_GRAPHOPT + "demo/")
     return path.startswith(_TORCH) or _is_standard_library(path)
@@ -36,19 +37,35 @@ def is_library_file(filename: str) -> bool:
 @lru_cache(maxsize=4096)
 def is_own_file(filename: str) -> bool:
     """Whether a file belongs to graphopt."""
-    return str(Path(filename).resolve()).startswith(_GRAPHOPT)
+    return _resolved(filename).startswith(_GRAPHOPT)
 
 
 @lru_cache(maxsize=4096)
 def is_torch_file(filename: str) -> bool:
     """Whether a file belongs to torch."""
-    return str(Path(filename).resolve()).startswith(_TORCH)
+    return _resolved(filename).startswith(_TORCH)
+
+
+def _resolved(filename: str) -> str:
+    """The path of a file without symbolic links."""
+    if os.path.islink(filename) or not os.path.isabs(filename):
+        return os.path.realpath(filename)
+    folder, name = os.path.split(filename)
+    return os.path.join(_resolved_folder(folder), name)
+
+
+@lru_cache(maxsize=4096)
+def _resolved_folder(folder: str) -> str:
+    return os.path.realpath(folder)
+
+
+_STANDARD_LIBRARY = str(Path(linecache.__file__).resolve().parent) + "/"
 
 
 def _is_standard_library(path: str) -> bool:
     if "site-packages" in path or "dist-packages" in path:
         return False
-    return path.startswith(str(Path(linecache.__file__).resolve().parent) + "/")
+    return path.startswith(_STANDARD_LIBRARY)
 
 
 def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:

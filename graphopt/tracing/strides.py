@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.graph_utils import is_pointwise
-from graphopt.ir.operators import fused_optimizer
-from graphopt.tracing import recurrent, scratch
-from graphopt.tracing.layouts import Layout, described, layouts, leaves
+from graphopt.graph_utils import is_pointwise, tensors_in
+from graphopt.ir.operators import fused_optimizer, row
+from graphopt.tracing import recurrent, scratch, small
+from graphopt.tracing.layouts import Items, Layout, described, layouts, leaves
 from graphopt.tracing.scratch import Call
 
 _LIKE_ELEMENTWISE = frozenset(
@@ -68,6 +68,40 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     if func in _VIEWS:
         return result.as_strided(found.shape, found.strides, result.storage_offset())
     return _with_layouts(result, found)
+
+
+def known(mode: Any, func: Any, args: Any, kwargs: Any) -> Any | None:
+    """What an operator gives for small tensors, by its kernel alone (`small`). Its
+    shape rule is a program in Python, which may call a dozen other operators.
+
+    Returns:
+        Fake tensors of `mode`; None where the shape rule has to be asked.
+    """
+    if not _has_slow_rule(func):
+        return None
+    if not _compat.are_plain_fakes(mode, tensors_in((args, kwargs))):
+        return None
+    try:
+        call = (func, described(tuple(args)), described(dict(kwargs)))
+        found = _small_results(call, _settings())
+    except TypeError:
+        return None
+    return None if found is None else _made(mode, found)
+
+
+@lru_cache(maxsize=4096)
+def _has_slow_rule(func: Any) -> bool:
+    return _is_checked(func) and not row(func).random and _compat.is_ruled_in_python(func)
+
+
+def _made(mode: Any, found: Any) -> Any:
+    """Fake tensors that are laid out as `found` says, in its lists and tuples."""
+    if isinstance(found, Items):
+        return found.kind(_made(mode, each) for each in found.values)
+    if not isinstance(found, Layout):
+        return found.value
+    meta = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")
+    return _compat.fake_like(mode, meta, found.device)
 
 
 def check(func: Any, args: Any, kwargs: Any) -> None:
@@ -163,20 +197,27 @@ def _is_elementwise(func: Any) -> bool:
     return is_pointwise(func) or _compat.operator_name(func) in _LIKE_ELEMENTWISE
 
 
-def _settings() -> tuple[bool, ...]:
+def _settings() -> tuple[Any, ...]:
     """Settings that may decide which kernel runs."""
     return (
         bool(torch.backends.mkldnn.enabled),
         bool(torch.backends.cudnn.enabled),
         torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
     )
 
 
 @lru_cache(maxsize=1 << 14)
-def _true_results(call: Call, expected: Any, settings: tuple[bool, ...]) -> Any | None:
+def _true_results(call: Call, expected: Any, settings: tuple[Any, ...]) -> Any | None:
     """What the kernel of `call` returns: a function of its arguments, and so kept for ever."""
     del settings  # they are part of the question, and hold while it is answered
     return scratch.true_results(call, expected, _is_elementwise(call[0]))
+
+
+@lru_cache(maxsize=1 << 14)
+def _small_results(call: Call, settings: tuple[Any, ...]) -> Any | None:
+    del settings
+    return small.small_results(call, _is_elementwise(call[0]))
 
 
 def _with_layouts(result: Any, found: Any) -> Any:

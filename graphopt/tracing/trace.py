@@ -121,7 +121,9 @@ def _traced(
     call: Call, inputs: Inputs, communication: MarkedCommunication | None
 ) -> tuple[RawTrace, Drawn | None]:
     values = inputs.live_values(call)
-    mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(strides.corrected, strides.check)
+    mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
+        strides.corrected, strides.check, strides.known
+    )
     fakes = [_compat.to_fake(mode, value) for value in values]
     run = StepRun(call, inputs, communication, mode, values)
     try:

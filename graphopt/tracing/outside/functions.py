@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 from functools import lru_cache
-from itertools import pairwise
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
 
+from graphopt._compat import frames
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
@@ -39,10 +37,4 @@ def _names(code: CodeType) -> tuple[tuple[str, str | None], ...]:
     """Global names that a function loads, each with the attribute that it takes of it at once."""
     if not any(part in code.co_filename for part in _FILES):
         return ()
-    found: dict[tuple[str, str | None], Any] = {}
-    instructions = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
-    for load, after in pairwise(instructions):
-        if load.opname == "LOAD_GLOBAL":
-            attribute = after.argval if after.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
-            found[load.argval, attribute] = None
-    return tuple(found)
+    return frames.loaded_globals(code)
