@@ -40,6 +40,8 @@ GROUPS = {
     "sharded over 64": {"fsdp": 64},
     "8 by 8, tensor parallel": {"fsdp": 8, "tp": 8},
     "tensor parallel over 8": {"fsdp": 1, "tp": 8},
+    "64 by 8, 2048 tokens": {"fsdp": 64, "tp": 8, "tokens": 2048},
+    "sharded over 512, 2048 tokens": {"fsdp": 512, "tokens": 2048},
 }
 MS = 1e3
 
@@ -99,7 +101,7 @@ def inductors(gm: fx.GraphModule, costs: CostModel) -> fx.GraphModule:
 
 def figures(name: str, layers: int) -> list[Figures]:
     """One row for each order of one step."""
-    sizes = Sizes(layers=layers, **GROUPS[name], **LARGE)
+    sizes = Sizes(layers=layers, **{**LARGE, **GROUPS[name]})
     step = sharded_step(sizes)
     costs = CostModel(RooflineCost(DEVICES["h100"]), ranks_known(sizes))
     given = graphopt.simulate(step, costs)

@@ -21,7 +21,7 @@ from graphopt.cost import NETWORKS, CostModel
 from graphopt.graph_utils import find_nodes, is_collective
 from graphopt.hooks import graph_kind
 from graphopt.schedule import Schedule, apply_schedule, program_of
-from graphopt.schedule.bucketing import GATHER, SCATTER, bucket_kind
+from graphopt.schedule.bucketing import bucket_kind
 from graphopt.schedule.buckets import BucketChooser, side_by_side
 from graphopt.schedule.constraints import predecessors
 from graphopt.schedule.list_scheduler import ListScheduler
@@ -89,7 +89,7 @@ def all_in_buckets(gm: fx.GraphModule) -> int:
     costs = CostModel(lambda node: 1e-6, NETWORKS["infiniband"])
     program, before = program_of(gm.graph, costs), predecessors(gm.graph)
     chooser = BucketChooser(program, before, costs)
-    buckets = chooser.choose(GATHER, 0.0) + chooser.choose(SCATTER, 0.0)
+    buckets = chooser.choose(0.0)
     assert all(len({bucket_kind(node) for node in bucket}) == 1 for bucket in buckets)
     planned, needed = chooser.planned(buckets)
     order = ListScheduler(planned, needed, 256, True, float("inf")).run()

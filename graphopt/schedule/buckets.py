@@ -1,10 +1,10 @@
 """Which all-gathers and reduce-scatters should be one: by what starting them takes.
 
 Each collective takes time to start that depends on no size (latency, a launch), and then time for
-its bytes. A bucket takes members until starting it is no more than a share of its time, or it has
-a part of all memory. The fewer buckets, the less starting; the larger, the longer what is needed
-first waits for the rest, and the more memory. So several shares are tried, and simulated
-(`graphopt.schedule.overlap`).
+its bytes. A bucket takes members until starting it is no more than a share of its time. The fewer
+buckets, the less starting; the larger, the longer what is needed first waits for the rest, and the
+more memory. So several shares are tried and simulated (`graphopt.schedule.overlap`), and buckets
+are given up that are there where memory is short (`crowded`).
 
 Members must be able to stand side by side. Each launch has a *window* of places in the given order:
 
@@ -25,24 +25,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 from torch import fx
 
 from graphopt.cost import Collective, CostModel, Transfer, collective_of
 from graphopt.cost.collectives import in_one_call
 from graphopt.graph_utils import is_wait
-from graphopt.ir.views import is_only_view
+from graphopt.ir.views import is_only_view, view_tail
 from graphopt.schedule.bucketing import SCATTER, BucketKind, bucket_kind
 from graphopt.schedule.constraints import Predecessors
 from graphopt.schedule.list_scheduler import MOST_PREPARATION, ancestors
-from graphopt.schedule.program import Message, Program
+from graphopt.schedule.program import Message, Program, held_bytes
 
 Buckets = tuple[tuple[fx.Node, ...], ...]
-
-SHARES = (0.2, 0.1, 0.05)
-"""Of the time of a bucket that starting it takes: what is tried."""
-
-PARTS = (math.inf, 1 / 16)
-"""Of the bytes that a program holds, what a bucket may have."""
 
 _GAIN = 1e-6
 """Share of their times that two have to gain by being one."""
@@ -104,27 +99,18 @@ class BucketChooser:
         self._collectives = {m: collective_of(m.launch, world_size) for m in self._kinds}
         self._windows = _windows(program, before, self._kinds)
 
-    def choices(self, kind: str, max_bytes: int) -> list[Buckets]:
-        """Buckets of one kind that are worth a try, in a program that holds so many bytes."""
-        limits = [(share, part * max_bytes) for share in SHARES for part in PARTS]
-        return list(dict.fromkeys(filter(None, (self.choose(kind, *limit) for limit in limits))))
-
-    def choose(self, kind: str, share: float, most: float = math.inf) -> Buckets:
+    def choose(self, share: float) -> Buckets:
         """Buckets of at least two members.
 
         Args:
-            kind: `GATHER` or `SCATTER`.
             share: of the time of a bucket that starting it takes, when it closes.
-            most: bytes that a bucket sends or receives.
         """
         filling: dict[BucketKind, _Filling] = {}
         found: list[_Filling] = []
-        for message, members in self._kinds.items():
-            if members[0] != kind:
-                continue
-            key = (*members, self._windows[message].behind)
+        for message, kind in self._kinds.items():
+            key = (*kind, self._windows[message].behind)
             bucket = filling.get(key)
-            if bucket is None or not self._add(bucket, message, most):
+            if bucket is None or not self._add(bucket, message):
                 bucket = filling[key] = self._opened(message)
                 found.append(bucket)
             if _starting(bucket.transfer) <= share * _taken(bucket.transfer):
@@ -136,11 +122,11 @@ class BucketChooser:
         window, collective = self._windows[message], self._collectives[message]
         return _Filling([message], collective, window, message.transfer)
 
-    def _add(self, bucket: _Filling, message: Message, most: float) -> bool:
+    def _add(self, bucket: _Filling, message: Message) -> bool:
         """Let a bucket have one member more, if there is a place for all, and it gains by that."""
         window = bucket.window.within(self._windows[message])
         collective = in_one_call([bucket.collective, self._collectives[message]])
-        if window.first >= window.end or collective.nbytes > most:
+        if window.first >= window.end:
             return False
         transfer = self._costs.transfer_of(collective)
         if _taken(transfer) >= (1 - _GAIN) * (_taken(bucket.transfer) + _taken(message.transfer)):
@@ -218,6 +204,28 @@ def side_by_side(order: Iterable[fx.Node], messages: Iterable[Message]) -> list[
         found += together
         done.update(together)
     return found
+
+
+def crowded(program: Program, most: float) -> set[tuple[fx.Node, ...]]:
+    """Planned buckets that are there where a program holds more than `most` bytes: from when the
+    first of what they send is made, until something of each member has been read."""
+    full = np.flatnonzero(held_bytes(program) > most)
+    position = {node: index for index, node in enumerate(program.order)}
+    found = set()
+    for message in program.messages:
+        sent = (node for launch in message.joined for node in launch.all_input_nodes)
+        made = [position[node] for node in sent if node.op != "placeholder"]
+        begin = min([position[message.launch], *made])
+        end = max((_first_read(wait, position) for wait in message.waits), default=begin)
+        if message.joined and np.searchsorted(full, begin) < np.searchsorted(full, end, "right"):
+            found.add(message.joined)
+    return found
+
+
+def _first_read(wait: fx.Node, position: dict[fx.Node, int]) -> int:
+    tail = view_tail(wait)
+    readers = {user for node in tail for user in node.users}.difference(tail)
+    return min((position[reader] for reader in readers), default=position[wait])
 
 
 def _windows(

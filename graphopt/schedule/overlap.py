@@ -28,8 +28,7 @@ import math
 from torch import fx
 
 from graphopt.cost import CostModel
-from graphopt.schedule.bucketing import GATHER, SCATTER
-from graphopt.schedule.buckets import BucketChooser, Buckets, side_by_side
+from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side
 from graphopt.schedule.constraints import Predecessors, predecessors
 from graphopt.schedule.errors import ScheduleError
 from graphopt.schedule.list_scheduler import ListScheduler
@@ -40,8 +39,12 @@ from graphopt.schedule.simulator import simulate_program
 POLICIES = ((256, True), (256, False), (0, False))
 """What is tried: how many nodes ahead compute may be taken from, and whether a message whose input
 is there may be held back for one that is due earlier."""
+SHARES = (0.2, 0.05)
+"""Of the time of a bucket that starting it takes: what is tried."""
 _SHRINKS = (1.5, math.inf)
 """Where an order holds more than it may, the next has so many times the excess less room."""
+_ATTEMPTS = 4
+"""How often buckets are given up because too much is held."""
 _CLOSE = 1.01
 """Of the bound: an order that is so close ends the search."""
 _GAIN = 1e-6
@@ -95,16 +98,16 @@ def overlap_schedule(
 
 
 def _put_together(search: _Search, chooser: BucketChooser) -> None:
-    """Try buckets: of gathers, and with the best of these, of scatters."""
-    policy = search.policy
-    kept: Buckets = ()
-    for kind in (GATHER, SCATTER):
-        before = kept
-        for chosen in chooser.choices(kind, search.most):
+    """Try buckets, with the policy of the best order and with the one that holds least."""
+    for policy in dict.fromkeys((search.policy, POLICIES[-1])):
+        for share in SHARES:
             if search.seconds <= _CLOSE * search.given.compute_seconds:
                 return
-            if search.order(*chooser.planned(before + chosen), policy, before + chosen):
-                kept = before + chosen
+            buckets = chooser.choose(share)
+            for _ in range(_ATTEMPTS):
+                if not buckets:
+                    break
+                buckets = search.order(*chooser.planned(buckets), policy, buckets)
 
 
 class _Search:
@@ -133,22 +136,28 @@ class _Search:
 
     def order(
         self, program: Program, before: Predecessors, policy: _Policy, buckets: Buckets
-    ) -> bool:
-        """Order a program by a policy, and keep that where it is faster and holds no more. Returns
-        whether it is."""
+    ) -> Buckets:
+        """Order a program by a policy, and keep that where it is faster and holds no more.
+
+        Returns:
+            Where it holds more: the buckets that are not there then, to try with these alone.
+        """
         room: float = self.most
         for excess_times in (*_SHRINKS, 0.0):
             scheduler = ListScheduler(program, before, *policy, room)
             nodes = side_by_side(scheduler.run(), program.messages)
-            found = simulate_program(_reordered(program, nodes), self._slowdown)
+            tried = _reordered(program, nodes)
+            found = simulate_program(tried, self._slowdown)
             if found.peak_bytes <= self.most:
                 break
+            crowd = crowded(tried, self.most)
+            if crowd:
+                return tuple(bucket for bucket in buckets if bucket not in crowd)
             room = max(0.0, self.most - excess_times * (found.peak_bytes - self.most))
-        if found.peak_bytes > self.most or found.step_seconds >= self.seconds * (1 - _GAIN):
-            return False
-        self.seconds, self.policy = found.step_seconds, policy
-        self.schedule = Schedule(tuple(nodes), buckets)
-        return True
+        if found.peak_bytes <= self.most and found.step_seconds < self.seconds * (1 - _GAIN):
+            self.seconds, self.policy = found.step_seconds, policy
+            self.schedule = Schedule(tuple(nodes), buckets)
+        return ()
 
 
 def _reordered(program: Program, order: list[fx.Node]) -> Program:
