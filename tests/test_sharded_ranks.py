@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 import graphopt
 from gloo import Pool
-from graphopt import PassRegistry, graph_optimization_pass
+from graphopt import PassManager, PassRegistry, graph_optimization_pass
 from graphopt.comm import kind_of
 from graphopt.cost import NETWORKS, CostModel
 from graphopt.graph_utils import find_nodes, is_collective
 from graphopt.hooks import graph_kind
+from graphopt.manager import PassCallback, PassContext
 from graphopt.schedule import Schedule, apply_schedule, program_of
 from graphopt.schedule.bucketing import bucket_kind
 from graphopt.schedule.buckets import BucketChooser, side_by_side
@@ -173,22 +174,27 @@ def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> l
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def train_in_hooks(rank: int, lower: str | None) -> dict[str, dict[str, list[int]]]:
+class Sent(PassCallback):
+    """What each kind of graph sends after the last pass."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, list[int]]] = {}
+
+    def after_pass(self, context: PassContext) -> None:
+        self.found[str(graph_kind(context.gm))] = sent(context.gm.graph)
+
+
+def train_in_hooks(rank: int, pipeline: Any, lower: str | None) -> dict[str, dict[str, list[int]]]:
     """Returns what forward and backward send."""
     torch._dynamo.reset()
-    found: dict[str, dict[str, list[int]]] = {}
-    registry = PassRegistry()
-
-    @graph_optimization_pass(registry=registry)
-    def joined(gm: fx.GraphModule) -> int:
-        changed = all_in_buckets(gm)
-        found[str(graph_kind(gm))] = sent(gm.graph)
-        return changed
-
     torch.manual_seed(rank)
     model = Sharded()
     twin = copy.deepcopy(model)
-    options: dict[str, Any] = {"pipeline": [joined], "lower": lower}
+    if pipeline == "all":
+        pipeline = [graph_optimization_pass(registry=PassRegistry())(all_in_buckets)]
+    records = Sent()
+    manager = PassManager(pipeline, callbacks=[records])
+    options: dict[str, Any] = {"pipeline": manager, "lower": lower}
     if lower is not None:
         options["compile_threads"] = 1
     with warnings.catch_warnings():
@@ -197,11 +203,17 @@ def train_in_hooks(rank: int, lower: str | None) -> dict[str, dict[str, list[int
         for _ in range(2):
             x = torch.randn(6, 8)
             _compare(gradients(model, run, x), gradients(twin, twin, x), lower)
-    return found
+    return records.found
 
 
 @pytest.mark.parametrize("lower", [None, "inductor"])
 def test_in_the_graphs_of_torch_compile(lower: str | None, two_ranks: Pool) -> None:
-    for found in two_ranks.run(train_in_hooks, lower):
+    for found in two_ranks.run(train_in_hooks, "all", lower):
         assert max(found["forward"]["all_gather_into_tensor"]) == 5
         assert max(found["backward"]["reduce_scatter_tensor"]) == 5
+
+
+def test_the_pass_chooses_in_the_graphs_of_torch_compile(two_ranks: Pool) -> None:
+    for found in two_ranks.run(train_in_hooks, CHOSEN, None):
+        assert max(found["forward"]["all_gather_into_tensor"]) > 1
+        assert set(found["backward"]["reduce_scatter_tensor"]) == {1}
