@@ -13,14 +13,31 @@ groups. All nodes may move, within what they need and the order of updates, rand
 functions on the host. What is decided, and how, is in `graphopt.schedule.overlap`; the order that
 comes out is simulated, and kept only if it is faster and holds no more memory.
 
+All-gathers become one where starting them takes long, and so do reduce-scatters:
+
+    g1  = all_gather(w1)                       g   = all_gather_coalesced([w1, w2])
+    w   = wait(g1)                             i   = g[0]; i_1 = g[1]
+    y   = mm(x, w)                   ==>       w   = wait(i)
+    g2  = all_gather(w2)                       w_1 = wait(i_1)
+    w_1 = wait(g2)                             y   = mm(x, w)
+    z   = mm(y, w_1)                           z   = mm(y, w_1)
+
+of one group, reduction, dtype and device, in a list that nothing is copied into
+(`graphopt.schedule.bucketing`). Several sizes of buckets are tried (`graphopt.schedule.buckets`),
+and kept only if the simulation is faster still, in as little memory. Where gloo communicates, as in
+the presets for CPUs, only gathers gain: it sends a list of scatters one by one.
+
 Costs are presets, the same on every rank and every machine, or those of a file written by
 `graphopt.cost.CostModel.save`, which all ranks have to read alike.
 
 Every rank decides for itself from its own graph: ranks with other shapes, whose costs differ, may
 launch in another order, which deadlocks. `graphopt.verify.check_spmd` tells.
 
-Bitwise: every value is computed as before. Not part of the default pipeline: gradients of data
-parallelism are scheduled by the passes for buckets.
+Bitwise, with one exception: where several scatters become one call, NCCL may add in another order
+on three ranks or more. gloo does not, and `buckets=False` leaves them alone.
+
+Not part of the default pipeline: gradients of data parallelism are scheduled by the passes for
+buckets.
 """
 
 from __future__ import annotations
@@ -39,6 +56,7 @@ def schedule_overlap(
     network: str | None = None,
     costs: str | None = None,
     max_mb: float | None = None,
+    buckets: bool = True,
 ) -> int:
     """Launch early and wait late, as far as memory allows.
 
@@ -48,9 +66,10 @@ def schedule_overlap(
         costs: file of costs in place of both.
         max_mb: of values that may be held at once, inputs left out, in MiB; None: what the graph
             holds as it is.
+        buckets: whether all-gathers and reduce-scatters may become fewer.
 
     Returns:
-        How many nodes had to move.
+        How many nodes had to move, and collectives became fewer.
 
     Raises:
         PassArgumentError: no such device or network, or late nodes stand in the graph already.
@@ -59,7 +78,7 @@ def schedule_overlap(
     try:
         model = _cost_model(gm.graph, device, network, costs)
         most = None if max_mb is None else round(max_mb * 2**20)
-        schedule = overlap_schedule(gm.graph, model, max_bytes=most)
+        schedule = overlap_schedule(gm.graph, model, max_bytes=most, buckets=buckets)
     except (CostTableError, ScheduleError) as error:
         raise PassArgumentError(str(error)) from error
     return 0 if schedule is None else apply_schedule(gm.graph, schedule)

@@ -200,7 +200,8 @@ def _with_group(table: CollectiveTable, channel: Channel, device: torch.device) 
     # A ring sends 2 (p - 1) / p of the bytes over each link.
     rate = 2 * (ranks - 1) / ranks / max(beta, 1e-15)
     each, per_byte = fitted(computed) if _shares_cores(channel, device) else (0.0, 0.0)
-    fallback = Network("measured", 0.0, rate, start=alpha, overhead=each)
+    singly = device.type == "cpu"  # by gloo
+    fallback = Network("measured", 0.0, rate, start=alpha, overhead=each, scatters_singly=singly)
     found = {**table.points, ("all_reduce", ranks): tuple(points)}
     return CollectiveTable(found, table.links, fallback, (each, per_byte))
 

@@ -14,6 +14,9 @@ The tree is the double binary tree, which keeps the full rate (Sanders, Speck, T
 algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 2009); of the two
 the faster one counts.
 
+Several tensors in one call start once. Not so a reduce-scatter of gloo's, which is an all-reduce
+for each tensor.
+
 Start-up time takes a communicator, but not its link; time of transfer takes the link, which
 communicators share. Whoever computes loses the *overhead* of a collective, as in the LogP model
 (Culler et al., "LogP: towards a realistic model of parallel computation", PPoPP 1993): a launch, or
@@ -38,6 +41,9 @@ from graphopt.graph_utils import tensors_in
 Point = tuple[int, float]
 """Bytes, and the seconds that a collective of so many took."""
 
+_SEVERAL = "_coalesced"
+"""How the names end of collectives that send several tensors."""
+
 SHARED_LINK = "network"
 """The link that all groups take where nothing else is said."""
 
@@ -51,6 +57,7 @@ class Collective(NamedTuple):
             all-gather, not one rank's share.
         ranks: in its group.
         group: name of the group.
+        tensors: that are sent in one call.
 
     >>> from graphopt.cost import Collective
     >>> Collective("all_reduce", 1 << 20, 2, "0").ranks
@@ -61,6 +68,7 @@ class Collective(NamedTuple):
     nbytes: int
     ranks: int
     group: str
+    tensors: int = 1
 
 
 class Transfer(NamedTuple):
@@ -90,7 +98,7 @@ class Transfer(NamedTuple):
 
 
 def collective_of(node: fx.Node, ranks: int | None = None) -> Collective:
-    """What a launch asks for.
+    """What a launch asks for; a list of tensors in one call is a collective of the same kind.
 
     Args:
         ranks: of its group, where the group itself is not there to be asked (a saved graph).
@@ -103,7 +111,24 @@ def collective_of(node: fx.Node, ranks: int | None = None) -> Collective:
     received = _nbytes(node.meta.get("val"))
     group = str(argument(node, "group_name"))
     size = ranks or argument(node, "group_size") or _size_of(group)
-    return Collective(kind_of(node), max(sent, received), int(size), group)
+    kind = kind_of(node).removesuffix(_SEVERAL)
+    sent_at_once = argument(node, "inputs")
+    tensors = len(sent_at_once) if isinstance(sent_at_once, (list, tuple)) else 1
+    return Collective(kind, max(sent, received), int(size), group, tensors)
+
+
+def in_one_call(collectives: Sequence[Collective]) -> Collective:
+    """Collectives of one kind and group as one that sends all their tensors.
+
+    >>> from graphopt.cost import Collective
+    >>> from graphopt.cost.collectives import in_one_call
+    >>> in_one_call(2 * [Collective("reduce_scatter_tensor", 1024, 8, "0")])[1:]
+    (2048, 8, '0', 2)
+    """
+    return collectives[0]._replace(
+        nbytes=sum(collective.nbytes for collective in collectives),
+        tensors=sum(collective.tensors for collective in collectives),
+    )
 
 
 def _size_of(group: str) -> int:
@@ -129,6 +154,8 @@ class Network:
         links: by group, what it shares with others; a group that is not named takes one link that
             all of these share.
         overhead: seconds that each collective takes away from compute, whatever its size.
+        scatters_singly: whether tensors that are scattered in one call go one after another, as
+            with gloo, and start as often.
 
     >>> from graphopt.cost import NETWORKS, Network
     >>> all(isinstance(network, Network) for network in NETWORKS.values())
@@ -141,6 +168,7 @@ class Network:
     start: float = 0.0
     links: Mapping[str, tuple[str, ...]] | None = None
     overhead: float = 0.0
+    scatters_singly: bool = False
 
     def __post_init__(self) -> None:
         least = min(self.alpha, self.start, self.overhead)
@@ -154,12 +182,15 @@ class Network:
         steps, passes = _steps_and_passes(collective)
         links = (self.links or {}).get(collective.group, (SHARED_LINK,))
         seconds = passes * collective.nbytes / self.bytes_per_second
-        return Transfer(self.start + steps * self.alpha, seconds, links, self.overhead)
+        singly = self.scatters_singly and collective.kind.startswith("reduce_scatter")
+        starts = collective.tensors if singly else 1
+        latency = starts * (self.start + steps * self.alpha)
+        return Transfer(latency, seconds, links, starts * self.overhead)
 
 
 def _steps_and_passes(collective: Collective) -> tuple[float, float]:
     """Messages one after another, and how often all bytes go over a rank's link."""
-    kind, _, ranks, _ = collective
+    kind, ranks = collective.kind, collective.ranks
     if ranks < 2:
         return 0.0, 0.0
     share = (ranks - 1) / ranks
@@ -176,8 +207,8 @@ NETWORKS: Mapping[str, Network] = {
     for network in (
         Network("nvlink", 1e-6, 360e9, start=6e-6, overhead=10e-6),
         Network("infiniband", 3e-6, 45e9, start=10e-6, overhead=10e-6),
-        Network("ethernet", 30e-6, 1.1e9, start=100e-6, overhead=2e-4),
-        Network("loopback", 20e-6, 2e9, start=150e-6, overhead=1e-3),
+        Network("ethernet", 30e-6, 1.1e9, start=100e-6, overhead=2e-4, scatters_singly=True),
+        Network("loopback", 20e-6, 2e9, start=150e-6, overhead=1e-3, scatters_singly=True),
     )
 }
 """NVLink 4 and 400 Gbit/s InfiniBand between GPUs with NCCL; 10 Gbit/s Ethernet and one machine

@@ -56,7 +56,7 @@ class CostModel:
 
     def compute_seconds(self, node: fx.Node) -> float:
         """Seconds that the device computes for a node."""
-        return _checked(self.compute(node), node)
+        return _checked(self.compute(node), f"%{node.name}")
 
     def transfer(self, node: fx.Node, world_size: int | None = None) -> Transfer:
         """What the launch of a collective asks for.
@@ -64,10 +64,21 @@ class CostModel:
         Args:
             world_size: ranks of its group, where the group is not there to be asked.
         """
-        found = self.communication(collective_of(node, world_size))
-        _checked(found.latency, node)
-        _checked(found.transfer, node)
-        _checked(found.overhead, node)
+        return self._asked(collective_of(node, world_size), f"%{node.name}")
+
+    def transfer_of(self, collective: Collective) -> Transfer:
+        """What a collective that is planned asks for.
+
+        >>> from graphopt.cost import Collective, CostModel
+        >>> CostModel.preset().transfer_of(Collective("all_reduce", 1 << 20, 2, "0")).seconds > 0
+        True
+        """
+        return self._asked(collective, f"{collective.kind} of {collective.nbytes} bytes")
+
+    def _asked(self, collective: Collective, name: str) -> Transfer:
+        found = self.communication(collective)
+        for seconds in (found.latency, found.transfer, found.overhead):
+            _checked(seconds, name)
         return found
 
     @classmethod
@@ -158,10 +169,10 @@ def default_cost_model(graph: fx.Graph) -> CostModel:
     return CostModel.preset("h100", "infiniband" if spans_hosts(ranks) else "nvlink")
 
 
-def _checked(seconds: float, node: fx.Node) -> float:
+def _checked(seconds: float, name: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise CostTableError(
-            f"the cost of %{node.name} is {seconds!r}: seconds are finite, and not less than 0"
+            f"the cost of {name} is {seconds!r}: seconds are finite, and not less than 0"
         )
     return seconds
 
@@ -199,12 +210,12 @@ def _encode_communication(communication: Callable[[Collective], Transfer]) -> di
 
 def _network(network: Network) -> list[Any]:
     rates = (network.alpha, network.bytes_per_second, network.start)
-    return [network.name, *rates, network.links, network.overhead]
+    return [network.name, *rates, network.links, network.overhead, network.scatters_singly]
 
 
 def _decode_communication(content: dict[str, Any]) -> Network | CollectiveTable:
-    name, alpha, rate, start, links, overhead = content["network"]
-    network = Network(str(name), alpha, rate, start, _links(links), overhead)
+    name, alpha, rate, start, links, overhead, *singly = content["network"]
+    network = Network(str(name), alpha, rate, start, _links(links), overhead, singly == [True])
     if "points" not in content:
         return network
     points = {

@@ -14,6 +14,7 @@ from torch import fx
 from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
 from graphopt.host import is_host_call
 from graphopt.ir.effects import Effects
+from graphopt.ir.views import launch_of
 
 Predecessors = dict[fx.Node, list[fx.Node]]
 
@@ -51,9 +52,9 @@ def _order_updates(graph: fx.Graph, found: Predecessors) -> None:
 def _read(node: fx.Node) -> Iterable[fx.Node]:
     """Whose storage a node reads; a wait reads what was sent, too."""
     yield from node.all_input_nodes
-    if is_wait(node):
-        for launch in node.all_input_nodes:
-            yield from launch.all_input_nodes
+    launch = launch_of(node) if is_wait(node) else None
+    if launch is not None:
+        yield from launch.all_input_nodes
 
 
 def _is_opaque(node: fx.Node) -> bool:

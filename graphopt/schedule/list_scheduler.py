@@ -11,7 +11,7 @@ from torch import fx
 from graphopt.schedule.constraints import Predecessors
 from graphopt.schedule.program import Message, Program, held_bytes, made_bytes
 
-_MOST_PREPARATION = 64
+MOST_PREPARATION = 64
 """Nodes that a launch may need beside the inputs of the step and still go ahead of its place."""
 
 _Entry = tuple[int, int, fx.Node]
@@ -226,7 +226,8 @@ class ListScheduler:
         """Messages that need only inputs of the step and little compute, with what computes it."""
         found = {}
         for message in self.program.messages:
-            nodes = _ancestors(message.launch, self.before, _MOST_PREPARATION)
+            most = MOST_PREPARATION * max(1, len(message.joined))
+            nodes = ancestors(message.launch, self.before, most)
             if nodes is None or any(n in self.program.waited for n in nodes):
                 continue
             seconds = sum(self.program.seconds.get(node, 0.0) for node in nodes)
@@ -245,7 +246,7 @@ def _positions(program: Program) -> dict[fx.Node, int]:
     return found
 
 
-def _ancestors(launch: fx.Node, before: Predecessors, most: int) -> set[fx.Node] | None:
+def ancestors(launch: fx.Node, before: Predecessors, most: int) -> set[fx.Node] | None:
     """What a launch needs, without inputs of the step; None if that is more than `most` nodes."""
     found: set[fx.Node] = set()
     pending = list(before[launch])

@@ -1,4 +1,13 @@
-"""An order of all nodes as data, and the one function that applies it."""
+"""An order of all nodes and buckets of collectives as data, and the one function that applies them.
+
+order                buckets             graph
+-----                -------             -----
+g1 = all_gather(a)                       g  = all_gather_coalesced([a, b])
+g2 = all_gather(b)   ((g1, g2),)   ==>   i  = g[0]
+w1 = wait(g1)                            i1 = g[1]
+w2 = wait(g2)                            w1 = wait(i)
+                                         w2 = wait(i1)
+"""
 
 from __future__ import annotations
 
@@ -6,16 +15,19 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graphopt.schedule.bucketing import check_bucket, join_launches
 from graphopt.schedule.constraints import Predecessors
 from graphopt.schedule.errors import ScheduleError
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """In which order a graph is to run.
+    """In which order a graph is to run, and which of its collectives become one.
 
     Attributes:
         order: every node of the graph, once.
+        buckets: all-gathers or reduce-scatters that become one each, in order. The members of a
+            bucket stand one right behind the other in `order`, so that none needs another.
 
     >>> from graphopt.schedule import Schedule
     >>> len(Schedule(tuple(gm.graph.nodes)).order) == len(gm.graph.nodes)
@@ -23,9 +35,11 @@ class Schedule:
     """
 
     order: tuple[fx.Node, ...]
+    buckets: tuple[tuple[fx.Node, ...], ...] = ()
 
     def check(self, before: Predecessors) -> None:
-        """Refuse an order that is not one of all nodes, or runs a node before what it needs.
+        """Refuse an order that is not one of all nodes, or runs a node before what it needs, and
+        buckets as `check_buckets` does.
 
         Raises:
             ScheduleError: it does.
@@ -39,20 +53,49 @@ class Schedule:
                     raise ScheduleError(
                         f"a schedule runs %{node.name} before %{source.name}, which it needs"
                     )
+        self.check_buckets()
+
+    def check_buckets(self) -> None:
+        """Refuse buckets of launches that cannot be one, or that are apart in the order.
+
+        Raises:
+            ScheduleError: there is such a bucket, or one launch is in two.
+        """
+        members = [launch for bucket in self.buckets for launch in bucket]
+        wanted = set(members)
+        if len(wanted) != len(members):
+            raise ScheduleError("a schedule has no launch in two buckets")
+        position = {node: index for index, node in enumerate(self.order) if node in wanted}
+        for bucket in self.buckets:
+            check_bucket(bucket)
+            places = [position.get(launch, -1) for launch in bucket]
+            if places != list(range(places[0], places[0] + len(bucket))) or places[0] < 0:
+                raise ScheduleError(
+                    f"a schedule joins %{bucket[0].name} and others, which do not stand one right"
+                    " behind the other in its order"
+                )
 
 
 def apply_schedule(graph: fx.Graph, schedule: Schedule) -> int:
-    """Put the nodes of a graph into the order of `schedule`. Returns how many had to move.
+    """Put the nodes of a graph into the order of `schedule`, and make one collective of each of its
+    buckets. Returns how many nodes had to move, and collectives became fewer.
+
+    Raises:
+        ScheduleError: a bucket cannot be one collective. Nothing is changed.
 
     >>> from graphopt.schedule import Schedule, apply_schedule
     >>> apply_schedule(gm.graph, Schedule(tuple(gm.graph.nodes)))
     0
     """
-    moved = 0
+    schedule.check_buckets()
+    changed = 0
     previous: fx.Node | None = None
     for node in schedule.order:
         if previous is not None and previous.next is not node:
             previous.append(node)
-            moved += 1
+            changed += 1
         previous = node
-    return moved
+    for bucket in schedule.buckets:
+        join_launches(graph, bucket)
+        changed += len(bucket) - 1
+    return changed

@@ -13,9 +13,12 @@ simulation:
   order leaves, at its fullest, until the message is read.
 - *Compute.* Nodes keep their order, except that a node that would wait is overtaken by those of the
   next `window` nodes that need not: gradients of weights, say, while those of activations travel.
+- *Buckets.* With the best of these policies, all-gathers and reduce-scatters are then put together
+  until starting a bucket is a small share of its time (`graphopt.schedule.buckets`), for several
+  shares.
 
-The result is simulated, and counts only if it is faster than what was given, and holds no more
-memory.
+Each result is simulated, and counts only if it is faster than what was found before, and holds no
+more memory than what was given.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import math
 from torch import fx
 
 from graphopt.cost import CostModel
-from graphopt.schedule.constraints import predecessors
+from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side
+from graphopt.schedule.constraints import Predecessors, predecessors
 from graphopt.schedule.errors import ScheduleError
 from graphopt.schedule.list_scheduler import ListScheduler
 from graphopt.schedule.order import Schedule
@@ -35,12 +39,18 @@ from graphopt.schedule.simulator import simulate_program
 POLICIES = ((256, True), (256, False), (0, False))
 """What is tried: how many nodes ahead compute may be taken from, and whether a message whose input
 is there may be held back for one that is due earlier."""
+SHARES = (0.2, 0.05)
+"""Of the time of a bucket that starting it takes: what is tried."""
 _SHRINKS = (1.5, math.inf)
 """Where an order holds more than it may, the next has so many times the excess less room."""
+_ATTEMPTS = 4
+"""How often buckets are given up because too much is held."""
 _CLOSE = 1.01
 """Of the bound: an order that is so close ends the search."""
 _GAIN = 1e-6
 """Share of a step that an order has to gain to be worth it."""
+
+_Policy = tuple[int, bool]
 
 
 def overlap_schedule(
@@ -48,8 +58,9 @@ def overlap_schedule(
     cost_model: CostModel,
     world_size: int | None = None,
     max_bytes: int | None = None,
+    buckets: bool = True,
 ) -> Schedule | None:
-    """The fastest order found, or None where that is the one the graph has.
+    """The fastest schedule found, or None where that is what the graph has.
 
     A function of its arguments alone, so that all ranks with the same graph decide alike.
 
@@ -57,6 +68,7 @@ def overlap_schedule(
         graph: without late nodes.
         world_size: ranks of its groups, where these are not there to be asked.
         max_bytes: of values that are held at once, inputs left out; None: what the graph holds.
+        buckets: whether all-gathers and reduce-scatters may become fewer.
 
     Raises:
         ScheduleError: the graph has late nodes.
@@ -72,29 +84,80 @@ def overlap_schedule(
         return None
     if program.late:
         raise ScheduleError("late nodes have their places: schedule before nodes are moved")
-    slowdown = cost_model.slowdown
-    given = simulate_program(program, slowdown)
-    most = given.peak_bytes if max_bytes is None else max_bytes
     before = predecessors(graph)
-    best, least = program, given.step_seconds
-    for window, holds in POLICIES:
-        if least <= _CLOSE * given.bound_seconds:
+    search = _Search(program, cost_model.slowdown, max_bytes)
+    for policy in POLICIES:
+        if search.seconds <= _CLOSE * search.given.bound_seconds:
             break
-        room: float = most
+        search.order(program, before, policy, ())
+    if buckets:
+        _put_together(search, BucketChooser(program, before, cost_model, world_size))
+    if search.schedule is not None:
+        search.schedule.check(before)
+    return search.schedule
+
+
+def _put_together(search: _Search, chooser: BucketChooser) -> None:
+    """Try buckets, with the policy of the best order and with the one that holds least."""
+    for policy in dict.fromkeys((search.policy, POLICIES[-1])):
+        for share in SHARES:
+            if search.seconds <= _CLOSE * search.given.compute_seconds:
+                return
+            buckets = chooser.choose(share)
+            for _ in range(_ATTEMPTS):
+                if not buckets:
+                    break
+                buckets = search.order(*chooser.planned(buckets), policy, buckets)
+
+
+class _Search:
+    """Orders that are tried, and the best of them.
+
+    Args:
+        program: as it is given.
+        slowdown: of compute, while a collective is under way.
+        max_bytes: that may be held at once; None: what the program holds.
+
+    Attributes:
+        given: what the program takes.
+        most: bytes that may be held at once.
+        seconds: of the fastest schedule.
+        schedule: that one; None: the given one.
+        policy: that found the fastest order, the first one if none did.
+    """
+
+    def __init__(self, program: Program, slowdown: float, max_bytes: int | None) -> None:
+        self._slowdown = slowdown
+        self.given = simulate_program(program, slowdown)
+        self.most = self.given.peak_bytes if max_bytes is None else max_bytes
+        self.seconds = self.given.step_seconds
+        self.schedule: Schedule | None = None
+        self.policy: _Policy = POLICIES[0]
+
+    def order(
+        self, program: Program, before: Predecessors, policy: _Policy, buckets: Buckets
+    ) -> Buckets:
+        """Order a program by a policy, and keep that where it is faster and holds no more.
+
+        Returns:
+            Where it holds more: the buckets that are not there then, to try with these alone.
+        """
+        room: float = self.most
         for excess_times in (*_SHRINKS, 0.0):
-            scheduler = ListScheduler(program, before, window, holds, room)
-            tried = _reordered(program, scheduler.run())
-            found = simulate_program(tried, slowdown)
-            if found.peak_bytes <= most:
+            scheduler = ListScheduler(program, before, *policy, room)
+            nodes = side_by_side(scheduler.run(), program.messages)
+            tried = _reordered(program, nodes)
+            found = simulate_program(tried, self._slowdown)
+            if found.peak_bytes <= self.most:
                 break
-            room = max(0.0, most - excess_times * (found.peak_bytes - most))
-        if found.peak_bytes <= most and found.step_seconds < least * (1 - _GAIN):
-            best, least = tried, found.step_seconds
-    if best is program:
-        return None
-    schedule = Schedule(tuple(best.order))
-    schedule.check(before)
-    return schedule
+            crowd = crowded(tried, self.most)
+            if crowd:
+                return tuple(bucket for bucket in buckets if bucket not in crowd)
+            room = max(0.0, self.most - excess_times * (found.peak_bytes - self.most))
+        if found.peak_bytes <= self.most and found.step_seconds < self.seconds * (1 - _GAIN):
+            self.seconds, self.policy = found.step_seconds, policy
+            self.schedule = Schedule(tuple(nodes), buckets)
+        return ()
 
 
 def _reordered(program: Program, order: list[fx.Node]) -> Program:

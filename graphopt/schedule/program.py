@@ -35,12 +35,13 @@ class Message:
 
     Attributes:
         index: in launch order.
-        launch: its node.
+        launch: its node; of a bucket that is planned, the last launch that goes into it.
         transfer: what it asks for.
         nbytes: that it receives.
         lag: 1 where it is waited for in the next iteration, else 0.
         waits: its wait nodes.
         reader: the first node that reads what it received, None if nobody does.
+        joined: the launches that go into a bucket that is planned, `launch` among them.
 
     >>> from graphopt.cost import default_cost_model
     >>> from graphopt.schedule import program_of
@@ -56,6 +57,7 @@ class Message:
     lag: int
     waits: tuple[fx.Node, ...]
     reader: fx.Node | None
+    joined: tuple[fx.Node, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -225,8 +227,11 @@ def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
     inputs: set[int] = set()
     carried: set[int] = set()
     marked, known = program.late, storages.get
+    at_once = {message.joined[0]: message.joined for message in program.messages if message.joined}
     for index, node in enumerate(program.order):
         mine = _storages(node, storages)
+        if node in at_once:  # one call makes what all of its bucket receive
+            mine = [held for launch in at_once[node] for held in _storages(launch, storages)]
         for key, nbytes in mine:
             held = size.get(key)
             if held is None:

@@ -1,0 +1,279 @@
+"""Which all-gathers and reduce-scatters should be one: by what starting them takes.
+
+Each collective takes time to start that depends on no size (latency, a launch), and then time for
+its bytes. A bucket takes members until starting it is no more than a share of its time. The fewer
+buckets, the less starting; the larger, the longer what is needed first waits for the rest, and the
+more memory. So several shares are tried and simulated (`graphopt.schedule.overlap`), and buckets
+are given up that are there where memory is short (`crowded`).
+
+Members must be able to stand side by side. Each launch has a *window* of places in the given order:
+
+    from    its own place; or the begin, where it needs only inputs of the step and what is
+            computed of them, and no wait (a gather of parameters)
+    until   what first needs that its wait is over; or the end, where no other scatter depends on
+            it, since all that does then can stand at the end (an update of a parameter)
+
+Where all windows of a bucket have a place in common, all of its launches go there, and their waits
+behind it. That holds for any number of buckets at once: whatever order is found for one, there is
+one for all. Launches among what would move to the end have buckets of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from torch import fx
+
+from graphopt.cost import Collective, CostModel, Transfer, collective_of
+from graphopt.cost.collectives import in_one_call
+from graphopt.graph_utils import is_wait
+from graphopt.ir.views import is_only_view, view_tail
+from graphopt.schedule.bucketing import SCATTER, BucketKind, bucket_kind
+from graphopt.schedule.constraints import Predecessors
+from graphopt.schedule.list_scheduler import MOST_PREPARATION, ancestors
+from graphopt.schedule.program import Message, Program, held_bytes
+
+Buckets = tuple[tuple[fx.Node, ...], ...]
+
+_GAIN = 1e-6
+"""Share of their times that two have to gain by being one."""
+
+
+class Window(NamedTuple):
+    """Places of a launch in the given order: from `first` to before `end`.
+
+    Attributes:
+        behind: whether it stands among what would move to the end.
+    """
+
+    first: float
+    end: float
+    behind: bool
+
+    def within(self, other: Window) -> Window:
+        """The places that two have in common."""
+        return Window(max(self.first, other.first), min(self.end, other.end), self.behind)
+
+
+@dataclass
+class _Filling:
+    """A bucket that takes members.
+
+    Attributes:
+        messages: its members.
+        collective: that sends all.
+        window: the places that all members have in common.
+        transfer: what it asks for.
+    """
+
+    messages: list[Message]
+    collective: Collective
+    window: Window
+    transfer: Transfer
+
+
+class BucketChooser:
+    """Chooses buckets for one program.
+
+    Args:
+        program: in the given order, without late nodes.
+        before: what each of its nodes needs.
+        cost_model: says what a bucket takes.
+        world_size: ranks of its groups, where these are not there to be asked.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        before: Predecessors,
+        cost_model: CostModel,
+        world_size: int | None = None,
+    ) -> None:
+        self._program, self._before, self._costs = program, before, cost_model
+        kinds = ((message, bucket_kind(message.launch)) for message in program.messages)
+        self._kinds: dict[Message, BucketKind] = {m: kind for m, kind in kinds if kind is not None}
+        self._collectives = {m: collective_of(m.launch, world_size) for m in self._kinds}
+        self._windows = _windows(program, before, self._kinds)
+
+    def choose(self, share: float) -> Buckets:
+        """Buckets of at least two members.
+
+        Args:
+            share: of the time of a bucket that starting it takes, when it closes.
+        """
+        filling: dict[BucketKind, _Filling] = {}
+        found: list[_Filling] = []
+        for message, kind in self._kinds.items():
+            key = (*kind, self._windows[message].behind)
+            bucket = filling.get(key)
+            if bucket is None or not self._add(bucket, message):
+                bucket = filling[key] = self._opened(message)
+                found.append(bucket)
+            if _starting(bucket.transfer) <= share * _taken(bucket.transfer):
+                del filling[key]
+        several = [bucket.messages for bucket in found if len(bucket.messages) > 1]
+        return tuple(tuple(message.launch for message in members) for members in several)
+
+    def _opened(self, message: Message) -> _Filling:
+        window, collective = self._windows[message], self._collectives[message]
+        return _Filling([message], collective, window, message.transfer)
+
+    def _add(self, bucket: _Filling, message: Message) -> bool:
+        """Let a bucket have one member more, if there is a place for all, and it gains by that."""
+        window = bucket.window.within(self._windows[message])
+        collective = in_one_call([bucket.collective, self._collectives[message]])
+        if window.first >= window.end:
+            return False
+        transfer = self._costs.transfer_of(collective)
+        if _taken(transfer) >= (1 - _GAIN) * (_taken(bucket.transfer) + _taken(message.transfer)):
+            return False
+        bucket.messages.append(message)
+        bucket.collective, bucket.window, bucket.transfer = collective, window, transfer
+        return True
+
+    def planned(self, buckets: Buckets) -> tuple[Program, Predecessors]:
+        """The program in its order with buckets as messages, and what each node needs: of a bucket
+        the last launch stands for all, and needs the others; the waits of all need it."""
+        launched = self._program.launched
+        instead = {
+            bucket[-1]: self._joined([launched[node] for node in bucket]) for bucket in buckets
+        }
+        gone = {node for bucket in buckets for node in bucket}
+        messages = []
+        for message in self._program.messages:
+            if message.launch in instead:
+                messages.append(instead[message.launch])
+            elif message.launch not in gone:
+                messages.append(message)
+        seconds = {n: taken for n, taken in self._program.seconds.items() if n not in gone}
+        before = dict(self._before)
+        for launch, message in instead.items():
+            if message.transfer.overhead:
+                seconds[launch] = message.transfer.overhead
+            before[launch] = [*before[launch], *message.joined[:-1]]
+            for wait in message.waits:
+                before[wait] = [*before[wait], launch]
+        order, late = self._program.order, self._program.late
+        return Program(order, late, seconds, _numbered(messages)), before
+
+    def _joined(self, members: list[Message]) -> Message:
+        number = {node: index for index, node in enumerate(self._program.order)}
+        readers = (message.reader for message in members if message.reader is not None)
+        waits = (wait for message in members for wait in message.waits)
+        return Message(
+            index=0,
+            launch=members[-1].launch,
+            transfer=self._costs.transfer_of(in_one_call([self._collectives[m] for m in members])),
+            nbytes=sum(message.nbytes for message in members),
+            lag=0,
+            waits=tuple(sorted(waits, key=number.__getitem__)),
+            reader=min(readers, key=number.__getitem__, default=None),
+            joined=tuple(message.launch for message in members),
+        )
+
+
+def _starting(transfer: Transfer) -> float:
+    return transfer.latency + transfer.overhead
+
+
+def _taken(transfer: Transfer) -> float:
+    return transfer.seconds + transfer.overhead
+
+
+def _numbered(messages: Iterable[Message]) -> list[Message]:
+    return [replace(message, index=index) for index, message in enumerate(messages)]
+
+
+def side_by_side(order: Iterable[fx.Node], messages: Iterable[Message]) -> list[fx.Node]:
+    """An order in which all launches of a planned bucket stand where the last did, and all of its
+    waits where the first did: what updates in place what is sent comes after all of them."""
+    buckets = [message for message in messages if message.joined]
+    at_launch = {message.launch: message.joined for message in buckets}
+    at_wait = {wait: message.waits for message in buckets for wait in message.waits}
+    moved = {node for joined in at_launch.values() for node in joined[:-1]}
+    found: list[fx.Node] = []
+    done: set[fx.Node] = set()
+    for node in order:
+        if node in moved or node in done:
+            continue
+        together = at_launch.get(node) or at_wait.get(node) or (node,)
+        found += together
+        done.update(together)
+    return found
+
+
+def crowded(program: Program, most: float) -> set[tuple[fx.Node, ...]]:
+    """Planned buckets that are there where a program holds more than `most` bytes: from when the
+    first of what they send is made, until something of each member has been read."""
+    full = np.flatnonzero(held_bytes(program) > most)
+    position = {node: index for index, node in enumerate(program.order)}
+    found = set()
+    for message in program.messages:
+        sent = (node for launch in message.joined for node in launch.all_input_nodes)
+        made = [position[node] for node in sent if node.op != "placeholder"]
+        begin = min([position[message.launch], *made])
+        end = max((_first_read(wait, position) for wait in message.waits), default=begin)
+        if message.joined and np.searchsorted(full, begin) < np.searchsorted(full, end, "right"):
+            found.add(message.joined)
+    return found
+
+
+def _first_read(wait: fx.Node, position: dict[fx.Node, int]) -> int:
+    tail = view_tail(wait)
+    readers = {user for node in tail for user in node.users}.difference(tail)
+    return min((position[reader] for reader in readers), default=position[wait])
+
+
+def _windows(
+    program: Program, before: Predecessors, kinds: dict[Message, BucketKind]
+) -> dict[Message, Window]:
+    number = {node: index for index, node in enumerate(program.order)}
+    ends = _ends(program, before, number)
+    free = _scatters_for_the_end(program, before, kinds)
+    behind = _descendants(program, before, {wait for message in free for wait in message.waits})
+    found = {}
+    for message in kinds:
+        needed = ancestors(message.launch, before, MOST_PREPARATION)
+        early = needed is not None and not any(map(is_wait, needed))
+        end = math.inf if message in free else ends.get(message.waits[0], math.inf)
+        first = 0.0 if early else float(number[message.launch])
+        found[message] = Window(first, end, message.launch in behind)
+    return found
+
+
+def _ends(
+    program: Program, before: Predecessors, number: dict[fx.Node, int]
+) -> dict[fx.Node, float]:
+    """For each node, the place of the first that has to come after it and is not just a view of
+    it, which would move along."""
+    found: dict[fx.Node, float] = {}
+    for node in reversed(program.order):
+        for source in before[node]:
+            moves = is_only_view(node, source)
+            place = found.get(node, math.inf) if moves else number[node]
+            found[source] = min(found.get(source, math.inf), place)
+    return found
+
+
+def _scatters_for_the_end(
+    program: Program, before: Predecessors, kinds: dict[Message, BucketKind]
+) -> set[Message]:
+    """Reduce-scatters on whose results no other depends."""
+    scatters = {m.launch for m, kind in kinds.items() if kind[0] == SCATTER}
+    leads: set[fx.Node] = set()
+    for node in reversed(program.order):
+        if node in scatters or node in leads:
+            leads.update(before[node])
+    return {m for m in kinds if m.launch in scatters and m.waits[0] not in leads}
+
+
+def _descendants(program: Program, before: Predecessors, roots: set[fx.Node]) -> set[fx.Node]:
+    found = set(roots)
+    for node in program.order:
+        if not found.isdisjoint(before[node]):
+            found.add(node)
+    return found
