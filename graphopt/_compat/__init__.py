@@ -32,6 +32,7 @@ from graphopt._compat.fakes import (
     register_fused_meta_kernels,
     sizes_given,
     to_fake,
+    truths_of_fakes,
     unsupported_operator_errors,
     without_fake_mode,
 )
@@ -132,6 +133,7 @@ from graphopt._compat.tracers import (
 )
 from graphopt._compat.trees import (
     flatten_arguments,
+    flatten_results,
     leaf_names,
     tree_flatten,
     tree_leaves,
@@ -170,6 +172,7 @@ __all__ = [
     "fake_mode_of",
     "fake_world_size",
     "flatten_arguments",
+    "flatten_results",
     "flop_formula",
     "foreach_accepts_fakes",
     "forget_constant",
@@ -239,6 +242,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "truths_of_fakes",
     "unsupported_operator_errors",
     "value_of",
     "version_kept",

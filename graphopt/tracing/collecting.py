@@ -87,6 +87,9 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     for prefix, module in modules:
         for key in _compat.own_buffers(module):
             add("buffer", _join(prefix, key), _compat.own_buffers(module), key)
+    for path, table, key in call.besides.carried:
+        if isinstance(table.get(key), torch.Tensor):
+            add("buffer", path, table, key)
     for name, tensor in bare_tensors(call):
         kind: Kind = "parameter" if tensor.requires_grad else "buffer"
         found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
@@ -96,6 +99,7 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
             if id(vars(module)[key]) not in found:
                 attributes.add(id(vars(module)[key]))
             add("buffer", _join(prefix, key), vars(module), key)
+    attributes.update(id(table.get(key)) for _, table, key in call.besides.carried)
     entries = list(found.values())
     for entry in entries:
         entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1

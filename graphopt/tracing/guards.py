@@ -84,6 +84,7 @@ class Guards:
             for entry in inputs.module_tensors
             if entry.rebindable
         ]
+        self.sharing = _sharing(call, inputs) if self.rebindable else []
         self.storages = [(h, _layout(h)) for h in inputs.placeholders if isinstance(h, Storage)]
         self.inputs = inputs
         self.states = _read_states(call, inputs)
@@ -162,6 +163,8 @@ class Guards:
             tensor = owner.get(key)
             if not isinstance(tensor, torch.Tensor) or tensor_kind(tensor) != kind:
                 return f"{entry.fqn} became {tensor!r}"
+        if self.rebindable and _sharing(call, self.inputs) != self.sharing:
+            return f"{self.rebindable[0][0].fqn} or another such tensor shares storage otherwise"
         for holder, layout in self.storages:
             if _layout(holder) != layout:
                 return f"{holder.fqn} no longer shares storage as it did"
@@ -237,11 +240,19 @@ def _called(number: Any) -> str:
 
 def _layout(holder: Storage) -> list[int]:
     """Where the members of a storage lie: their offsets, -1 for one that has left it."""
-    first = _compat.storage_key(holder.members[0].tensor)
+    first = _compat.storage_key(holder.members[0].live())
     return [
         int(tensor.storage_offset()) if _compat.storage_key(tensor) == first else -1
-        for tensor in (member.tensor for member in holder.members)
+        for tensor in (member.live() for member in holder.members)
     ]
+
+
+def _sharing(call: Call, inputs: Inputs) -> list[int]:
+    """Which of the tensors that may be others in each call share storage."""
+    tensors = [entry.live() for entry in inputs.module_tensors if entry.rebindable]
+    tensors += [call.leaves[position] for position in inputs.user]
+    first: dict[int, int] = {}
+    return [first.setdefault(_compat.storage_key(t), i) for i, t in enumerate(tensors)]
 
 
 def _positions(call: Call) -> tuple[list[Any], ...]:

@@ -77,7 +77,7 @@ class Storage:
 
     def base(self) -> torch.Tensor:
         """The whole storage as a 1-D tensor of the members' dtype."""
-        first = alias_of(self.members[0].tensor)
+        first = alias_of(self.members[0].live())
         storage = first.untyped_storage()
         length = storage.nbytes() // first.element_size()
         return first.new_empty(0).set_(storage, 0, (length,), (1,))

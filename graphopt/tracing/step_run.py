@@ -22,6 +22,7 @@ from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.decisions import Decider
+from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.host_numbers import (
     HostNumber,
     ScheduledFloat,
@@ -30,10 +31,12 @@ from graphopt.tracing.host_numbers import (
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
+from graphopt.tracing.placed import take_placed
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.result_collector import (
+    Ran,
     ResultCollector,
     finish_buffers,
     module_attributes,
@@ -86,7 +89,7 @@ class StepRun:
         self.left_storages: set[int] = set()
         self.outside = record_for(call)
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
-        self.finder = Finder(self.outside, given, mode)
+        self.finder = Finder(self.outside, given, mode, call.besides.carried)
         self._caching = torch.is_autocast_cache_enabled()
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -113,14 +116,15 @@ class StepRun:
             settings = [dict(group) for _, _, group in self._groups()]
             holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
             marker = self._gradient_marker(traced)
-            returned, stepped = self._run(traced, marker)
+            tables = [attributes for _, attributes, _ in holders]
+            ran = self._run(traced, marker, tables)
             counted = self._counted(settings)
             replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
             finish_buffers(self.inputs, traced, replacing)
             collector = ResultCollector(
                 self.call, self.inputs, traced, flat, self.made, self.left_storages
             )
-            self.signature = collector.collect(returned, stepped, before, holders, counted)
+            self.signature = collector.collect(ran, before, holders, counted)
             self.signature.rebound.update(collector.left(self.rebound))
             self.used = tuple(marker.used) if marker is not None else ()
             return collector.results
@@ -159,8 +163,11 @@ class StepRun:
         return found
 
     def _run(
-        self, traced: Traced, marker: reduction.GradientMarker | None
-    ) -> tuple[Any, list[int]]:
+        self,
+        traced: Traced,
+        marker: reduction.GradientMarker | None,
+        tables: Sequence[dict[str, Any]],
+    ) -> Ran:
         leaves = [
             traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in self.call.leaves
@@ -169,6 +176,7 @@ class StepRun:
             if isinstance(number, ArgumentNumber):
                 leaves[number.position] = stand_in
         args, kwargs = self.call.rebuild(leaves)
+        given = GivenContainers(args, kwargs)
         stepped: list[int] = []
         known = self.call.optimizer_objects()
 
@@ -177,6 +185,8 @@ class StepRun:
                 marker.mark_ready()
 
         with ExitStack() as stack:
+            bare = [entry.tensor for entry in self.inputs.module_tensors if entry.bare]
+            stack.callback(self.finder.owners_of, bare)  # also where the step is refused
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
             stack.enter_context(impurity.no_loading())
@@ -184,6 +194,7 @@ class StepRun:
             stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
             stack.enter_context(rng.traced_generators())
             stack.enter_context(numbers.noting(self.made))
+            stack.enter_context(_compat.truths_of_fakes(numbers.truth))
             stack.enter_context(traced_math())
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
@@ -197,14 +208,20 @@ class StepRun:
             with observed_step(self.call, self.outside):
                 returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
-            self.finder.owners_of([e.tensor for e in self.inputs.module_tensors if e.bare])
+                placed = take_placed(self.outside, self.finder, traced.by_id, tables)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages
         if self.made.refused is not None:
             raise self.made.refused
         mark()
-        return returned, stepped
+        flat = _compat.flatten_results(returned, self._stays)
+        return Ran(*flat, stepped, placed, list(given.changes()))
+
+    def _stays(self, value: object) -> bool:
+        """Whether a returned object was there before the step, or is more than its fields."""
+        kinds = (torch.nn.Module, torch.Tensor, Optimizer)
+        return isinstance(value, kinds) or self.outside.is_outside(value)
 
     def _stand_ins(self, flat: Sequence[torch.Tensor]) -> Traced:
         by_id: dict[int, torch.Tensor] = {}

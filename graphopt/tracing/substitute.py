@@ -65,10 +65,13 @@ def preserved(call: Call) -> Iterator[None]:
         if type(call.leaves[position]).__module__ != "builtins"
         and isinstance(getattr(call.leaves[position], "__dict__", None), dict)
     ]
+    carried = [(table, key, table[key]) for _, table, key in call.besides.carried if key in table]
     generators = GeneratorStates.read()
     try:
         yield
     finally:
+        for table, key, value in carried:
+            table[key] = value
         for attributes, before in (*tables, *modules, *opaque):
             attributes.clear()
             attributes.update(before)

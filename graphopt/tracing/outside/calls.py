@@ -120,7 +120,7 @@ class NativeCalls:
     def store(self, place: OutsidePlace | None, owner: Any, counting: bool = False) -> None:
         """The step writes to a place of `owner`."""
         if place is not None and self._record.is_outside(owner):
-            self._record.wrote(place, counting)
+            self._record.wrote(place, counting, owner)
 
     def _on(
         self, name: str, bound: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +27,24 @@ _VIEWS: tuple[type, ...] = (
     type({}.items()),
     types.MappingProxyType,
 )
+
+
+_TABLES = frozenset({dict, collections.OrderedDict, collections.defaultdict})
+
+
+class WrittenItem(NamedTuple):
+    """An item of a dictionary that the step wrote to.
+
+    Attributes:
+        before: what was there.
+        owner: the object that has it as an attribute; None where the dictionary is none of these.
+        path: to that object or dictionary.
+    """
+
+    place: OutsidePlace
+    before: Any
+    owner: Any
+    path: str
 
 
 class Record:
@@ -48,6 +67,7 @@ class Record:
         self._owners: dict[int, Callable[[], Any]] = {}
         self._written: set[tuple[Any, ...]] = set()
         self._derived: set[tuple[Any, ...]] = set()
+        self._items: dict[tuple[Any, ...], WrittenItem] = {}
         self._mutated: dict[int, Any] = {}
         self._emptied: set[int] = set()
         self._pinned: dict[int, Any] = {}
@@ -198,9 +218,14 @@ class Record:
 
     # ------------------------------------------------------------------ writes
 
-    def wrote(self, place: OutsidePlace, counting: bool) -> None:
-        """The step writes to a place, `counting` if what it makes of the value there."""
+    def wrote(self, place: OutsidePlace, counting: bool, owner: Any = None) -> None:
+        """The step writes to a place, `counting` if what it makes of the value there; `owner` is
+        the object that has it as an attribute."""
         identity = place.identity
+        if place.kind == "item" and type(place.holder) in _TABLES:
+            holder = place.holder if owner is None else owner
+            path = self.path(holder, type(holder).__name__)
+            self._items.setdefault(identity, WrittenItem(place, place.now(), owner, path))
         if counting and (identity not in self._written or identity in self._derived):
             self._derived.add(identity)
         else:
@@ -221,6 +246,15 @@ class Record:
         """The step takes everything out of a container: what it puts there is its own."""
         if self.is_outside(container):
             self._emptied.add(id(container))
+
+    def written_items(self) -> Iterator[WrittenItem]:
+        """The items of dictionaries, attributes among them, that the step wrote to, other than
+        those of modules and optimizers."""
+        yield from (each for each in self._items.values() if not self.is_own(each.place.holder))
+
+    def has_read(self, place: OutsidePlace) -> bool:
+        """Whether a guard is to hold what was in a place."""
+        return place.identity in self.reads
 
     def has_written(self, table: dict[str, Any], key: str) -> bool:
         """Whether the step wrote to an item of a dictionary."""

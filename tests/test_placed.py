@@ -1,0 +1,319 @@
+"""Tensors that a step puts into attributes and dictionaries of the program, against eager."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+import graphopt
+
+pytestmark = pytest.mark.slow
+
+CALLS = 4
+
+
+class Network:
+    """A layer, its optimizer, and a place for whatever a step leaves."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(4, 4)
+        self.optimizer = torch.optim.Adam(self.layer.parameters(), lr=0.1)
+        self.hidden: Any = torch.zeros(5, 4)
+        self.other: Any = torch.ones(5, 4)
+        self.table: dict[str, Any] = {}
+
+    def finish(self, loss: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+class Loop(NamedTuple):
+    """A training loop that is not captured yet.
+
+    Attributes:
+        step: of a batch.
+        left: what the program finds afterwards.
+        captures: how many graphs its calls need.
+    """
+
+    step: Callable[..., Any]
+    left: Callable[[], Any]
+    captures: int = 1
+
+
+def kept_for_later() -> Loop:
+    """As CycleGAN's model class keeps what each method hands to the next."""
+    net = Network()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        net.hidden = net.layer(x)
+        net.other = F.mse_loss(net.hidden, y)
+        net.finish(net.other)
+
+    return Loop(step, lambda: (net.hidden, net.other))
+
+
+def features_of_a_hook() -> Loop:
+    net = Network()
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        net.table["features"] = output
+
+    net.layer.register_forward_hook(hook)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return net.finish(F.mse_loss(net.layer(x), y) + net.table["features"].mean())
+
+    return Loop(step, lambda: net.table)
+
+
+def carried() -> Loop:
+    """A hidden state that goes from call to call."""
+    net = Network()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        net.hidden = torch.tanh(net.layer(x) + net.hidden.detach())
+        return net.finish(F.mse_loss(net.hidden, y))
+
+    return Loop(step, lambda: net.hidden)
+
+
+def made_in_the_first_call() -> Loop:
+    net = Network()
+    net.hidden = None
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if net.hidden is None:
+            net.hidden = torch.ones(5, 4)
+        net.hidden = torch.tanh(net.layer(x) + net.hidden.detach())
+        return net.finish(F.mse_loss(net.hidden, y))
+
+    return Loop(step, lambda: net.hidden, captures=2)
+
+
+def moving_average() -> Loop:
+    net = Network()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = net.finish(F.mse_loss(net.layer(x), y))
+        net.hidden = 0.9 * net.hidden + 0.1 * loss.detach()
+        net.other += loss.detach()
+        return loss
+
+    same = net.other
+    return Loop(step, lambda: (net.hidden, net.other, net.other is same))
+
+
+def state_before_the_step() -> Loop:
+    """What is returned is what was there, not what is put there."""
+    net = Network()
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        before = net.hidden
+        net.hidden = x * 2
+        return before, net.finish(F.mse_loss(net.layer(x) + before, y))
+
+    return Loop(step, lambda: net.hidden)
+
+
+def shifted() -> Loop:
+    net = Network()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = net.finish(F.mse_loss(net.layer(x) + net.hidden * net.other, y))
+        net.hidden, net.other = net.other, net.other + x
+        return loss
+
+    return Loop(step, lambda: (net.hidden, net.other))
+
+
+def nested() -> Loop:
+    net = Network()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        net.table["pair"] = (net.layer(x), [x.sum(), "text", 3])
+        return net.finish(F.mse_loss(net.table["pair"][0], y))
+
+    return Loop(step, lambda: net.table)
+
+
+def a_part_of_another() -> Loop:
+    """From the second call on both are one memory."""
+    net = Network()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = net.finish(F.mse_loss(net.layer(x) + net.hidden + net.other[0], y))
+        net.hidden = x * 2
+        net.other = net.hidden[:2]
+        return loss
+
+    return Loop(step, lambda: (net.hidden, net.other), captures=2)
+
+
+LOOPS = [
+    kept_for_later,
+    features_of_a_hook,
+    carried,
+    made_in_the_first_call,
+    moving_average,
+    state_before_the_step,
+    shifted,
+    nested,
+    a_part_of_another,
+]
+
+
+def run(make: Callable[[], Loop], compiled: bool) -> tuple[list[Any], int]:
+    torch.manual_seed(0)
+    loop = make()
+    step = graphopt.compile(loop.step) if compiled else loop.step
+    found = []
+    for _ in range(CALLS):
+        result = step(torch.randn(5, 4), torch.randn(5, 4))
+        found.append(tree_map(_frozen, (result, loop.left())))
+    captures = len(step.captures) if isinstance(step, graphopt.TrainStep) else 0
+    if compiled:
+        assert captures == loop.captures
+    return found, captures
+
+
+def _frozen(value: Any) -> Any:
+    """Values as they are now: equal tensors have equal texts of their bits."""
+    return value.detach().numpy().tobytes() if isinstance(value, Tensor) else value
+
+
+@pytest.mark.sliced(4)
+@pytest.mark.parametrize("make", LOOPS)
+def test_what_a_step_leaves_is_there(make: Callable[[], Loop]) -> None:
+    assert run(make, True)[0] == run(make, False)[0]
+
+
+def test_another_object_in_the_place() -> None:
+    """An equal object does not stand for the one that gets the tensor."""
+    net = Network()
+    objects = [Network() for _ in range(2)]
+    holder = {"now": objects[0]}
+
+    @graphopt.compile
+    def step(x: Tensor) -> Tensor:
+        holder["now"].hidden = net.layer(x)
+        return net.finish(holder["now"].hidden.square().mean())
+
+    x = torch.randn(5, 4)
+    step(x)
+    first = objects[0].hidden
+    holder["now"] = objects[1]
+    step(x)
+    assert objects[0].hidden is first and not torch.equal(first, objects[1].hidden)
+
+
+def test_a_refused_capture_leaves_nothing() -> None:
+    net, kept = Network(), []
+
+    @graphopt.compile
+    def step(x: Tensor) -> Tensor:
+        net.hidden = net.layer(x)
+        kept.append(net.hidden)
+        return net.finish(net.hidden.mean())
+
+    before = net.hidden
+    with pytest.raises(graphopt.CaptureError, match="keeps a tensor"):
+        step(torch.randn(5, 4))
+    assert net.hidden is before and kept == []
+
+
+def test_lists_and_dictionaries_among_the_arguments() -> None:
+    def step(net: Network, batch: dict[str, Any], outputs: list[Tensor]) -> Tensor:
+        batch["logits"] = net.layer(batch["x"])
+        batch["x"] = batch["x"] * 2
+        batch["number"] += 1
+        batch["meta"][0]["parts"] = [batch["logits"].sum(), "text"]
+        labels = batch.pop("y")
+        outputs.append(batch["logits"])
+        return net.finish(F.mse_loss(batch["logits"], labels))
+
+    found: list[Any] = []
+    for run_step in (step, graphopt.compile(step)):
+        torch.manual_seed(0)
+        net, left = Network(), []
+        for number in range(CALLS):
+            batch = {"x": torch.randn(5, 4), "y": torch.randn(5, 4), "number": number}
+            batch["meta"] = [{"id": number}]
+            outputs: list[Tensor] = []
+            left.append((run_step(net, batch, outputs), batch, list(batch), outputs))
+        found.append(tree_map(_frozen, left))
+    assert found[0] == found[1]
+    assert len(run_step.captures) == 1  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass
+class Output:
+    """What a model gives, as a class of the program."""
+
+    loss: Tensor
+    parts: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Data in data."""
+
+    output: Output
+    value: float
+
+
+def test_data_classes_as_results() -> None:
+    def step(net: Network, x: Tensor) -> list[Outcome]:
+        logits = net.layer(x)
+        loss = net.finish(logits.square().mean())
+        return [Outcome(Output(loss, {"logits": logits, "name": "text"}), loss.item())]
+
+    found = []
+    for run_step in (step, graphopt.compile(step)):
+        torch.manual_seed(0)
+        net = Network()
+        for _ in range(CALLS):
+            (outcome,) = run_step(net, torch.randn(5, 4))
+            assert type(outcome) is Outcome and type(outcome.output) is Output
+            values = (outcome.output.loss, outcome.output.parts, outcome.value)
+            found.append(tree_map(_frozen, values))
+    assert found[:CALLS] == found[CALLS:]
+
+
+class TwoAttributes(nn.Module):
+    """Plain attributes of a module, one a part of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.whole = torch.zeros(5, 4)
+        self.part = self.whole[:2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) + self.whole.sum() + self.part.sum()
+        self.whole = result.detach() * 2
+        self.part = self.whole[:2]
+        return result
+
+
+def test_attributes_of_a_module_that_share_memory() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    found = []
+    for run_step in (step, graphopt.compile(step)):
+        torch.manual_seed(0)
+        model = TwoAttributes()
+        found.append([_frozen(run_step(model, torch.randn(5, 4))) for _ in range(CALLS)])
+    assert found[0] == found[1]
