@@ -172,17 +172,17 @@ LOOPS = [
 ]
 
 
-def run(make: Callable[[], Loop], compiled: bool) -> tuple[list[Any], int]:
+def run(make: Callable[[], Loop], compiled: bool, calls: int = CALLS) -> tuple[list[Any], int]:
     torch.manual_seed(0)
     loop = make()
     step = graphopt.compile(loop.step) if compiled else loop.step
     found = []
-    for _ in range(CALLS):
+    for _ in range(calls):
         result = step(torch.randn(5, 4), torch.randn(5, 4))
         found.append(tree_map(_frozen, (result, loop.left())))
     captures = len(step.captures) if isinstance(step, graphopt.TrainStep) else 0
     if compiled:
-        assert captures == loop.captures
+        assert captures == loop.captures, captures
     return found, captures
 
 
@@ -317,3 +317,208 @@ def test_attributes_of_a_module_that_share_memory() -> None:
         model = TwoAttributes()
         found.append([_frozen(run_step(model, torch.randn(5, 4))) for _ in range(CALLS)])
     assert found[0] == found[1]
+
+
+class OneTensorTwice(nn.Module):
+    """Two attributes hold one tensor, until one of them gets another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.first = self.second = torch.zeros(5, 4)
+
+    def forward(self, x: Tensor, replace: bool = False) -> Tensor:
+        result: Tensor = self.layer(x) + self.first + 2 * self.second
+        if replace:
+            self.first = result.detach()
+        return result
+
+
+def test_an_attribute_that_is_replaced_between_two_calls() -> None:
+    model = OneTensorTwice()
+    compiled = graphopt.compile(lambda model, x: model(x))
+    x = torch.randn(5, 4)
+    compiled(model, x)
+    model.first = torch.ones(5, 4)
+    assert torch.equal(compiled(model, x), model(x))
+
+
+def test_an_attribute_that_is_replaced_in_one_of_two_places() -> None:
+    with pytest.raises(graphopt.CaptureError, match="in one of the places"):
+        graphopt.capture(lambda model, x: model(x, True), OneTensorTwice(), torch.randn(5, 4))
+
+
+def one_tensor_in_two_places() -> Loop:
+    net = Network()
+    net.hidden = net.other = torch.zeros(5, 4)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = net.finish(F.mse_loss(net.layer(x) + net.hidden + 2 * net.other, y))
+        net.hidden = x * 2
+        return loss
+
+    return Loop(step, lambda: (net.hidden, net.other), captures=2)
+
+
+def test_one_tensor_in_two_places() -> None:
+    assert run(one_tensor_in_two_places, True)[0] == run(one_tensor_in_two_places, False)[0]
+
+
+def count_of_an_object() -> Loop:
+    """A counter that the program advances between two calls, as TD3 delays its policy by."""
+    net = Network()
+    net.table["calls"] = 0
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(net.layer(x), y) * (1 + net.table["calls"] / 10)
+        return net.finish(loss) if net.table["calls"] % 2 == 0 else loss
+
+    def left() -> Any:
+        net.table["calls"] += 1
+        return list(net.layer.parameters())
+
+    return Loop(step, left, captures=4)
+
+
+def batch_of_an_object() -> Loop:
+    """The program puts each batch into an attribute, from where the step takes it."""
+    net = Network()
+    net.hidden = torch.randn(5, 4)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return net.finish(F.mse_loss(net.layer(net.hidden), y))
+
+    def left() -> Any:
+        net.hidden = torch.randn(5, 4)
+        return list(net.layer.parameters())
+
+    return Loop(step, left, captures=2)
+
+
+class Counting(nn.Linear):
+    """A module with a number that changes between two calls, as Lightning's `global_step`."""
+
+    number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.number / 10)
+
+
+def count_of_a_module() -> Loop:
+    net = Network()
+    net.layer = Counting(4, 4)
+    net.layer.number = 0
+    net.optimizer = torch.optim.Adam(net.layer.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return net.finish(F.mse_loss(net.layer(x), y))
+
+    def left() -> Any:
+        net.layer.number += 1
+        return list(net.layer.parameters())
+
+    return Loop(step, left, captures=3)
+
+
+@pytest.mark.parametrize("make", [count_of_an_object, batch_of_an_object, count_of_a_module])
+def test_what_changes_between_calls_becomes_an_input(make: Callable[[], Loop]) -> None:
+    assert run(make, True, 8)[0] == run(make, False, 8)[0]
+
+
+class Marked(torch.optim.Optimizer):
+    """Reads marks that the program sets on parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rate = group["lr"] * getattr(parameter, "lr_scale", 1.0)
+                parameter.sub_(parameter.grad, alpha=rate)
+
+
+def test_attributes_of_parameters() -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = Network()
+        net.optimizer = Marked(net.layer.parameters())
+        net.layer.weight.lr_scale = 0.5  # type: ignore[attr-defined]
+        step: Any = lambda x, net=net: net.finish(net.layer(x).square().mean())  # noqa: E731
+        step = graphopt.compile(step) if compiled else step
+        for number in range(CALLS):
+            if number == 2:
+                net.layer.bias.lr_scale = 0.0  # type: ignore[attr-defined]
+            step(torch.randn(5, 4))
+        found.append([_frozen(parameter) for parameter in net.layer.parameters()])
+    assert found[0] == found[1] and len(step.captures) == 2
+
+
+def test_an_attribute_that_the_step_sets_on_a_parameter() -> None:
+    def step(model: nn.Linear, x: Tensor) -> Tensor:
+        model.weight.seen = True  # type: ignore[attr-defined]
+        result: Tensor = model(x)
+        return result
+
+    with pytest.raises(graphopt.CaptureError, match=r"sets the attribute seen of weight"):
+        graphopt.capture(step, nn.Linear(4, 4), torch.randn(2, 4))
+
+
+class Estimated(torch.optim.SGD):
+    """A second method works on the optimizer's state, as Sophia's does."""
+
+    @torch.no_grad()
+    def estimate(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entries = self.state[parameter]
+                if "estimate" not in entries:
+                    entries["estimate"] = torch.zeros_like(parameter)
+                entries["estimate"].mul_(0.9).add_(parameter.grad)
+
+
+def test_an_optimizer_that_is_not_stepped() -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        optimizer = Estimated(layer.parameters(), lr=0.1)
+
+        def step(x: Tensor, layer: Any = layer, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            layer(x).square().mean().backward()
+            optimizer.estimate()
+
+        run_step: Any = graphopt.compile(step) if compiled else step
+        for _ in range(CALLS):
+            run_step(torch.randn(5, 4))
+        found.append([_frozen(entries["estimate"]) for entries in optimizer.state.values()])
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+class Scaled(torch.optim.SGD):
+    """A number of its group is computed from gradients in each step, as Prodigy's `d` is."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            total = sum(p.grad.abs().sum().item() for p in group["params"])
+            group["scale"] = 0.9 * group.get("scale", 1.0) + 0.1 * total
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"] * group["scale"])
+
+
+def test_a_number_of_a_group_that_gradients_decide() -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = Network()
+        net.optimizer = Scaled(net.layer.parameters(), lr=0.1)
+        step: Any = lambda x, net=net: net.finish(net.layer(x).square().mean())  # noqa: E731
+        step = graphopt.compile(step) if compiled else step
+        for _ in range(CALLS):
+            step(torch.randn(5, 4))
+            found.append((net.optimizer.param_groups[0]["scale"], _frozen(net.layer.weight)))
+    assert found[:CALLS] == found[CALLS:]

@@ -31,7 +31,7 @@ class _Fields:
 def _made_anew(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
     """An object of the data class, without a call of its `__init__`."""
     kind, names = context
-    new = object.__new__(kind)
+    new: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(new, name, value)
     return new

@@ -38,7 +38,7 @@ class GivenContainers:
     """The containers that a trace gets as arguments, as they are before the step."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nested = [((0, i), value) for i, value in enumerate(args)]
+        nested: list[tuple[Path, Any]] = [((0, i), value) for i, value in enumerate(args)]
         nested += [((1, key), value) for key, value in kwargs.items()]
         self._before = [
             (path, container, container.copy())

@@ -152,7 +152,20 @@ class ArgumentNumber:
         return call.leaves[self.position]
 
 
-Number = Hyperparameter | StateNumber | ArgumentNumber
+@dataclass(frozen=True)
+class PlacedNumber:
+    """A Python number in an attribute or an item of a dictionary, which is another one in each
+    call."""
+
+    table: dict[Any, Any]
+    key: Any
+    fqn: str
+
+    def read(self, call: Call) -> Any:
+        return self.table.get(self.key)
+
+
+Number = Hyperparameter | StateNumber | ArgumentNumber | PlacedNumber
 
 
 @dataclass

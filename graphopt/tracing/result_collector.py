@@ -220,6 +220,12 @@ class ResultCollector:
     def _state_recipe(self, value: Any) -> Recipe:
         if is_plain(value) and not any(isinstance(v, SYMBOLIC) for v in _compat.tree_leaves(value)):
             return Constant(value)
+        if isinstance(value, (list, tuple, dict)):
+            raise CaptureError(
+                f"its optimizer keeps a {type(value).__name__} in its state, which is neither a"
+                " tensor nor a constant",
+                hint="let it keep each tensor in an entry of its own",
+            )
         return self.recipe(value, lambda: "optimizer state")
 
     def _state_owner(
@@ -354,8 +360,13 @@ def finish_buffers(inputs: Inputs, traced: Traced, replacing: Replacing) -> None
     of parameters into updates of the parameter."""
     for entry in inputs.module_tensors:
         stand_in = traced.by_id[id(entry.tensor)]
-        for owner, key in entry.slots:
-            value = owner.get(key)
+        values = [owner.get(key) for owner, key in entry.slots]
+        if any(value is not values[0] for value in values) and entry.kind != "parameter":
+            raise CaptureError(
+                f"it replaces {entry.fqn} in one of the places where it stands, and not in others",
+                hint="update it in place (copy_), or give each place a tensor of its own (clone())",
+            )
+        for (owner, key), value in zip(entry.slots, values, strict=True):
             if value is stand_in or entry.rebindable:
                 continue
             if entry.kind == "parameter":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from graphopt.tracing.host_numbers import (
     is_host_number,
     traced_math,
 )
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.placed import take_placed
 from graphopt.tracing.rebinding import Rebinding
@@ -43,7 +43,7 @@ from graphopt.tracing.result_collector import (
     plain_objects,
 )
 from graphopt.tracing.scaling import traced_scaling
-from graphopt.tracing.signature import Signature
+from graphopt.tracing.signature import SYMBOLIC, Signature
 from graphopt.tracing.source import current_user_line, user_line_of
 from graphopt.tracing.substitute import Traced, insert
 from graphopt.tracing.tagging import Tagger, tagged
@@ -80,7 +80,8 @@ class StepRun:
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
         numbers_given = enumerate(inputs.hyperparameters)
-        arguments = {i for i, number in numbers_given if isinstance(number, ArgumentNumber)}
+        kinds = (ArgumentNumber, PlacedNumber)
+        arguments = {i for i, number in numbers_given if isinstance(number, kinds)}
         self.made = Made(self.tagger, arguments)
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
@@ -111,6 +112,10 @@ class StepRun:
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self.inputs.parameters
             )
+            marks = [
+                (e, _compat.copy_attributes(e.tensor, traced.by_id[id(e.tensor)]))
+                for e in self.inputs.module_tensors
+            ]
             insert(self.call, self.inputs, traced)
             before = module_attributes(self.call)
             settings = [dict(group) for _, _, group in self._groups()]
@@ -118,6 +123,7 @@ class StepRun:
             marker = self._gradient_marker(traced)
             tables = [attributes for _, attributes, _ in holders]
             ran = self._run(traced, marker, tables)
+            _refuse_marks((e.fqn, traced.by_id[id(e.tensor)], before) for e, before in marks)
             counted = self._counted(settings)
             replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
             finish_buffers(self.inputs, traced, replacing)
@@ -152,7 +158,7 @@ class StepRun:
         found = []
         for old, (index, number, new) in zip(before, self._groups(), strict=True):
             for key in [key for key in {**old, **new} if new.get(key) is not old.get(key)]:
-                if not is_number(new.get(key)):
+                if not is_number(new.get(key)) and not isinstance(new.get(key), SYMBOLIC):
                     raise CaptureError(
                         f"it changes {key!r} of an optimizer's parameter group",
                         hint="change it outside the step, between two calls",
@@ -186,7 +192,7 @@ class StepRun:
 
         with ExitStack() as stack:
             bare = [entry.tensor for entry in self.inputs.module_tensors if entry.bare]
-            stack.callback(self.finder.owners_of, bare)  # also where the step is refused
+            stack.callback(self._find_owners, bare)  # also where the step is refused
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
             stack.enter_context(impurity.no_loading())
@@ -196,6 +202,7 @@ class StepRun:
             stack.enter_context(numbers.noting(self.made))
             stack.enter_context(_compat.truths_of_fakes(numbers.truth))
             stack.enter_context(traced_math())
+            stack.enter_context(_compat.moved_where_needed())
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
             self._notice_steps(stepped)
@@ -217,6 +224,13 @@ class StepRun:
         mark()
         flat = _compat.flatten_results(returned, self._stays)
         return Ran(*flat, stepped, placed, list(given.changes()))
+
+    def _find_owners(self, tensors: list[torch.Tensor]) -> None:
+        """Look for what is to be an input besides: modules of these tensors, and optimizers whose
+        state the step uses, stepped or not."""
+        self.finder.owners_of(tensors)
+        for optimizer in self.outside.optimizers.values():
+            self.finder.optimizer(optimizer)
 
     def _stays(self, value: object) -> bool:
         """Whether a returned object was there before the step, or is more than its fields."""
@@ -317,6 +331,18 @@ class StepRun:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _refuse_marks(tensors: Iterable[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
+    """Refuse a step that sets an attribute of a parameter or buffer."""
+    for name, tensor, before in tensors:
+        attribute = _compat.set_attribute(tensor, before)
+        if attribute is not None:
+            raise CaptureError(
+                f"it sets the attribute {attribute} of {name}, which would happen at capture only",
+                hint="keep it in the optimizer's state, or in a buffer of the model; set marks"
+                " outside the step",
+            )
 
 
 def _in_backward(optimizer: Optimizer) -> CaptureError:
