@@ -327,7 +327,9 @@ class TrainStep:
         from graphopt.runtime.agreed import Ranks
         from graphopt.runtime.bound_step import BoundStep
         from graphopt.runtime.sharing import join_branch
+        from graphopt.tracing.besides import Besides
         from graphopt.tracing.guards import Guards
+        from graphopt.tracing.placed import changing
 
         cause = self._log_branch(branch) if branch else self._log_capture(call, mode)
         parallel = resolve(self._parallel)
@@ -341,6 +343,8 @@ class TrainStep:
         except CaptureError:
             with next(iter(ways)):  # which tells ranks that have come to agree
                 raise
+        places = changing(entry.captured.found for entry in self._entries)
+        call = call.using(call.besides.joined(Besides(carried=places))) or call
         captured, agreed = self._stages.compile(call, ways)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)

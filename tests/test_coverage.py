@@ -22,6 +22,7 @@ SLICE = [
     "styles.mask_through_layers",
     "styles.tensors_from_numbers",
     "styles.trainer_method",
+    "trainers.cycle_gan",
     "vision.focal_loss",
 ]
 

@@ -207,7 +207,7 @@ def draws(trainer: Trainer, loss: Tensor) -> Any:
 
 
 def keeps(trainer: Trainer, loss: Tensor) -> Any:
-    trainer.inner.kept = [{"loss": loss.detach()}]
+    trainer.items.append({"loss": [loss.detach()]})
 
 
 def keeps_a_number(trainer: Trainer, loss: Tensor) -> Any:
@@ -382,16 +382,29 @@ def test_tensors_that_a_step_puts_into_an_argument() -> None:
     assert len(compiled.captures) == 1
 
 
-@pytest.mark.parametrize("put", ["number", "list"])
-def test_what_cannot_be_put_into_an_argument(put: str) -> None:
+def test_a_number_cannot_be_put_into_an_argument() -> None:
     def metered(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, meter: Meter) -> None:
-        loss = step(model, optimizer, x, y).detach()
-        meter.last = loss.item() if put == "number" else [loss]
+        meter.last = step(model, optimizer, x, y).item()
 
     w, meter = world(), Meter()
     with pytest.raises(graphopt.CaptureError, match=r"attribute meter\.last"):
         graphopt.compile(metered)(w.model, w.optimizer, *CASE.batch(0), meter)
     assert meter.last is None
+
+
+def test_a_list_that_is_put_into_an_argument() -> None:
+    def metered(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, meter: Meter) -> Any:
+        loss = step(model, optimizer, x, y).detach()
+        meter.last = [loss, "loss"]
+        return loss
+
+    w, meter, kept = world(), Meter(), []
+    compiled = graphopt.compile(metered)
+    for number in range(3):
+        loss = compiled(w.model, w.optimizer, *CASE.batch(number), meter)
+        assert meter.last[0] is loss and meter.last[1:] == ["loss"]
+        kept.append(meter.last)
+    assert len({id(each) for each in kept}) == 3 and len(compiled.captures) == 1
 
 
 @pytest.mark.sliced(2)

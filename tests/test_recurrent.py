@@ -45,6 +45,19 @@ def transcribed(model: nn.Module, optimizer: Optimizer, x: Tensor, lengths: Any)
     return finish(optimizer, loss)
 
 
+def skipped_unless_finite(model: nn.Module, optimizer: Optimizer, x: Tensor, lengths: Any) -> Any:
+    """Decides by values behind the layer, and behind its backward."""
+    loss = model(x).square().mean()
+    if not torch.isfinite(loss):
+        return loss
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    if norm > 1e-3:
+        optimizer.step()
+    return norm
+
+
 def trained(
     step: Callable[..., Any], model: nn.Module, lengths: list[Any], compiled: bool
 ) -> tuple[list[Any], int]:
@@ -94,3 +107,19 @@ def test_lengths_in_a_list() -> None:
 def test_ctc_loss() -> None:
     lengths = [LENGTHS, torch.tensor([1, 2, 3, 3]), torch.tensor([2, 2, 2, 2])]
     assert check(transcribed, lambda: Recurrent(nn.GRU), lengths) == 1
+
+
+def test_decisions_behind_an_lstm() -> None:
+    model = lambda: Recurrent(nn.LSTM)  # noqa: E731
+    assert check(skipped_unless_finite, model, [LENGTHS] * 3) == 1
+
+
+def test_decisions_within_functions_of_torch() -> None:
+    """`gaussian_nll_loss` asks itself whether a variance is negative."""
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, lengths: Any) -> Any:
+        out = model(x)
+        loss = F.gaussian_nll_loss(out[..., 0], x[..., 0], out[..., 1].exp())
+        return finish(optimizer, loss)
+
+    assert check(step, lambda: Recurrent(nn.GRU), [LENGTHS] * 3) == 1

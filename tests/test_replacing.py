@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -89,3 +90,21 @@ def test_what_is_refused(kind: str, said: str) -> None:
         graphopt.compile(run)(model, optimizer, torch.ones(6, 4))
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
     assert other is None or other.param_groups
+
+
+def test_a_module_that_is_moved_to_where_it_is() -> None:
+    """`model.to(device)` in a step, and a router of mixtures of experts in its forward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        model.to("cpu")
+        model[0] = model[0].to(x.dtype)  # type: ignore[index,operator,assignment]
+        result: Tensor = model(x)
+        return result
+
+    x = torch.randn(3, 4)
+    compiled = graphopt.compile(step)
+    for _ in range(2):
+        expected = copy.deepcopy(model)(x)
+        assert torch.equal(compiled(model, x), expected)
+    assert len(compiled.captures) == 1

@@ -8,12 +8,14 @@ from . import (
     representation,
     sequences,
     styles,
+    trainers,
     vision,
 )
 from .case import STEPS, Build, Case, cases, tensors_of
 
 FAMILIES = (
     language, vision, adversarial, reinforcement, representation, sequences, optimizers, styles,
+    trainers,
 )  # fmt: skip
 
 __all__ = ["FAMILIES", "STEPS", "Build", "Case", "cases", "tensors_of"]

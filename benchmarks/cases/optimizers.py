@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .case import STEPS, Case, case
-from .published_optimizers import LAMB, MADGRAD, Adan, LaProp, Lion, Lookahead, NumberedAdam
+from .published_optimizers import (
+    LAMB,
+    MADGRAD,
+    Adan,
+    LaProp,
+    Lion,
+    Lookahead,
+    NumberedAdam,
+    Prodigy,
+    ScheduleFree,
+)
 
 
 def model() -> nn.Module:
@@ -153,3 +163,13 @@ def adam_with_python_count() -> Case:
 @case
 def lookahead() -> Case:
     return trained_with(lambda p: Lookahead(torch.optim.Adam(p, lr=1e-2), k=2))
+
+
+@case
+def schedule_free() -> Case:
+    return trained_with(ScheduleFree)
+
+
+@case
+def prodigy() -> Case:
+    return trained_with(Prodigy)

@@ -244,3 +244,75 @@ class Lookahead(Optimizer):
     def state_dict(self) -> Any:
         slow = dict(enumerate(self.state.values()))
         return {"fast": self.optimizer.state_dict(), "slow": slow}
+
+
+class ScheduleFree(Optimizer):
+    """AdamW without a schedule: settings of the group are computed from its own count."""
+
+    def __init__(self, params: Any, lr: float = 0.0025, warmup: int = 3) -> None:
+        counts = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "warmup": warmup, **counts})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            k = group["k"]
+            scheduled = (k + 1) / group["warmup"] if k < group["warmup"] else 1.0
+            lr = group["lr"] * scheduled * math.sqrt(1 - beta2 ** (k + 1))
+            lr_max = group["lr_max"] = max(lr, group["lr_max"])
+            weight = lr_max**2
+            total = group["weight_sum"] = group["weight_sum"] + weight
+            share = weight / total
+            for p in group["params"]:
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"] = torch.clone(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                z, exp_avg_sq = state["z"], state["exp_avg_sq"]
+                exp_avg_sq.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                grad = p.grad.div_(exp_avg_sq.sqrt().add_(1e-8))
+                p.lerp_(end=z, weight=share)
+                p.add_(grad, alpha=lr * (beta1 * (1 - share) - 1))
+                z.sub_(grad, alpha=lr)
+            group["k"] = k + 1
+
+
+class Prodigy(Optimizer):
+    """The distance to the solution is estimated: a number of the group, from gradients."""
+
+    def __init__(self, params: Any, lr: float = 1.0, d0: float = 1e-3) -> None:
+        numbers = {"d": d0, "d0": d0, "d_max": d0, "d_numerator": 0.0, "k": 0}
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), **numbers})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        beta1, beta2 = group["betas"]
+        beta3, d, d0, step_size = (
+            math.sqrt(beta2),
+            group["d"],
+            group["d0"],
+            group["d"] * group["lr"],
+        )
+        numerator, denominator = group["d_numerator"] * beta3, 0.0
+        for p in group["params"]:
+            state = self.state[p]
+            if "p0" not in state:
+                state["p0"] = p.detach().clone()
+                for name in ("s", "exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(p)
+            moved = torch.dot(p.grad.flatten(), (state["p0"] - p).flatten()).item()
+            numerator += (d / d0) * step_size * moved
+            state["exp_avg"].mul_(beta1).add_(p.grad, alpha=d * (1 - beta1))
+            state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=d * d * (1 - beta2))
+            state["s"].mul_(beta3).add_(p.grad, alpha=(d / d0) * step_size)
+            denominator += state["s"].abs().sum().item()
+        if denominator == 0:
+            return
+        group["d_max"] = max(group["d_max"], numerator / denominator)
+        group["d"], group["d_numerator"], group["k"] = group["d_max"], numerator, group["k"] + 1
+        for p in group["params"]:
+            state = self.state[p]
+            root = state["exp_avg_sq"].sqrt().add_(group["d"] * 1e-8)
+            p.addcdiv_(state["exp_avg"], root, value=-step_size)

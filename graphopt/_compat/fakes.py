@@ -139,6 +139,28 @@ def sizes_given(mode: Any, sizer: Sizer | None) -> Iterator[None]:
         mode.sizer = before
 
 
+@contextmanager
+def truths_of_fakes(truth: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """While active, `truth` says whether a fake tensor of one element is true, also within a
+    function of torch, where no function mode sees the question."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    own = vars(FakeTensor).get("__bool__")
+    otherwise = FakeTensor.__bool__
+
+    def asked(tensor: torch.Tensor) -> bool:
+        return truth(tensor) if tensor.numel() == 1 else otherwise(tensor)
+
+    setattr(FakeTensor, "__bool__", asked)  # noqa: B010
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(FakeTensor, "__bool__")
+        else:
+            setattr(FakeTensor, "__bool__", own)  # noqa: B010
+
+
 def met_sizes(mode: Any) -> bool:
     """Whether an operator has given what has a size that depends on values."""
     return getattr(mode, "met_sizes", False)

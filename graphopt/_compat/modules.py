@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from types import CodeType
 from typing import Any
@@ -38,3 +40,23 @@ def is_compiled_module(module: nn.Module) -> bool:
 def module_call_code() -> CodeType:
     """Code of the frame in which a module's forward and hooks run."""
     return nn.Module._call_impl.__code__
+
+
+_APPLY: Any = nn.Module._apply
+
+
+def _moved(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+    tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+    return module if all(fn(t) is t for t in tensors) else _APPLY(module, fn, recurse)
+
+
+@contextmanager
+def moved_where_needed() -> Iterator[None]:
+    """While active, `module.to(…)` does nothing where everything is there already, of that dtype;
+    torch exchanges fake parameters even then."""
+    vars(_moved)["stands_for"] = _APPLY
+    nn.Module._apply = _moved  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = _APPLY  # type: ignore[method-assign]

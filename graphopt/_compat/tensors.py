@@ -105,6 +105,22 @@ def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             target.register_post_accumulate_grad_hook(hook)
 
 
+def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    """Give a tensor the attributes that a program has set on another one. Returns all it has."""
+    for name, value in vars(source).items():
+        if name not in vars(target):
+            setattr(target, name, value)
+    return dict(vars(target))
+
+
+def set_attribute(tensor: torch.Tensor, before: dict[str, Any]) -> str | None:
+    """An attribute that a program has set on a fake tensor since; None where there is none."""
+    for name, value in vars(tensor).items():
+        if "memo" not in name and before.get(name, tensor) is not value:
+            return name
+    return None
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of `torch.func`'s, around another one, while its transforms run."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

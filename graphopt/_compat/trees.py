@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,44 @@ tree_unflatten: Callable[[Sequence[Any], Any], Any] = _pytree.tree_unflatten
 tree_map: Callable[..., Any] = _pytree.tree_map
 
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
+
+
+class _Fields:
+    """Stands for an object of a data class in a nest that is to be flattened."""
+
+    def __init__(self, of: object) -> None:
+        names = vars(of) if hasattr(of, "__dict__") else [f.name for f in dataclasses.fields(of)]  # type: ignore[arg-type]
+        self.kind, self.names = type(of), tuple(names)
+        self.values = [getattr(of, name) for name in self.names]
+
+
+def _made_anew(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+    """An object of the data class, without a call of its `__init__`."""
+    kind, names = context
+    new: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(new, name, value)
+    return new
+
+
+_pytree.register_pytree_node(_Fields, lambda f: (f.values, (f.kind, f.names)), _made_anew)
+
+
+def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list[Any], Any]:
+    """What `tree_flatten` gives, where objects of data classes are containers, too.
+
+    Args:
+        is_kept: whether such an object is to stay what it is, a leaf.
+    """
+
+    def opened(leaf: Any) -> Any:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type) or is_kept(leaf):
+            return leaf
+        fields = _Fields(leaf)
+        fields.values = [tree_map(opened, each) for each in fields.values]
+        return fields
+
+    return tree_flatten(tree_map(opened, value))
 
 
 _NODES = _pytree.SUPPORTED_NODES

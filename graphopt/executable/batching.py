@@ -131,6 +131,8 @@ def _written_on_lists(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         return _Form(_OF_THREE[target], tuple(args), (kwargs.get("value", 1),))
     if target not in _OF_TWO or len(args) != 2 or not kwargs.keys() <= {"alpha"}:
         return None
+    if target is aten.sub.Tensor and any(isinstance(v, fx.Node) for v in kwargs.values()):
+        return None  # on lists, its shape rule asks whether the factor is 1
     of_tensors, of_numbers = _OF_TWO[target]
     if isinstance(args[1], fx.Node) and isinstance(args[1].meta.get("val"), torch.Tensor):
         return _Form(of_tensors, (args[0], args[1]), scale=tuple(kwargs.values()))

@@ -11,8 +11,9 @@ from graphopt import _compat
 from graphopt._compat.late import put_gradient
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.given import make_change
 from graphopt.tracing.optimizer_state import write
-from graphopt.tracing.signature import Computed, Constant, Recipe, View
+from graphopt.tracing.signature import Computed, Constant, Nested, Recipe, View
 
 _ONE = _compat.tree_flatten(None)[1]
 """The structure of a result that is no container."""
@@ -38,6 +39,13 @@ class StepResults:
         """
         signature, tensors = self._signature, self._tensors
         optimizers = call.optimizer_objects()
+        # Everything is found before anything is put where others may find it.
+        outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]
+        attributes = [self._value(each.recipe, flat, results) for each in signature.attributes]
+        changes = [
+            (each.change, [self._value(item, flat, results) for _, item in each.change.items])
+            for each in signature.containers
+        ]
         for gradient in signature.gradients:
             value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:
@@ -47,15 +55,15 @@ class StepResults:
         for state in signature.states:
             value = self._value(state.recipe, flat, results)
             write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
-        for attribute in signature.attributes:
-            value = self._value(attribute.recipe, flat, results)
+        for attribute, value in zip(signature.attributes, attributes, strict=True):
             attribute.attributes[attribute.name] = value
+        for change, items in changes:
+            make_change(call.given, change, items)
         for setting in signature.settings:
             group = optimizers[setting.optimizer].param_groups[setting.group]
             group[setting.key] = self._value(setting.recipe, flat, results)
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
-        outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]
         if self._returns_one:
             return outputs[0]
         return _compat.tree_unflatten(outputs, signature.output_spec)
@@ -66,6 +74,9 @@ class StepResults:
             return results[recipe.index]
         if isinstance(recipe, Constant):
             return recipe.value
+        if isinstance(recipe, Nested):
+            leaves = [self._value(leaf, flat, results) for leaf in recipe.leaves]
+            return _compat.tree_unflatten(leaves, recipe.spec)
         if isinstance(recipe, View):
             base = self._value(recipe.of, flat, results).detach()
             offset = base.storage_offset() + recipe.offset

@@ -32,6 +32,9 @@ from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
+CarriedPlace = tuple[str, dict[Any, Any], Any]
+"""The path to an item of a dictionary, the dictionary, and the key."""
+
 
 @dataclass
 class Besides:
@@ -42,6 +45,8 @@ class Besides:
         tensors: those that belong to none of them.
         counts: keys of parameter groups in which an optimizer counts.
         plain: numbers among the arguments are no inputs of the graph, but constants.
+        carried: attributes and items of dictionaries in which the step finds a tensor and leaves
+            another one.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
     """
@@ -50,10 +55,12 @@ class Besides:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     counts: frozenset[str] = frozenset()
     plain: bool = False
+    carried: list[CarriedPlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.objects or self.tensors or self.counts or self.plain)
+        found = self.objects or self.tensors or self.counts or self.plain or self.carried
+        return bool(found)
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""
@@ -67,6 +74,7 @@ class Besides:
             [*self.tensors, *other.tensors],
             self.counts | other.counts,
             self.plain or other.plain,
+            [*self.carried, *other.carried],
             [*self.made, *other.made],
         )
 
@@ -97,9 +105,13 @@ class Finder:
     Args:
         record: what the step has read outside, and how.
         known: modules and optimizers that are inputs (by id).
+        carried: places that are; see `Besides`.
     """
 
-    def __init__(self, record: Record, known: set[int], mode: Any) -> None:
+    def __init__(
+        self, record: Record, known: set[int], mode: Any, carried: Iterable[CarriedPlace] = ()
+    ) -> None:
+        self._carried = list(carried)
         self._record, self._known, self._mode = record, set(known), mode
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._made: list[torch.Tensor] = []
@@ -132,6 +144,15 @@ class Finder:
             return False
         self.found.tensors.append((path, tensor))
         return True
+
+    def stand_in_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What the trace has in place of a real tensor that is no input yet, if anything."""
+        return self._stand_ins.get(id(tensor))
+
+    def carries(self, path: str, table: dict[Any, Any], key: Any) -> None:
+        """The step finds a tensor in an item of a dictionary, and leaves another one there."""
+        if not any(known is table and of == key for _, known, of in self._carried):
+            self.found.carried.append((path, table, key))
 
     def leads_to(self, value: Any) -> bool:
         """Whether the step got to an object by places that a guard holds."""

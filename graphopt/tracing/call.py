@@ -34,7 +34,8 @@ class Call:
     """One call `fn(*args, **kwargs)`, taken apart.
 
     Attributes:
-        leaves, treespec: the pytree `(args, kwargs)`.
+        given: `(args, kwargs)`.
+        leaves, treespec: its pytree.
         modules, optimizers: positions in `leaves` of distinct modules and optimizers, in order.
         tensors: positions in `leaves` of tensors.
         constants: positions in `leaves` of everything else.
@@ -48,6 +49,7 @@ class Call:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.fn = fn
+        self.given = args, kwargs
         self.leaves, self.treespec = _compat.flatten_arguments(args, kwargs)
         self.modules: list[int] = []
         self.optimizers: list[int] = []
@@ -158,6 +160,9 @@ def check_supported(call: Call) -> None:
         _check_tensor(call.names[position], call.leaves[position])
     for name, tensor in call.besides.tensors:
         _check_used(name, tensor)
+    for name, table, key in call.besides.carried:
+        if isinstance(table.get(key), torch.Tensor):
+            _check_used(name, table[key])
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from graphopt.tracing.input_notes import (
     note_returned,
     refuse_shared_updates,
 )
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, PlacedNumber
 from graphopt.tracing.leftovers import OutsideChanges, is_told
 from graphopt.tracing.outside.existing import (
     existing_kept,
@@ -43,6 +43,7 @@ from graphopt.tracing.outside.existing import (
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
+from graphopt.tracing.placed import FoundPlace, found_places
 from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
@@ -69,6 +70,7 @@ class CapturedStep:
         state: optimizer state among the inputs, to be put into the optimizers when the graph has
             run for the first time; None where there is none.
         parallel: the kind of parallelism that expands the markers of the graph.
+        found: places outside that hold what may be another one in the next call.
 
     >>> import graphopt, torch
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -88,6 +90,7 @@ class CapturedStep:
     besides: Besides
     state: NewState | None = None
     parallel: Parallel = field(default_factory=Manual)
+    found: Sequence[FoundPlace] = ()
 
     def state_present(self) -> AbstractContextManager[None]:
         """While active, the optimizers have all state that is among the inputs."""
@@ -189,6 +192,7 @@ def _rewritten(
         call.besides,
         _made_beforehand(call, found.state),
         Manual() if communication is None else communication.parallel,
+        tuple(found_places(found.outside, call)),
     )
 
 
@@ -378,7 +382,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         return knowing
     if isinstance(error, MoreInputs):
         more = error.besides
-    elif any(isinstance(each, ArgumentNumber) for each in inputs.hyperparameters):
+    elif any(isinstance(n, (ArgumentNumber, PlacedNumber)) for n in inputs.hyperparameters):
         more = Besides(plain=True)
     else:
         raise error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.runtime.late import names_of_held
+from graphopt.tracing.besides import CarriedPlace
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import (
     ArgumentNumber,
@@ -19,6 +21,7 @@ from graphopt.tracing.inputs import (
     Inputs,
     Kind,
     ModuleTensor,
+    PlacedNumber,
     StateNumber,
     StateTensor,
     Storage,
@@ -52,6 +55,7 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
             *_hyperparameters(call),
             *_state_numbers(call, by_id),
             *_argument_numbers(call),
+            *_placed_numbers(call),
         ],
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
@@ -87,6 +91,8 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     for prefix, module in modules:
         for key in _compat.own_buffers(module):
             add("buffer", _join(prefix, key), _compat.own_buffers(module), key)
+    for path, table, key in _alone(call.besides.carried, found):
+        add("buffer", path, table, key)
     for name, tensor in bare_tensors(call):
         kind: Kind = "parameter" if tensor.requires_grad else "buffer"
         found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
@@ -96,10 +102,21 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
             if id(vars(module)[key]) not in found:
                 attributes.add(id(vars(module)[key]))
             add("buffer", _join(prefix, key), vars(module), key)
+    attributes.update(id(table[key]) for _, table, key in call.besides.carried if key in table)
     entries = list(found.values())
     for entry in entries:
         entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
     return sorted(entries, key=lambda entry: entry.kind != "parameter")
+
+
+def _alone(carried: Sequence[CarriedPlace], found: Collection[int]) -> Iterator[CarriedPlace]:
+    """Places that hold a tensor which is nowhere else: others are found by reading them."""
+    values = [table.get(key) for _, table, key in carried]
+    counts = Counter(map(id, values))
+    for place, value in zip(carried, values, strict=True):
+        alone = counts[id(value)] == 1 and id(value) not in found
+        if alone and isinstance(value, torch.Tensor) and not value.requires_grad:
+            yield place
 
 
 def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,6 +235,14 @@ def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
     for position in call.constants:
         if is_exact(call.leaves[position]):
             yield ArgumentNumber(position, call.names[position])
+
+
+def _placed_numbers(call: Call) -> Iterator[PlacedNumber]:
+    if call.besides.plain:
+        return
+    for path, table, key in call.besides.carried:
+        if is_exact(table.get(key)):
+            yield PlacedNumber(table, key, path)
 
 
 def _is_input(key: str, value: object, counts: Collection[str]) -> bool:

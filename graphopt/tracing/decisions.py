@@ -33,6 +33,7 @@ from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.ir.operators import is_marker
+from graphopt.tracing import recurrent
 from graphopt.tracing.alike import depends_on, is_alike, reached_by
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.inputs import Inputs
@@ -265,7 +266,7 @@ class Values:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)
         for generator in filter(_is_generator, _compat.tree_leaves((args, kwargs))):
             self._use(generator)
-        target: Any = node.target
+        target: Any = recurrent.KERNEL_OF_GRAPHS.get(node.target, node.target)
         return target(*args, **kwargs)
 
     def _use(self, generator: torch.Generator) -> None:

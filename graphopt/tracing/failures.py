@@ -130,6 +130,12 @@ def _explain(error: Exception, call: Call) -> CaptureError:
             location=location,
             hint="call the original function or module; graphopt captures it with the rest",
         )
+    if isinstance(error, KeyError) and any(map(_compat.is_fake, error.args)):
+        return CaptureError(
+            "it looks for a parameter in a dictionary of its own, whose keys are parameters",
+            location=location,
+            hint="let the keys be names, as in dict(model.named_parameters())",
+        )
     if any(fragment in text for fragment in _SIZES):
         return CaptureError(
             "the size of a tensor depends on values (boolean-mask indexing, nonzero, or the like),"

@@ -16,7 +16,14 @@ from graphopt.tracing.creation import Creation
 from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import OfNone
-from graphopt.tracing.signature import Computed, Constant, Recipe, StateResult
+from graphopt.tracing.signature import (
+    Computed,
+    Constant,
+    ContainerResult,
+    Nested,
+    Recipe,
+    StateResult,
+)
 from graphopt.tracing.trace import RawTrace
 
 _StateKey = tuple[int, str, str]
@@ -103,6 +110,8 @@ def _same_recipes(first: RawTrace, following: RawTrace) -> bool:
         return False
     if _settings(first) != _settings(following):
         return False
+    if not _same_containers(first, following):
+        return False
     if _owners(first) != _owners(following) or not _same_attributes(first, following):
         return False
     return len(ours) == len(theirs) and all(map(_same_recipe, ours, theirs))
@@ -117,6 +126,18 @@ def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
         if recipe is None or not _same_recipe(recipe, attribute.recipe):
             return False
     return all(isinstance(recipe, Constant) for recipe in before.values())
+
+
+def _same_containers(first: RawTrace, following: RawTrace) -> bool:
+    """Whether both calls change the lists and dictionaries among their arguments alike."""
+    ours, theirs = first.signature.containers, following.signature.containers
+    return len(ours) == len(theirs) and all(map(_same_container, ours, theirs))
+
+
+def _same_container(a: ContainerResult, b: ContainerResult) -> bool:
+    keys = [(c.change.path, c.change.removed, [k for k, _ in c.change.items]) for c in (a, b)]
+    pairs = zip(a.change.items, b.change.items, strict=False)
+    return keys[0] == keys[1] and all(_same_recipe(x, y) for (_, x), (_, y) in pairs)
 
 
 def _settings(raw: RawTrace) -> list[Any]:
@@ -137,6 +158,8 @@ def _owners(raw: RawTrace) -> list[tuple[int | None, int | None]]:
 def _same_recipe(a: Recipe, b: Recipe) -> bool:
     if isinstance(a, Constant) and isinstance(b, Constant):
         return same_constant(a.value, b.value)
+    if isinstance(a, Nested) and isinstance(b, Nested):
+        return a.spec == b.spec and all(map(_same_recipe, a.leaves, b.leaves))
     return type(a) is type(b)
 
 

@@ -99,10 +99,8 @@ class RawGraphRunner(fx.Interpreter):
             return target(*args)
         if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
-        if is_operator(target, "aten::mkldnn_rnn_layer"):
-            return recurrent.LAYER(*args, **kwargs)
-        if is_operator(target, "aten::mkldnn_rnn_layer_backward"):
-            return recurrent.LAYER_BACKWARD(*args, **kwargs)
+        if target in recurrent.KERNEL_OF_GRAPHS:
+            return recurrent.KERNEL_OF_GRAPHS[target](*args, **kwargs)
         if fused_optimizer(target) is not None:
             return self._update_lists(target, args, kwargs)
         if args and isinstance(args[0], list) and rounds_a_list_in_place(target, args[0]):

@@ -21,6 +21,8 @@ from graphopt.tracing.host_numbers import EXACT, first_leaf
 from graphopt.tracing.inputs import (
     ArgumentNumber,
     Inputs,
+    ModuleTensor,
+    PlacedNumber,
     Storage,
     is_alias,
     is_exact,
@@ -48,13 +50,18 @@ class Guards:
         assigned: dict[int, set[str]] = {}
         for result in attributes:
             assigned.setdefault(id(result.attributes), set()).add(result.name)
+        placed: dict[int, set[str]] = {}
+        for number in inputs.hyperparameters:
+            if isinstance(number, PlacedNumber):
+                placed.setdefault(id(number.table), set()).add(number.key)
         self.mode = mode
         self.besides = call.besides
         self.outside = outside
         self.environment = environment()
         self.treespec = call.treespec
         self.modules = ModuleGuards(
-            (name, m, assigned.get(id(vars(m)), ())) for name, m in call.named_submodules()
+            (name, m, assigned.get(id(vars(m)), ()), placed.get(id(vars(m)), ()), assigned)
+            for name, m in call.named_submodules()
         )
         # A cached graph must not keep a model alive that the user has dropped.
         self.roots = [
@@ -72,7 +79,8 @@ class Guards:
         self.positions = _positions(call)
         user = set(inputs.user)
         self.user = [(p, tensor_kind(call.leaves[p])) for p in inputs.user]
-        self.shared = [(p, call.leaves[p]) for p in call.tensors if p not in user]
+        entries = {id(entry.tensor): entry for entry in inputs.module_tensors}
+        self.shared = [(p, entries[id(call.leaves[p])]) for p in call.tensors if p not in user]
         self._moving = [inputs.module_tensors[index] for index in inputs.rebound]
         moving = set(map(id, self._moving))
         self._fixed_storages = frozenset(
@@ -84,6 +92,11 @@ class Guards:
             for entry in inputs.module_tensors
             if entry.rebindable
         ]
+        marks = [(entry, dict(vars(entry.tensor))) for entry in inputs.module_tensors]
+        self._marked = [(entry, attributes) for entry, attributes in marks if attributes]
+        self._unmarked = [entry.tensor for entry, attributes in marks if not attributes]
+        self._attributes = list(_attribute_slots(call, inputs))
+        self.sharing = _sharing(call, inputs) if self.rebindable else []
         self.storages = [(h, _layout(h)) for h in inputs.placeholders if isinstance(h, Storage)]
         self.inputs = inputs
         self.states = _read_states(call, inputs)
@@ -162,11 +175,21 @@ class Guards:
             tensor = owner.get(key)
             if not isinstance(tensor, torch.Tensor) or tensor_kind(tensor) != kind:
                 return f"{entry.fqn} became {tensor!r}"
+        if any(map(vars, self._unmarked)):
+            return "a parameter or buffer got an attribute"
+        for entry, marks in self._marked:
+            if not _same_marks(vars(entry.tensor), marks):
+                return f"attributes of {entry.fqn} changed"
+        for entry, owner, key in self._attributes:
+            if owner.get(key) is not entry.tensor:
+                return f"{entry.fqn} became another tensor"
+        if self.rebindable and _sharing(call, self.inputs) != self.sharing:
+            return f"{self.rebindable[0][0].fqn} or another such tensor shares storage otherwise"
         for holder, layout in self.storages:
             if _layout(holder) != layout:
                 return f"{holder.fqn} no longer shares storage as it did"
-        for position, tensor in self.shared:
-            if call.leaves[position] is not tensor:
+        for position, entry in self.shared:
+            if call.leaves[position] is not entry.live():
                 return f"argument {call.names[position]} is another tensor"
         return None
 
@@ -237,11 +260,39 @@ def _called(number: Any) -> str:
 
 def _layout(holder: Storage) -> list[int]:
     """Where the members of a storage lie: their offsets, -1 for one that has left it."""
-    first = _compat.storage_key(holder.members[0].tensor)
+    first = _compat.storage_key(holder.members[0].live())
     return [
         int(tensor.storage_offset()) if _compat.storage_key(tensor) == first else -1
-        for tensor in (member.tensor for member in holder.members)
+        for tensor in (member.live() for member in holder.members)
     ]
+
+
+def _same_marks(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether a tensor has the attributes that a program had set on it."""
+    return now.keys() == before.keys() and all(
+        now[name] is value or same_constant(now[name], value) for name, value in before.items()
+    )
+
+
+def _attribute_slots(
+    call: Call, inputs: Inputs
+) -> Iterator[tuple[ModuleTensor, dict[str, Any], str]]:
+    """Attributes, other than parameters and buffers, whose tensor has other places, too."""
+    registered = {
+        id(table) for _, module in call.named_submodules() for table in _compat.own_tables(module)
+    }
+    for entry in inputs.module_tensors:
+        for owner, key in entry.slots:
+            if not entry.rebindable and id(owner) not in registered:
+                yield entry, owner, key
+
+
+def _sharing(call: Call, inputs: Inputs) -> list[int]:
+    """Which of the tensors that may be others in each call share storage."""
+    tensors = [entry.live() for entry in inputs.module_tensors if entry.rebindable]
+    tensors += [call.leaves[position] for position in inputs.user]
+    first: dict[int, int] = {}
+    return [first.setdefault(_compat.storage_key(t), i) for i, t in enumerate(tensors)]
 
 
 def _positions(call: Call) -> tuple[list[Any], ...]:

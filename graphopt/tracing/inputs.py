@@ -77,7 +77,7 @@ class Storage:
 
     def base(self) -> torch.Tensor:
         """The whole storage as a 1-D tensor of the members' dtype."""
-        first = alias_of(self.members[0].tensor)
+        first = alias_of(self.members[0].live())
         storage = first.untyped_storage()
         length = storage.nbytes() // first.element_size()
         return first.new_empty(0).set_(storage, 0, (length,), (1,))
@@ -152,7 +152,20 @@ class ArgumentNumber:
         return call.leaves[self.position]
 
 
-Number = Hyperparameter | StateNumber | ArgumentNumber
+@dataclass(frozen=True)
+class PlacedNumber:
+    """A Python number in an attribute or an item of a dictionary, which is another one in each
+    call."""
+
+    table: dict[Any, Any]
+    key: Any
+    fqn: str
+
+    def read(self, call: Call) -> Any:
+        return self.table.get(self.key)
+
+
+Number = Hyperparameter | StateNumber | ArgumentNumber | PlacedNumber
 
 
 @dataclass

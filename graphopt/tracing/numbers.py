@@ -151,6 +151,11 @@ def as_read(value: Any) -> Any:
     return noted(kind(value.node))
 
 
+def truth(tensor: torch.Tensor) -> bool:
+    """Whether a traced tensor of one element is true in this call."""
+    return bool(as_read(tensor.item()))
+
+
 def noted(number: Any) -> Any:
     """A number of which it is known from now on when the step keeps it."""
     made = _made.get()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,10 +34,10 @@ class ModuleGuards:
     """All modules of a step. They are looked at one by one only where something may have changed.
 
     Args:
-        modules: each with its name and the attributes that the step itself sets.
+        modules: what each guard is made of.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module, Collection[str]]]) -> None:
+    def __init__(self, modules: Iterable[tuple[Any, ...]]) -> None:
         self._guards = [ModuleGuard(*each) for each in modules]
         self._unchanged: StateSnapshot | None = self._snapshot()
 
@@ -61,9 +62,18 @@ class ModuleGuard:
 
     Args:
         assigned: attributes that the step itself sets: a new object in one of them is its own.
+        inputs: attributes whose numbers the graph takes.
+        filled: dictionaries into which the step puts tensors (by id).
     """
 
-    def __init__(self, name: str, module: nn.Module, assigned: Collection[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        assigned: Collection[str],
+        inputs: Collection[str] = (),
+        filled: Collection[int] = (),
+    ) -> None:
         self.name = name or "the model"
         self.attributes = vars(module)
         self.training = module.training
@@ -80,10 +90,10 @@ class ModuleGuard:
             if p is not None
         ]
         self.others = [
-            (key, value, items(value))
+            (key, value, None if id(value) in filled else items(value))
             for key, value in self.attributes.items()
             if key not in _OF_TORCH and not isinstance(value, torch.Tensor)
-            if is_plain(value) or key not in assigned
+            if (is_plain(value) or key not in assigned) and key not in inputs
         ]
         self.count = len(self.attributes)
 

@@ -94,3 +94,9 @@ LAYER = _define(
 BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 LAYER_BACKWARD = _define("rnn_layer_backward", BACKWARD, _layer_backward, _layer_backward)
 """What `aten.mkldnn_rnn_layer_backward` is in a graph."""
+
+KERNEL_OF_GRAPHS: dict[Any, Any] = {
+    torch.ops.aten.mkldnn_rnn_layer.default: LAYER,
+    BACKWARD: LAYER_BACKWARD,
+}
+"""What stands in a graph for the operators that a trace records."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,9 +14,11 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
+from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs, is_number
 from graphopt.tracing.optimizer_state import OfNone, distinct_states, entries_at, is_known_kind
+from graphopt.tracing.placed import Placed
 from graphopt.tracing.redirect import Made
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.signature import (
@@ -23,8 +26,10 @@ from graphopt.tracing.signature import (
     AttributeResult,
     Computed,
     Constant,
+    ContainerResult,
     GradientResult,
     Live,
+    Nested,
     Recipe,
     SettingResult,
     Signature,
@@ -37,6 +42,26 @@ _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step"})
 """Attributes of optimizers that the trace itself replaces."""
 
 _TABLES = "registered names"
+
+_ONE = _compat.tree_flatten(None)[1]
+"""The structure of a value that is no container."""
+
+
+class Ran(NamedTuple):
+    """What a traced step has done.
+
+    Attributes:
+        returned, spec: what it returned, the leaves and how they are nested.
+        stepped: the optimizers that it stepped.
+        placed: what it has left outside its arguments.
+        changed: what it has changed in lists and dictionaries among them.
+    """
+
+    returned: list[Any]
+    spec: Any
+    stepped: list[int]
+    placed: list[Placed]
+    changed: list[ContainerChange]
 
 
 class ResultCollector:
@@ -110,8 +135,7 @@ class ResultCollector:
 
     def collect(
         self,
-        returned: Any,
-        stepped: list[int],
+        ran: Ran,
         before: dict[int, dict[str, Any]],
         holders: Sequence[tuple[str, dict[str, Any], dict[str, Any]]],
         counted: Sequence[tuple[int, int, str, Any]],
@@ -122,21 +146,30 @@ class ResultCollector:
             before: `vars(module)` by module id, as the step found them.
             holders: name, attributes and former attributes of optimizers and other objects.
         """
-        leaves, spec = _compat.tree_flatten(returned)
-        outputs = [self.recipe(leaf, lambda: "what the step returns") for leaf in leaves]
+        outputs = [self.recipe(leaf, lambda: "what the step returns") for leaf in ran.returned]
         return Signature(
-            output_spec=spec,
+            output_spec=ran.spec,
             outputs=outputs,
             user_results=len(self.results),
-            stepped=stepped,
+            stepped=ran.stepped,
             gradients=self._gradients(),
             states=self._states(),
-            attributes=[*self._attributes(before), *self._attributes_of_others(holders)],
+            attributes=[
+                *self._attributes(before),
+                *self._attributes_of_others(holders),
+                *(AttributeResult(e.table, e.key, self._nest(e.value)) for e in ran.placed),
+            ],
             settings=[
                 SettingResult(index, group, key, self.recipe(value, lambda: "a count"))
                 for index, group, key, value in counted
             ],
+            containers=[ContainerResult(self._made(change)) for change in ran.changed],
         )
+
+    def _made(self, change: ContainerChange) -> ContainerChange:
+        """A change with recipes for what it puts into the container."""
+        items = tuple((key, self._nest(value)) for key, value in change.items)
+        return replace(change, items=items)
 
     def _gradients(self) -> list[GradientResult]:
         found = []
@@ -187,6 +220,12 @@ class ResultCollector:
     def _state_recipe(self, value: Any) -> Recipe:
         if is_plain(value) and not any(isinstance(v, SYMBOLIC) for v in _compat.tree_leaves(value)):
             return Constant(value)
+        if isinstance(value, (list, tuple, dict)):
+            raise CaptureError(
+                f"its optimizer keeps a {type(value).__name__} in its state, which is neither a"
+                " tensor nor a constant",
+                hint="let it keep each tensor in an entry of its own",
+            )
         return self.recipe(value, lambda: "optimizer state")
 
     def _state_owner(
@@ -261,12 +300,20 @@ class ResultCollector:
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return Constant(after)
         real = [self._real(leaf) for leaf in leaves]
-        if any(leaf is None for leaf in real):
-            raise CaptureError(
-                f"it stores tensors in the attribute {name}",
-                hint="return them from the step, or store each in an attribute of its own",
-            )
-        return Constant(_compat.tree_unflatten(real, spec))
+        if not any(leaf is None for leaf in real):
+            return Constant(_compat.tree_unflatten(real, spec))
+        return self._nest(after)
+
+    def _nest(self, value: Any) -> Recipe:
+        """How every call makes a value, its containers anew."""
+        leaves, spec = _compat.tree_flatten(value)
+        recipes = tuple(
+            self.recipe(leaf, lambda: "")
+            if isinstance(leaf, (torch.Tensor, *SYMBOLIC))
+            else Constant(leaf)
+            for leaf in leaves
+        )
+        return recipes[0] if spec == _ONE else Nested(spec, recipes)
 
     def _real(self, leaf: Any) -> Any:
         """What stands in a container for a leaf: the model's own tensor for its stand-in; None for
@@ -313,8 +360,13 @@ def finish_buffers(inputs: Inputs, traced: Traced, replacing: Replacing) -> None
     of parameters into updates of the parameter."""
     for entry in inputs.module_tensors:
         stand_in = traced.by_id[id(entry.tensor)]
-        for owner, key in entry.slots:
-            value = owner.get(key)
+        values = [owner.get(key) for owner, key in entry.slots]
+        if any(value is not values[0] for value in values) and entry.kind != "parameter":
+            raise CaptureError(
+                f"it replaces {entry.fqn} in one of the places where it stands, and not in others",
+                hint="update it in place (copy_), or give each place a tensor of its own (clone())",
+            )
+        for (owner, key), value in zip(entry.slots, values, strict=True):
             if value is stand_in or entry.rebindable:
                 continue
             if entry.kind == "parameter":

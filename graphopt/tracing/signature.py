@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import ModuleTensor
 from graphopt.tracing.optimizer_state import OfNone
 
@@ -52,7 +53,29 @@ SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
 """What reading the value of a traced tensor gives."""
 
 
-Recipe = Computed | Live | View | Constant
+@dataclass(frozen=True)
+class Nested:
+    """A container made anew in every call, such as the pair of states that an LSTM keeps.
+
+    Attributes:
+        spec: its structure, a pytree's.
+        leaves: what is in it.
+    """
+
+    spec: Any
+    leaves: tuple[Recipe, ...]
+
+
+Recipe = Computed | Live | View | Constant | Nested
+
+
+def leaves_of(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipes of what is in a nest; of anything else the recipe itself."""
+    if not isinstance(recipe, Nested):
+        yield recipe
+        return
+    for leaf in recipe.leaves:
+        yield from leaves_of(leaf)
 
 
 @dataclass(frozen=True)
@@ -80,6 +103,14 @@ class StateResult:
 
 
 @dataclass(frozen=True)
+class ContainerResult:
+    """A list or dictionary among the arguments that the step changes; the items of `change` are
+    the recipes of what they become."""
+
+    change: ContainerChange
+
+
+@dataclass(frozen=True)
 class SettingResult:
     """A number of a parameter group that the step has changed."""
 
@@ -91,7 +122,7 @@ class SettingResult:
 
 @dataclass(frozen=True)
 class AttributeResult:
-    """A module attribute that the step set."""
+    """An attribute of an object, or an item of a dictionary, that the step set."""
 
     attributes: dict[str, Any]
     name: str
@@ -109,6 +140,7 @@ class Signature:
         user_results: how many of the graph's results belong to the return value.
         stepped: optimizers whose `step` ran.
         settings: numbers of parameter groups that the step changes.
+        containers: lists and dictionaries among the arguments that it changes.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `rebinding`.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
@@ -123,6 +155,7 @@ class Signature:
     stepped: list[int]
     dead_gradients: list[int] = field(default_factory=list)
     settings: list[SettingResult] = field(default_factory=list)
+    containers: list[ContainerResult] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
 
     def recipes(self) -> Iterator[Recipe]:
@@ -130,8 +163,10 @@ class Signature:
         yield from self.outputs
         yield from (gradient.recipe for gradient in self.gradients)
         yield from (state.recipe for state in self.states)
-        yield from (attribute.recipe for attribute in self.attributes)
+        yield from (leaf for attribute in self.attributes for leaf in leaves_of(attribute.recipe))
         yield from (setting.recipe for setting in self.settings)
+        for container in self.containers:
+            yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
 
     def constant_attributes(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """Attributes that the step sets to something else than a tensor: where, name, value."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,25 +22,28 @@ from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.decisions import Decider
+from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.host_numbers import (
     HostNumber,
     ScheduledFloat,
     is_host_number,
     traced_math,
 )
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage, is_number
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
+from graphopt.tracing.placed import take_placed
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.result_collector import (
+    Ran,
     ResultCollector,
     finish_buffers,
     module_attributes,
     plain_objects,
 )
 from graphopt.tracing.scaling import traced_scaling
-from graphopt.tracing.signature import Signature
+from graphopt.tracing.signature import SYMBOLIC, Signature
 from graphopt.tracing.source import current_user_line, user_line_of
 from graphopt.tracing.substitute import Traced, insert
 from graphopt.tracing.tagging import Tagger, tagged
@@ -77,7 +80,8 @@ class StepRun:
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
         numbers_given = enumerate(inputs.hyperparameters)
-        arguments = {i for i, number in numbers_given if isinstance(number, ArgumentNumber)}
+        kinds = (ArgumentNumber, PlacedNumber)
+        arguments = {i for i, number in numbers_given if isinstance(number, kinds)}
         self.made = Made(self.tagger, arguments)
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
@@ -86,7 +90,7 @@ class StepRun:
         self.left_storages: set[int] = set()
         self.outside = record_for(call)
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
-        self.finder = Finder(self.outside, given, mode)
+        self.finder = Finder(self.outside, given, mode, call.besides.carried)
         self._caching = torch.is_autocast_cache_enabled()
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -108,19 +112,25 @@ class StepRun:
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self.inputs.parameters
             )
+            marks = [
+                (e, _compat.copy_attributes(e.tensor, traced.by_id[id(e.tensor)]))
+                for e in self.inputs.module_tensors
+            ]
             insert(self.call, self.inputs, traced)
             before = module_attributes(self.call)
             settings = [dict(group) for _, _, group in self._groups()]
             holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
             marker = self._gradient_marker(traced)
-            returned, stepped = self._run(traced, marker)
+            tables = [attributes for _, attributes, _ in holders]
+            ran = self._run(traced, marker, tables)
+            _refuse_marks((e.fqn, traced.by_id[id(e.tensor)], before) for e, before in marks)
             counted = self._counted(settings)
             replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
             finish_buffers(self.inputs, traced, replacing)
             collector = ResultCollector(
                 self.call, self.inputs, traced, flat, self.made, self.left_storages
             )
-            self.signature = collector.collect(returned, stepped, before, holders, counted)
+            self.signature = collector.collect(ran, before, holders, counted)
             self.signature.rebound.update(collector.left(self.rebound))
             self.used = tuple(marker.used) if marker is not None else ()
             return collector.results
@@ -148,7 +158,7 @@ class StepRun:
         found = []
         for old, (index, number, new) in zip(before, self._groups(), strict=True):
             for key in [key for key in {**old, **new} if new.get(key) is not old.get(key)]:
-                if not is_number(new.get(key)):
+                if not is_number(new.get(key)) and not isinstance(new.get(key), SYMBOLIC):
                     raise CaptureError(
                         f"it changes {key!r} of an optimizer's parameter group",
                         hint="change it outside the step, between two calls",
@@ -159,8 +169,11 @@ class StepRun:
         return found
 
     def _run(
-        self, traced: Traced, marker: reduction.GradientMarker | None
-    ) -> tuple[Any, list[int]]:
+        self,
+        traced: Traced,
+        marker: reduction.GradientMarker | None,
+        tables: Sequence[dict[str, Any]],
+    ) -> Ran:
         leaves = [
             traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in self.call.leaves
@@ -169,6 +182,7 @@ class StepRun:
             if isinstance(number, ArgumentNumber):
                 leaves[number.position] = stand_in
         args, kwargs = self.call.rebuild(leaves)
+        given = GivenContainers(args, kwargs)
         stepped: list[int] = []
         known = self.call.optimizer_objects()
 
@@ -177,6 +191,8 @@ class StepRun:
                 marker.mark_ready()
 
         with ExitStack() as stack:
+            bare = [entry.tensor for entry in self.inputs.module_tensors if entry.bare]
+            stack.callback(self._find_owners, bare)  # also where the step is refused
             stack.enter_context(impurity.no_output())
             stack.enter_context(impurity.no_schedulers())
             stack.enter_context(impurity.no_loading())
@@ -184,7 +200,9 @@ class StepRun:
             stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
             stack.enter_context(rng.traced_generators())
             stack.enter_context(numbers.noting(self.made))
+            stack.enter_context(_compat.truths_of_fakes(numbers.truth))
             stack.enter_context(traced_math())
+            stack.enter_context(_compat.moved_where_needed())
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
             self._notice_steps(stepped)
@@ -197,14 +215,27 @@ class StepRun:
             with observed_step(self.call, self.outside):
                 returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
-            self.finder.owners_of([e.tensor for e in self.inputs.module_tensors if e.bare])
+                placed = take_placed(self.outside, self.finder, traced.by_id, tables)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages
         if self.made.refused is not None:
             raise self.made.refused
         mark()
-        return returned, stepped
+        flat = _compat.flatten_results(returned, self._stays)
+        return Ran(*flat, stepped, placed, list(given.changes()))
+
+    def _find_owners(self, tensors: list[torch.Tensor]) -> None:
+        """Look for what is to be an input besides: modules of these tensors, and optimizers whose
+        state the step uses, stepped or not."""
+        self.finder.owners_of(tensors)
+        for optimizer in self.outside.optimizers.values():
+            self.finder.optimizer(optimizer)
+
+    def _stays(self, value: object) -> bool:
+        """Whether a returned object was there before the step, or is more than its fields."""
+        kinds = (torch.nn.Module, torch.Tensor, Optimizer)
+        return isinstance(value, kinds) or self.outside.is_outside(value)
 
     def _stand_ins(self, flat: Sequence[torch.Tensor]) -> Traced:
         by_id: dict[int, torch.Tensor] = {}
@@ -300,6 +331,18 @@ class StepRun:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _refuse_marks(tensors: Iterable[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
+    """Refuse a step that sets an attribute of a parameter or buffer."""
+    for name, tensor, before in tensors:
+        attribute = _compat.set_attribute(tensor, before)
+        if attribute is not None:
+            raise CaptureError(
+                f"it sets the attribute {attribute} of {name}, which would happen at capture only",
+                hint="keep it in the optimizer's state, or in a buffer of the model; set marks"
+                " outside the step",
+            )
 
 
 def _in_backward(optimizer: Optimizer) -> CaptureError:

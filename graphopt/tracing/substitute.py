@@ -19,8 +19,16 @@ from torch.optim import Optimizer
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, StateNumber, is_number, state_key
+from graphopt.tracing.inputs import (
+    ArgumentNumber,
+    Inputs,
+    PlacedNumber,
+    StateNumber,
+    is_number,
+    state_key,
+)
 from graphopt.tracing.optimizer_state import entries_at, of_none, write
+from graphopt.tracing.signature import SYMBOLIC
 from graphopt.tracing.source import current_user_line
 
 
@@ -65,10 +73,13 @@ def preserved(call: Call) -> Iterator[None]:
         if type(call.leaves[position]).__module__ != "builtins"
         and isinstance(getattr(call.leaves[position], "__dict__", None), dict)
     ]
+    carried = [(table, key, table[key]) for _, table, key in call.besides.carried if key in table]
     generators = GeneratorStates.read()
     try:
         yield
     finally:
+        for table, key, value in carried:
+            table[key] = value
         for attributes, before in (*tables, *modules, *opaque):
             attributes.clear()
             attributes.update(before)
@@ -129,6 +140,9 @@ def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
     for entry in inputs.module_tensors:
         for owner, key in entry.slots:
             owner[key] = traced.by_id[id(entry.tensor)]
+    for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
+        if isinstance(number, PlacedNumber):
+            number.table[number.key] = symbolic
     groups: dict[int, _Settings] = {}
     states: dict[int, defaultdict[Any, Any]] = {}
     for index, optimizer in enumerate(call.optimizer_objects()):
@@ -156,7 +170,7 @@ def _insert_into_optimizer(
         states[known] = _traced_state(optimizer, parameters, traced)
     state = optimizer.state = states[known]
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
-        if isinstance(number, ArgumentNumber) or number.optimizer != index:
+        if isinstance(number, (ArgumentNumber, PlacedNumber)) or number.optimizer != index:
             continue
         if isinstance(number, StateNumber):
             owner = state_key(number.parameter)
@@ -196,7 +210,7 @@ class _Settings(dict[str, Any]):
     """A parameter group in which the step may change numbers only."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if is_number(value):
+        if is_number(value) or isinstance(value, SYMBOLIC):
             dict.__setitem__(self, key, value)
             return
         raise CaptureError(

@@ -39,7 +39,8 @@ def read_attribute(record: Record, value: Any, name: str, path: str, line: Sourc
             record.read(OutsidePlace("attribute", value, "__func__"), f"{path}.__func__", line)
         read_attribute(record, value.__func__, name, path, line)
     elif isinstance(value, Optimizer) and name in _WATCHED_OF_OPTIMIZERS:
-        return
+        if name == "state":
+            record.optimizers[id(value)] = value
     else:
         _of_object(record, value, name, path, line)
 

@@ -23,7 +23,7 @@ from graphopt.tracing.outside.attributes import (
     read_method,
 )
 from graphopt.tracing.outside.files import is_observed
-from graphopt.tracing.outside.places import OutsidePlace, filled, is_value
+from graphopt.tracing.outside.places import OutsidePlace, filled, is_value, key_text
 from graphopt.tracing.outside.record import Record, is_container, viewed
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
@@ -120,7 +120,7 @@ class NativeCalls:
     def store(self, place: OutsidePlace | None, owner: Any, counting: bool = False) -> None:
         """The step writes to a place of `owner`."""
         if place is not None and self._record.is_outside(owner):
-            self._record.wrote(place, counting)
+            self._record.wrote(place, counting, owner)
 
     def _on(
         self, name: str, bound: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
@@ -188,7 +188,7 @@ class NativeCalls:
             return
         path = record.path(container, type(container).__name__)
         if isinstance(container, dict) and _hashable(key):
-            record.read(OutsidePlace("has", container, key), f"{key!r} in {path}", line)
+            record.read(OutsidePlace("has", container, key), f"{key_text(key)} in {path}", line)
         else:
             record.contents(container, path, line)
 

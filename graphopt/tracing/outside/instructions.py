@@ -15,6 +15,8 @@ from itertools import pairwise
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 from graphopt._compat.frames import NULL, Operands
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
@@ -95,7 +97,9 @@ class Instructions:
             pending, record.pending = record.pending, None
         for each in pending[:-1]:
             record.read(*each)
-        if pending:
+        if pending and isinstance(pending[-1][0].now(), torch.Tensor):
+            record.read(*pending[-1])  # not a count: an operator takes it
+        elif pending:
             self._feeding[id(frame)] = pending[-1]
 
     def counts(self, frame: FrameType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import math
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from graphopt.tracing.guard_values import is_plain, tensor_kind
 
 MISSING = object()
 """Stands for what is not there."""
+
+_TABLES = frozenset({dict, collections.OrderedDict, collections.defaultdict})
 
 _COPIED = (set, frozenset, bytearray)
 
@@ -41,6 +44,11 @@ class OutsidePlace:
     @property
     def identity(self) -> tuple[Any, ...]:
         return (self.kind, id(self.holder), self.key)
+
+    @property
+    def is_item(self) -> bool:
+        """Whether it is an item of a dictionary, as attributes are."""
+        return self.kind == "item" and type(self.holder) in _TABLES
 
     def now(self) -> Any:
         """What is there, `MISSING` if nothing is."""
@@ -100,6 +108,11 @@ _READERS: Mapping[str, Any] = {
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
 }
+
+
+def key_text(key: Any) -> str:
+    """A key in a message. That of a tensor, as of optimizer state, is no text."""
+    return repr(key) if is_value(key) else f"<{type(key).__name__}>"
 
 
 class Read(NamedTuple):

@@ -8,14 +8,22 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.outside.existing import existing_now
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
+from graphopt.tracing.outside.places import (
+    MISSING,
+    OutsidePlace,
+    Read,
+    is_value,
+    key_text,
+    same,
+)
 
 _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
@@ -26,6 +34,21 @@ _VIEWS: tuple[type, ...] = (
     type({}.items()),
     types.MappingProxyType,
 )
+
+
+class WrittenItem(NamedTuple):
+    """An item of a dictionary that the step wrote to.
+
+    Attributes:
+        before: what was there.
+        owner: the object that has it as an attribute; None where the dictionary is none of these.
+        path: to that object or dictionary.
+    """
+
+    place: OutsidePlace
+    before: Any
+    owner: Any
+    path: str
 
 
 class Record:
@@ -48,10 +71,12 @@ class Record:
         self._owners: dict[int, Callable[[], Any]] = {}
         self._written: set[tuple[Any, ...]] = set()
         self._derived: set[tuple[Any, ...]] = set()
+        self._items: dict[tuple[Any, ...], WrittenItem] = {}
         self._mutated: dict[int, Any] = {}
         self._emptied: set[int] = set()
         self._pinned: dict[int, Any] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
+        self.optimizers: dict[int, Any] = {}
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
         self.functions_of_torch: set[types.CodeType] = set()
         self.changed: tuple[Read, Any] | None = None
@@ -69,6 +94,7 @@ class Record:
         """Let go of what only observing needs, which is nearly everything."""
         self._existing.let_go()
         self._paths.clear()
+        self.optimizers.clear()
 
     # ------------------------------------------------------------------ objects
 
@@ -138,7 +164,7 @@ class Record:
             self.counted = self.counted or self._made(place, value, path, line)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
-        if _compat.is_fake(value):
+        if _compat.is_fake(value) or is_host_number(value):
             return value
         if id(place.holder) in self._mutated and identity not in self.reads:
             self._read_before(place, value, path, line)
@@ -183,14 +209,14 @@ class Record:
         for key in keys:
             value = self.item(container, key, path, line)
             if is_container(value):
-                self.contents(value, f"{path}[{key!r}]", line, depth - 1)
+                self.contents(value, f"{path}[{key_text(key)}]", line, depth - 1)
 
     def item(self, container: Any, key: Any, path: str, line: SourceLine) -> Any:
         """The step reads one item of an outside container."""
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             self.size(container, path, line)
             key += len(container)
-        return self.read(OutsidePlace("item", container, key), f"{path}[{key!r}]", line)
+        return self.read(OutsidePlace("item", container, key), f"{path}[{key_text(key)}]", line)
 
     def size(self, container: Any, path: str, line: SourceLine) -> None:
         if not isinstance(container, (tuple, str, bytes)):
@@ -198,9 +224,14 @@ class Record:
 
     # ------------------------------------------------------------------ writes
 
-    def wrote(self, place: OutsidePlace, counting: bool) -> None:
-        """The step writes to a place, `counting` if what it makes of the value there."""
+    def wrote(self, place: OutsidePlace, counting: bool, owner: Any = None) -> None:
+        """The step writes to a place, `counting` if what it makes of the value there; `owner` is
+        the object that has it as an attribute."""
         identity = place.identity
+        if place.is_item:
+            holder = place.holder if owner is None else owner
+            path = self.path(holder, type(holder).__name__)
+            self._items.setdefault(identity, WrittenItem(place, place.now(), owner, path))
         if counting and (identity not in self._written or identity in self._derived):
             self._derived.add(identity)
         else:
@@ -221,6 +252,15 @@ class Record:
         """The step takes everything out of a container: what it puts there is its own."""
         if self.is_outside(container):
             self._emptied.add(id(container))
+
+    def written_items(self) -> Iterator[WrittenItem]:
+        """The items of dictionaries, attributes among them, that the step wrote to, other than
+        those of modules and optimizers."""
+        yield from (each for each in self._items.values() if not self.is_own(each.place.holder))
+
+    def places_of(self, value: Any) -> list[OutsidePlace]:
+        """All places in which the step has read an object."""
+        return [read.place for read in self.reads.values() if read.value is value]
 
     def has_written(self, table: dict[str, Any], key: str) -> bool:
         """Whether the step wrote to an item of a dictionary."""

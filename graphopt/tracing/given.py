@@ -1,0 +1,99 @@
+"""What a step changes in the lists and dictionaries among its arguments.
+
+    batch["logits"] = model(batch["x"])    every call puts its own logits into its own batch
+
+A trace gets containers of its own, made anew from what is in the real ones. They are compared with
+what they were when the step is over.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[Any, ...]
+"""Positions and keys that lead from `(args, kwargs)` to a container."""
+
+_TABLES = frozenset({dict, OrderedDict, defaultdict})
+_NO_ITEM = object()
+
+
+@dataclass(frozen=True)
+class ContainerChange:
+    """What a step has made of one container.
+
+    Attributes:
+        removed: keys of a dictionary that are gone.
+        items: new items of a dictionary; all items of a list.
+    """
+
+    path: Path
+    removed: tuple[Any, ...]
+    items: tuple[tuple[Any, Any], ...]
+
+
+class GivenContainers:
+    """The containers that a trace gets as arguments, as they are before the step."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nested: list[tuple[Path, Any]] = [((0, i), value) for i, value in enumerate(args)]
+        nested += [((1, key), value) for key, value in kwargs.items()]
+        self._before = [
+            (path, container, container.copy())
+            for start, value in nested
+            for path, container in _containers(start, value)
+        ]
+
+    def changes(self) -> Iterator[ContainerChange]:
+        """What is different now."""
+        for path, container, before in self._before:
+            if isinstance(container, list):
+                if len(container) != len(before) or not all(map(_is, container, before)):
+                    yield ContainerChange(path, (), tuple(enumerate(container)))
+                continue
+            removed = tuple(key for key in before if key not in container)
+            items = tuple(
+                (key, value)
+                for key, value in container.items()
+                if before.get(key, _NO_ITEM) is not value
+            )
+            if removed or items:
+                yield ContainerChange(path, removed, items)
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _containers(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if type(value) is list or type(value) in _TABLES:
+        yield path, value
+    if type(value) in _TABLES:
+        for key, item in value.items():
+            yield from _containers((*path, key), item)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _containers((*path, index), item)
+
+
+def make_change(
+    given: tuple[tuple[Any, ...], dict[str, Any]], change: ContainerChange, values: list[Any]
+) -> None:
+    """Make the container of a call what the step makes of it.
+
+    Args:
+        given: positional and keyword arguments of the call.
+        values: what the items are in this call.
+    """
+    container: Any = given
+    for key in change.path:
+        container = container[key]
+    if isinstance(container, list):
+        container[:] = values
+        return
+    for key in change.removed:
+        container.pop(key, None)
+    for (key, _), value in zip(change.items, values, strict=True):
+        container[key] = value
