@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from gloo import Pool
+from graphopt.runtime.late import LateTensors
 from scenario import NO_ACCUMULATION, PIPELINES, Scenario
 from twins import assert_same
 from zoo import MODELS, train_step
@@ -90,6 +91,36 @@ def read_in_flight(rank: int) -> None:
 
 def test_readers_of_state_see_it_finished(two_ranks: Pool) -> None:
     two_ranks.run(read_in_flight)
+
+
+def calls_one_after_another(rank: int, marked: bool) -> None:
+    scenario = Scenario(rank, "mlp", "adamw-fused", pipeline="default")
+    if marked:
+        for parameter in scenario.twins.captured.model.parameters():
+            vars(parameter)["scale"] = 0.5
+    scenario.steps(3)
+    uses: list[int] = []
+    settle = LateTensors.settle
+
+    def counted(late: LateTensors) -> None:
+        uses.append(1)
+        settle(late)
+
+    LateTensors.settle = counted  # type: ignore[method-assign]
+    try:
+        scenario.steps(3)
+    finally:
+        LateTensors.settle = settle  # type: ignore[method-assign]
+    assert scenario.twins.compiled.graph_module.in_flight
+    assert uses == []
+    scenario.twins.finish()
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_call_uses_nothing_that_is_in_flight_before_its_graph_runs(
+    two_ranks: Pool, marked: bool
+) -> None:
+    two_ranks.run(calls_one_after_another, marked)
 
 
 def flush_on_rank_0(rank: int) -> None:

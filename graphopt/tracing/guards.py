@@ -92,9 +92,10 @@ class Guards:
             for entry in inputs.module_tensors
             if entry.rebindable
         ]
-        marks = [(entry, dict(vars(entry.tensor))) for entry in inputs.module_tensors]
-        self._marked = [(entry, attributes) for entry, attributes in marks if attributes]
-        self._unmarked = [entry.tensor for entry, attributes in marks if not attributes]
+        # The dictionaries themselves: to ask a late parameter for its own would be a use of it.
+        marks = [(entry, vars(entry.tensor)) for entry in inputs.module_tensors]
+        self._marked = [(entry, now, dict(now)) for entry, now in marks if now]
+        self._unmarked = [attributes for _, attributes in marks if not attributes]
         self._attributes = list(_attribute_slots(call, inputs))
         self.sharing = _sharing(call, inputs) if self.rebindable else []
         self.storages = [(h, _layout(h)) for h in inputs.placeholders if isinstance(h, Storage)]
@@ -175,10 +176,10 @@ class Guards:
             tensor = owner.get(key)
             if not isinstance(tensor, torch.Tensor) or tensor_kind(tensor) != kind:
                 return f"{entry.fqn} became {tensor!r}"
-        if any(map(vars, self._unmarked)):
+        if any(self._unmarked):
             return "a parameter or buffer got an attribute"
-        for entry, marks in self._marked:
-            if not _same_marks(vars(entry.tensor), marks):
+        for entry, now, marks in self._marked:
+            if not _same_marks(now, marks):
                 return f"attributes of {entry.fqn} changed"
         for entry, owner, key in self._attributes:
             if owner.get(key) is not entry.tensor:
