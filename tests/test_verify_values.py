@@ -187,3 +187,64 @@ def test_a_constant_that_a_stage_exchanges() -> None:
         problems = StageProof(Proof()).problems("main", before.graph, with_constant(value))
         assert (not problems) is same
         assert check_equivalence(before, with_constant(value)).ok is same
+
+
+# --------------------------------------------------------- what is read from a storage as it lies
+
+
+def windows(make: Callable[[Tensor], Tensor]) -> fx.GraphModule:
+    """Of what `make` makes of a matrix, places of its storage, and those behind a first row."""
+
+    def read(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        made = make((x @ w).sin())
+        return made.as_strided((3, 4), (5, 1)) * 2, made[1:].as_strided((4,), (2,)) * 2
+
+    return captured(read, torch.randn(4, 8), torch.randn(8, 6))
+
+
+READ_ALIKE = {
+    "as it is": lambda y: y + 1,
+    "another shape before": lambda y: y.view(6, 4).add(1).view(4, 6),
+    "flat": lambda y: (y.view(-1) + 1).view(4, 6),
+    "with a dimension of one": lambda y: (y.view(4, 1, 6) + 1).view(4, 6),
+    "in place": lambda y: y.view(2, 12).add_(1).view(4, 6),
+}
+READ_OTHERWISE = {
+    "transposed": lambda y: (y.t().contiguous() + 1).view(4, 6),
+    "transposed in memory": lambda y: (y.t().contiguous() + 1).t(),
+    "rows first": lambda y: torch.cat([y[2:], y[:2]]) + 1,
+    "with a gap": lambda y: (torch.cat([y, y], 1) + 1)[:, :6],
+}
+
+
+@pytest.mark.sliced(3)
+@pytest.mark.parametrize("name", READ_ALIKE)
+def test_a_storage_in_one_row_has_no_shape(name: str) -> None:
+    """`as_strided` counts from the begin of a storage, whatever shape what lies there had."""
+    assert check_equivalence(windows(READ_ALIKE["as it is"]), windows(READ_ALIKE[name])).ok
+
+
+@pytest.mark.parametrize("name", READ_OTHERWISE)
+def test_a_storage_that_lies_otherwise_is_another(name: str) -> None:
+    before, after = windows(READ_ALIKE["as it is"]), windows(READ_OTHERWISE[name])
+    assert not check_equivalence(before, after).ok
+
+
+def test_windows_of_a_product_are_finalized() -> None:
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        projected = model(x) / 2.0  # into the memory of a product of matrices, of another shape
+        seen = projected.view(2, 2, 4, 6).as_strided((2, 3, 4, 6), (48, 12, 6, 1))
+        loss = (torch.dropout(seen, 0.5, True) * 2).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = []
+    for run in (step, graphopt.compile(step)):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = [run(model, optimizer, torch.randn(4, 8, 5)[:2]) for _ in range(3)]
+        found.append([*losses, *(p.detach() for p in model.parameters())])
+    assert all(map(torch.equal, *found))

@@ -23,6 +23,7 @@ from graphopt.verify.terms import (
     Terms,
     canonical,
     layout_of,
+    storage_layout_of,
     whole,
 )
 
@@ -194,8 +195,8 @@ class Contents:
         return whole(self._terms.make(key), owner.meta["val"])
 
     def _places(self, owner: fx.Node) -> TensorValue:
-        """Where in a storage of this layout each element lies."""
-        layout = layout_of(owner.meta["val"])
+        """Where in a storage of its layout each element lies."""
+        layout = storage_layout_of(owner.meta["val"])
         return whole(self._terms.make(("places", *map(str, layout))), owner.meta["val"])
 
     def _with_range(

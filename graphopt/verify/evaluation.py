@@ -32,7 +32,7 @@ from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
 from graphopt.verify.recall import RecalledCall
 from graphopt.verify.regions import Unknown
-from graphopt.verify.terms import Pending, Terms, canonical
+from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storage_layout_of
 from graphopt.verify.traits import traits_of
 from graphopt.verify.updating import Updates
 
@@ -353,8 +353,11 @@ class _Evaluator:
 
     def _storage(self, node: fx.Node) -> tuple[Any, ...]:
         """All that lies in the storage of a node, and where in it the node lies."""
-        held = canonical(self._contents.read(self._contents.owner(node)))
-        return held, canonical(self._contents.place(node))
+        owner = self._contents.owner(node)
+        held, value = self._contents.read(owner), owner.meta.get("val")
+        if isinstance(held, TensorValue) and isinstance(value, torch.Tensor):
+            held = TensorValue(held.segments, *storage_layout_of(value))
+        return canonical(held), canonical(self._contents.place(node))
 
     def _picked(self, node: fx.Node, source: Any) -> Any:
         index = cast(Any, node.args[1])

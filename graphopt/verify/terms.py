@@ -187,6 +187,15 @@ def layout_of(value: torch.Tensor) -> Layout:
     return shape, stride, value.dtype, _name_of(value.device)
 
 
+def storage_layout_of(value: torch.Tensor) -> Layout:
+    """The layout of the memory of a tensor: where its elements lie there in row-major order, its
+    shape says nothing of them, and the memory is one row."""
+    layout = layout_of(value)
+    if _compat.has_symbolic_shape(value) or not value.is_contiguous():
+        return layout
+    return (value.numel(),), (1,), *layout[2:]
+
+
 @cache
 def _name_of(device: torch.device) -> str:
     return str(device)
