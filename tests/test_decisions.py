@@ -558,8 +558,14 @@ def counts(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
     return loss * 2 if model.calls > 3 else loss
 
 
+def by_an_attribute_of_two_modules(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = finish(optimizer, model(x).square().mean())
+    return loss * 2 if model.limit + model.linear.limit > 0 else loss
+
+
 def _said_on_rank(rank: int, step: Callable[..., Any], kind: graphopt.DataParallel) -> str:
-    model = Counted()
+    model: Any = Counted()
+    model.limit = model.linear.limit = torch.tensor(1.0 - rank)  # no buffers, which are sent
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         graphopt.compile(step, parallel=kind)(model, optimizer, torch.ones(2, 4))
@@ -575,6 +581,7 @@ def _said_on_rank(rank: int, step: Callable[..., Any], kind: graphopt.DataParall
         (by_statistics, "another one", "another one"),
         (by_count_of_positives, "another one", "captured"),
         (by_what_is_replaced, "another one", "captured"),
+        (by_an_attribute_of_two_modules, "another one", "another one"),
     ],
 )
 def test_buffers_that_are_a_rank_s_own_decide_nothing(

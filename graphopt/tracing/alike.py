@@ -39,15 +39,17 @@ def own_inputs(inputs: Inputs, call: Call, *, broadcast: bool) -> list[bool]:
         broadcast: the ranks begin with the same parameters and buffers of modules.
     """
     own = [kind not in _ALIKE for kind, _ in inputs.kinds_and_names(call)]
+    registered = {id(_compat.own_buffers(module)) for _, module in call.named_submodules()}
     for position, holder in enumerate(inputs.placeholders if broadcast else ()):
         members = holder.members if isinstance(holder, Storage) else [holder]
-        if all(member.kind != "buffer" or _is_registered(member) for member in members):
+        if all(member.kind != "buffer" or _is_in(registered, member) for member in members):
             own[position] = False
     return own
 
 
-def _is_registered(entry: ModuleTensor) -> bool:
-    return not (entry.bare or entry.rebindable)
+def _is_in(tables: Set[int], entry: ModuleTensor) -> bool:
+    """Whether a tensor stands in one of some dictionaries (by id)."""
+    return any(id(owner) in tables for owner, _ in entry.slots)
 
 
 def is_alike(graph: fx.Graph, wanted: fx.Node, own: Sequence[bool]) -> bool:
