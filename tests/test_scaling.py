@@ -260,7 +260,6 @@ def _left_on_rank(rank: int, kind: str, compiled: bool) -> tuple[list[Any], int]
     return leaves, len(run.captures) if compiled else 0
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(("kind", "captures"), [("fused", 1), ("adam", 2)])
 def test_all_ranks_skip_a_step(two_ranks: Pool, kind: str, captures: int) -> None:
     expected = two_ranks.run(_left_on_rank, kind, False)

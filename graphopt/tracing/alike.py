@@ -12,6 +12,7 @@ decision is looked at once more.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, cast
 
@@ -29,6 +30,8 @@ from graphopt.tracing.signature import Signature
 
 _ALIKE = frozenset({"parameter", "optimizer_state"})
 """Kinds of inputs that all ranks have alike."""
+_FUNCTIONAL_CHECK = "aten::_amp_foreach_non_finite_check_and_unscale"
+_CHECK = f"{_FUNCTIONAL_CHECK}_"
 
 
 def own_inputs(inputs: Inputs, call: Call, *, broadcast: bool) -> list[bool]:
@@ -132,8 +135,12 @@ def _note(node: fx.Node, own: set[Any]) -> None:
         if own.isdisjoint(_marks(source)):
             own -= _marks(node) | _marks(destination)
             return
-    if is_operator(node.target, "aten::_amp_foreach_non_finite_check_and_unscale_"):
+    if is_operator(node.target, _CHECK):
         _note_check(node, own)
+        return
+    check = node.args[0] if node.target is operator.getitem else node
+    if isinstance(check, fx.Node) and is_operator(check.target, _FUNCTIONAL_CHECK):
+        _note_checked(node, check, own)
         return
     if draws(node) or depends_on(node, own):
         own |= reached_by(node)
@@ -157,6 +164,15 @@ def _note_check(node: fx.Node, own: set[Any]) -> None:
         own |= _marks(found)
     if not own.isdisjoint(_marks(scale)):
         own.update(*map(_marks, gradients))
+
+
+def _note_checked(node: fx.Node, check: fx.Node, own: set[Any]) -> None:
+    """The same where the check writes to nothing: it gives scaled gradients, and what is noted."""
+    gradients, found, scale = cast(tuple[list[fx.Node], fx.Node, fx.Node], check.args)
+    if node is not check:
+        of_scale = [] if node.args[1] == 1 else [scale]
+        if any(not own.isdisjoint(_marks(arg)) for arg in (*gradients, found, *of_scale)):
+            own |= _marks(node)
 
 
 def _overwrites_all(copy: fx.Node) -> bool:

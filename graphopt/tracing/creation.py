@@ -13,7 +13,7 @@ is for `steady` to see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from graphopt.graph_utils import (
     without_autocast,
     written,
 )
+from graphopt.graph_utils.nodes import placeholders
 from graphopt.tracing.numbers import ARITHMETIC
 from graphopt.tracing.signature import Computed, Constant, StateResult
 from graphopt.tracing.trace import RawTrace
@@ -81,7 +82,7 @@ class Creation:
     ) -> list[tuple[StateResult, Any]] | None:
         """The state, made of the live inputs; None where a kernel makes another kind of tensor than
         the trace says."""
-        values = dict(zip(_placeholders(graph_module.graph), inputs, strict=True))
+        values = dict(zip(placeholders(graph_module.graph), inputs, strict=True))
         entries = {(s.optimizer, s.owner, s.key): value for s, value in self.constants}
         # Of fake tensors, as of a device that is not there, the state is fake as well.
         fake = _compat.fake_mode_of([v for v in inputs if isinstance(v, torch.Tensor)])
@@ -247,7 +248,3 @@ def _is_like(value: Any, traced: torch.Tensor, fake: bool) -> bool:
         and value.device == traced.device
         and value.stride() == traced.stride()
     )
-
-
-def _placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
-    return (node for node in graph.nodes if node.op == "placeholder")

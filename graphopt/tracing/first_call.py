@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphopt.graph_utils import is_operator
+from graphopt.graph_utils.nodes import placeholders
 from graphopt.tracing.call import Call
 from graphopt.tracing.compare import NodeLabels, difference_of, significant
 from graphopt.tracing.creation import Creation
@@ -87,7 +88,7 @@ def _are_dropped(raw: RawTrace, inputs: Inputs, gradients: set[int]) -> bool:
     start = len(inputs.placeholders) + len(inputs.states)
     replaced = {result.owner for result in raw.signature.gradients}
     owners = {id(entry): index for index, entry in enumerate(inputs.module_tensors)}
-    nodes = list(_placeholders(raw.graph_module.graph))
+    nodes = list(placeholders(raw.graph_module.graph))
     return all(
         not nodes[index].users and owners[id(inputs.gradients[index - start].owner)] in replaced
         for index in gradients
@@ -186,7 +187,7 @@ class _FirstLabels(NodeLabels):
         self.copied: dict[_StateKey, Any] = {}
         self._copies, self._names = creation.copies, names
         self._private, self._dropped = creation.private(), dropped
-        for position, node in enumerate(_placeholders(graph)):
+        for position, node in enumerate(placeholders(graph)):
             self.of[node] = ("input", position)
 
     def passes_over(self, node: fx.Node, position: int) -> bool:
@@ -233,7 +234,7 @@ class _NextLabels(NodeLabels):
         self.copied: dict[_StateKey, Any] = {}
         self.numbers: dict[int, float] = {}
         self._zeros: set[fx.Node] = set()
-        self._position = {node: index for index, node in enumerate(_placeholders(graph))}
+        self._position = {node: index for index, node in enumerate(placeholders(graph))}
         inputs = 0
         for node, index in self._position.items():
             if index in states:
@@ -320,7 +321,3 @@ def _fits(state: fx.Node, value: Any) -> bool:
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
     return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
-
-
-def _placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
-    return (node for node in graph.nodes if node.op == "placeholder")

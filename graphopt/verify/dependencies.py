@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from graphopt.graph_utils.nodes import graph_of
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.verify import sent, structure
 from graphopt.verify.labels import Labels
@@ -57,7 +58,7 @@ def check_dependencies(
     >>> print(graphopt.verify.check_dependencies(gm, gm))
     the graph keeps every dependency
     """
-    old, new = _graph_of(before), _graph_of(after)
+    old, new = graph_of(before), graph_of(after)
     if correspondence is None:
         correspondence = correspondence_by_name(old, new)
     return DependencyCheck().compare(old, new, correspondence, same_dtypes=same_dtypes)
@@ -102,10 +103,6 @@ class DependencyCheck:
         if report.ok:
             self._memory = new
         return report
-
-
-def _graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
-    return graph.graph if isinstance(graph, fx.GraphModule) else graph
 
 
 class _Comparison:

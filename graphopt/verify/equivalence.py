@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graphopt.errors import VerificationError
+from graphopt.graph_utils.nodes import graph_of
 from graphopt.iter_graph import IterGraphModule
 from graphopt.verify.copies import is_copy_of
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
@@ -129,7 +130,7 @@ class Proof:
         """
         self.forget()
         self._known = evaluate_graph(graph, self.terms)
-        self._graph = _graph_of(graph)
+        self._graph = graph_of(graph)
 
     def compare(
         self,
@@ -180,7 +181,7 @@ class Proof:
         except NotDecidedError as error:
             return EquivalenceReport([error.problem])
         if not problems and not unknown:
-            self._known, self._graph = new, _graph_of(after)
+            self._known, self._graph = new, graph_of(after)
         return EquivalenceReport(problems, reorders_sums=reorders_sums(old, new))
 
     @property
@@ -217,7 +218,3 @@ class Proof:
         problems = list(late_problems(graph, graphs, self.terms, step, found))
         self._derived = {} if problems else found
         return problems
-
-
-def _graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
-    return graph.graph if isinstance(graph, fx.GraphModule) else graph
