@@ -88,7 +88,7 @@ from graphopt._compat.operators import (
     overload_name,
     schema_of,
 )
-from graphopt._compat.optimizers import mark_stepped
+from graphopt._compat.optimizers import has_stepped, mark_stepped
 from graphopt._compat.plain_fakes import (
     are_plain_fakes,
     detached,
@@ -190,6 +190,7 @@ __all__ = [
     "group_named",
     "group_or_default",
     "has_hooks_on_sum",
+    "has_stepped",
     "has_symbolic_shape",
     "hook_tables",
     "hooks_of",

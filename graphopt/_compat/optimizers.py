@@ -9,3 +9,8 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning rate schedulers, which warn otherwise, that the optimizer has stepped."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether schedulers take it that the optimizer has stepped."""
+    return getattr(optimizer, "_opt_called", False) is True

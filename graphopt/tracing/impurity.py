@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphopt.errors import CaptureError
@@ -80,22 +79,6 @@ def no_loading() -> Iterator[None]:
 
 
 @contextmanager
-def no_schedulers() -> Iterator[None]:
-    """While active, stepping a learning rate scheduler is refused."""
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise CaptureError(
-            f"it steps a {type(self).__name__}, which would happen at capture only",
-            location=str(current_user_line()),
-            hint="call scheduler.step() outside the step, after it",
-        )
-
-    classes = [c for c in _subclasses(LRScheduler) if "step" in vars(c)]
-    with replaced(*((c, "step", refuse) for c in classes)):
-        yield
-
-
-@contextmanager
 def no_other_optimizers(
     known: list[Optimizer], find: Callable[[Optimizer], bool]
 ) -> Iterator[None]:
@@ -119,11 +102,6 @@ def no_other_optimizers(
         yield
     finally:
         handle.remove()
-
-
-def _subclasses(parent: type) -> set[type]:
-    children: list[type] = parent.__subclasses__()
-    return {parent}.union(*map(_subclasses, children))
 
 
 def taken_for_a_number(how: str | None, line: SourceLine | None = None) -> CaptureError:

@@ -43,6 +43,7 @@ from graphopt.tracing.result_collector import (
     plain_objects,
 )
 from graphopt.tracing.scaling import traced_scaling
+from graphopt.tracing.schedulers import traced_schedulers
 from graphopt.tracing.signature import SYMBOLIC, Signature
 from graphopt.tracing.source import current_user_line, user_line_of
 from graphopt.tracing.substitute import Traced, insert
@@ -194,7 +195,7 @@ class StepRun:
             bare = [entry.tensor for entry in self.inputs.module_tensors if entry.bare]
             stack.callback(self._find_owners, bare)  # also where the step is refused
             stack.enter_context(impurity.no_output())
-            stack.enter_context(impurity.no_schedulers())
+            stack.enter_context(traced_schedulers())
             stack.enter_context(impurity.no_loading())
             stack.enter_context(traced_scaling(self.finder, _compat.fake_mode_of(self._values)))
             stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))

@@ -1,0 +1,172 @@
+"""Learning rate schedulers that a step steps itself: called in every call, where the program does.
+
+    loss.backward(); optimizer.step(); scheduler.step()
+                                        └─ a call on the host, as by `graphopt.callback`
+
+A scheduler is not traced: the rates that it sets are read before the next call runs, as those are
+that it sets between two calls. Within the step, behind it, nobody may ask for them, nor for
+anything else of the scheduler: while the step is traced, these are the values of before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.host import HostCall
+from graphopt.tracing.replace import replaced
+from graphopt.tracing.source import current_user_line
+
+_SCHEDULED = ("lr", "momentum", "betas")
+"""Settings of parameter groups that schedulers change."""
+
+
+@contextmanager
+def traced_schedulers() -> Iterator[None]:
+    """While active, stepping a scheduler records a call of it.
+
+    Raises:
+        CaptureError: the step uses what a scheduler has changed before, or a rate is a tensor.
+    """
+    stepped = _Stepped()
+    classes = [c for c in _subclasses(LRScheduler) if "step" in vars(c)]
+    # Set for the whole trace: what is observed of a step's objects includes their classes.
+    LRScheduler.__getattribute__ = stepped.read  # type: ignore[method-assign]
+    with replaced(*((c, "step", _recording(vars(c)["step"], stepped)) for c in classes)):
+        try:
+            yield
+        finally:
+            del LRScheduler.__getattribute__
+            changed = stepped.put_back()
+    if changed:
+        raise _used(f"sets {changed!r} of a parameter group", stepped.name)
+
+
+def _recording(step: Callable[..., Any], stepped: _Stepped) -> Callable[..., None]:
+    signature = inspect.signature(step)
+
+    @functools.wraps(step)
+    def behind_optimizer(self: Any, *args: Any) -> None:
+        _compat.mark_stepped(self.optimizer)
+        step(self, *args)
+
+    def record(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        called = behind_optimizer if _compat.has_stepped(vars(self)["optimizer"]) else step
+        stepped.add(self)
+        call = HostCall(MethodType(called, self), bound.args[1:])
+        call(*map(_detached, call.take_values()))
+
+    return record
+
+
+class _Stepped:
+    """The schedulers that a trace has stepped, and the settings that they will change."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._schedulers: dict[int, Any] = {}
+        self._settings: list[tuple[dict[str, Any], str, Any, Unknown]] = []
+        self.read = self._reader()
+
+    def add(self, scheduler: Any) -> None:
+        """From now on neither a scheduler nor what it changes can be read."""
+        if id(scheduler) in self._schedulers:
+            return
+        self.name = type(scheduler).__name__
+        for group in scheduler.optimizer.param_groups:
+            for key in (key for key in _SCHEDULED if key in group):
+                self._hide(group, key)
+        self._schedulers[id(scheduler)] = scheduler
+        for value in vars(scheduler).values():
+            for each in value if isinstance(value, (list, tuple)) else ():
+                if isinstance(each, LRScheduler):  # those that this one steps in turn
+                    self.add(each)
+
+    def _hide(self, group: dict[str, Any], key: str) -> None:
+        value = group[key]
+        if isinstance(value, Unknown):
+            return
+        if isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"it steps a {self.name}, which changes {key!r} of a parameter group, a tensor",
+                location=str(current_user_line()),
+                hint="call scheduler.step() outside the step, after it",
+            )
+        unknown = Unknown(key, self.name)
+        self._settings.append((group, key, value, unknown))
+        dict.__setitem__(group, key, unknown)
+
+    def put_back(self) -> str | None:
+        """Everything is as it was. Returns a setting that the step has set itself."""
+        changed = None
+        for group, key, value, unknown in self._settings:
+            changed = changed if group.get(key) is unknown else key
+            dict.__setitem__(group, key, value)
+        self._schedulers, self._settings = {}, []
+        return changed
+
+    def _reader(self) -> Callable[[Any, str], Any]:
+        """How attributes of schedulers are read."""
+
+        def read(scheduler: Any, name: str) -> Any:
+            if id(scheduler) in self._schedulers and name != "step" and not name.startswith("__"):
+                raise _used(f"reads {name} of a scheduler", type(scheduler).__name__)
+            return object.__getattribute__(scheduler, name)
+
+        return read
+
+
+class Unknown:
+    """A setting that a scheduler changes in this step.
+
+    Args:
+        key: of the parameter group.
+        scheduler: the class of what changes it.
+    """
+
+    def __init__(self, key: str, scheduler: str) -> None:
+        self.__key, self.__scheduler = key, scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._used()
+
+    def _used(self, *args: Any, **kwargs: Any) -> Any:
+        raise _used(f"uses {self.__key!r} of a parameter group", self.__scheduler)
+
+
+for _operation in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv"),
+    *("mod", "rmod", "pow", "rpow", "neg", "pos", "abs", "float", "int", "index", "round", "bool"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "hash", "str", "repr", "format", "iter", "getitem"),
+    *("len", "complex", "trunc", "floor", "ceil"),
+):
+    setattr(Unknown, f"__{_operation}__", Unknown._used)
+
+
+def _used(what: str, scheduler: str) -> CaptureError:
+    return CaptureError(
+        f"it {what} behind the step of a {scheduler}, which is not traced",
+        location=str(current_user_line()),
+        hint="step the scheduler last, and read from it before, or outside the step",
+    )
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _subclasses(parent: type) -> set[type]:
+    children: list[type] = parent.__subclasses__()
+    return {parent}.union(*map(_subclasses, children))

@@ -1,0 +1,201 @@
+"""A step that steps its learning rate schedulers itself: as eager, in one capture."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+import graphopt
+from gloo import Pool
+
+
+def warmed_up(optimizer: Optimizer) -> LRScheduler:
+    """As transformers writes it."""
+    return lr_scheduler.LambdaLR(
+        optimizer, lambda n: float(n) / float(max(1, 3)) if n < 3 else max(0.0, 1 - float(n) / 20)
+    )
+
+
+def one_behind_another(optimizer: Optimizer) -> LRScheduler:
+    warm_up = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], [3])
+
+
+class Halving(LRScheduler):
+    """A program's own."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return [0.5 * rate for rate in rates] if self.last_epoch % 3 == 2 else rates
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2),
+    "lambda": warmed_up,
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "sequential": one_behind_another,
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.StepLR(o, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "own": Halving,
+}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: optim.SGD(parameters, 0.1, momentum=0.9),
+    "adam": lambda parameters: optim.Adam(parameters, 0.1),
+    "fused": lambda parameters: optim.AdamW(parameters, 0.1, fused=True),
+}
+
+
+class Trained:
+    """A model with what trains it, and the step."""
+
+    def __init__(self, optimizer: str, scheduler: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(metrics=loss.detach())
+        else:
+            self.scheduler.step()
+        return loss
+
+    def left(self) -> list[Any]:
+        state = {k: v for k, v in self.scheduler.state_dict().items() if "lambda" not in k}
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in self._groups()]
+        return [[p.tolist() for p in self.model.parameters()], settings, str(state)]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+
+def _left(optimizer: str, scheduler: str, compiled: bool, data: int = 0) -> tuple[list[Any], int]:
+    trained = Trained(optimizer, scheduler)
+    run: Any = graphopt.compile(trained.step) if compiled else trained.step
+    generator = torch.Generator().manual_seed(data)
+    found = []
+    for _ in range(9):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = run(torch.randn(4, 3, generator=generator))
+        found += [loss.item(), *trained.left()]
+    return found, len(run.captures) if compiled else 0
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_every_call_is_eager_s(optimizer: str, scheduler: str) -> None:
+    expected, _ = _left(optimizer, scheduler, compiled=False)
+    found, captures = _left(optimizer, scheduler, compiled=True)
+    assert found == expected
+    assert captures == (2 if optimizer == "sgd" else 1)  # momentum begins with another graph
+
+
+def _left_on_rank(rank: int) -> tuple[list[Any], int]:
+    return _left("fused", "lambda", compiled=True, data=rank)
+
+
+def test_on_ranks(two_ranks: Pool) -> None:
+    """Rates are the same on all ranks, and updates may be late."""
+    (one, captures), (other, _) = two_ranks.run(_left_on_rank)
+    alone, _ = _left("fused", "lambda", compiled=False)
+    assert captures == 1
+    assert one[1:4] == other[1:4]
+    assert one[2::4] == alone[2::4]
+
+
+def reads_rate(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x), trained.optimizer.param_groups[0]["lr"] * 2
+
+
+def shows_rate(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x), f"{trained.optimizer.param_groups[0]['lr']}"
+
+
+def asks_scheduler(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x), trained.scheduler.get_last_lr()
+
+
+def counts_epochs(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x) * trained.scheduler.last_epoch
+
+
+def asks_inner(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x) * trained.scheduler._schedulers[0].last_epoch
+
+
+def steps_again(trained: Trained, x: Tensor) -> Any:
+    trained.step(x)
+    return trained.step(x)
+
+
+def sets_rate(trained: Trained, x: Tensor) -> Any:
+    loss = trained.step(x)
+    trained.optimizer.param_groups[0]["lr"] = 0.5
+    return loss
+
+
+@pytest.mark.parametrize(
+    "step",
+    [reads_rate, shows_rate, asks_scheduler, counts_epochs, asks_inner, steps_again, sets_rate],
+)
+def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> None:
+    trained = Trained("adam", "sequential" if step is asks_inner else "step")
+    before = trained.left()
+    run = graphopt.compile(step)
+    with pytest.raises(graphopt.CaptureError, match="behind the step of a"):
+        run(trained, torch.ones(4, 3))
+    assert trained.left() == before
+    assert not trained.optimizer.state
+
+
+def test_what_is_read_before_is_as_it_was() -> None:
+    """The rate that a call begins with; and stepping twice in one call."""
+    left = []
+    for compiled in (False, True):
+        trained = Trained("adam", "step")
+
+        def step(x: Tensor, trained: Trained = trained) -> Any:
+            rate = trained.optimizer.param_groups[0]["lr"]
+            loss = trained.step(x)
+            trained.scheduler.step()
+            return loss, rate
+
+        run: Any = graphopt.compile(step) if compiled else step
+        left.append([run(torch.ones(4, 3))[1] for _ in range(5)] + trained.left())
+    assert left[0] == left[1]
+
+
+def test_a_rate_that_is_a_tensor_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = optim.Adam(
+        model.parameters(), lr=torch.tensor(0.1), capturable=False, foreach=False
+    )
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+
+    def step(x: Tensor) -> None:
+        model(x).mean().backward()
+        optimizer.step()
+        scheduler.step()  # HERE
+
+    with pytest.raises(graphopt.CaptureError, match="a tensor") as caught:
+        graphopt.compile(step)(torch.ones(4, 3))
+    assert "HERE" in str(caught.value)
