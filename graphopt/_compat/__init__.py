@@ -133,6 +133,7 @@ from graphopt._compat.tracers import (
     rebind,
     record_call,
     record_number,
+    record_truth,
 )
 from graphopt._compat.trees import (
     flatten_arguments,
@@ -233,6 +234,7 @@ __all__ = [
     "rebind",
     "record_call",
     "record_number",
+    "record_truth",
     "register_fused_meta_kernels",
     "renamed",
     "replace_functional_value",

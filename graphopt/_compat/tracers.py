@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -84,11 +84,36 @@ def _slot(tracer: Any, tensor: torch.Tensor) -> Any:
     return get_proxy_slot(tensor, tracer, None)
 
 
+_Symbol = TypeVar("_Symbol", torch.SymFloat, torch.SymBool)
+
+
 def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
     """Record a call of a Python operator on symbolic floats; its result is a new unknown.
 
     Torch would build a symbolic expression, which takes milliseconds for each operator.
     """
+    environment = _environment_of(args)
+    with environment.ignore_fresh_unbacked_symbols():
+        result: torch.SymFloat = environment.create_unbacked_symfloat()
+    return _recorded(function, args, result)
+
+
+def record_truth(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymBool:
+    """Record a comparison of symbolic floats; its result is a new unknown.
+
+    Torch would answer some for all numbers, such as `x == x`, and be wrong where one is no number.
+    """
+    environment = _environment_of(args)
+    with environment.ignore_fresh_unbacked_symbols():
+        result: torch.SymBool = environment.create_unbacked_symbool()
+    return _recorded(function, args, result)
+
+
+def _environment_of(args: tuple[Any, ...]) -> Any:
+    return next(arg for arg in args if isinstance(arg, torch.SymFloat)).node.shape_env
+
+
+def _recorded(function: Callable[..., Any], args: tuple[Any, ...], result: _Symbol) -> _Symbol:
     from torch.fx.experimental.proxy_tensor import (
         get_proxy_mode,
         get_proxy_slot,
@@ -97,9 +122,6 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
 
     mode = get_proxy_mode()
     assert mode is not None
-    environment: Any = next(a for a in args if isinstance(a, torch.SymFloat)).node.shape_env
-    with environment.ignore_fresh_unbacked_symbols():
-        result: torch.SymFloat = environment.create_unbacked_symfloat()
     slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, torch.SymFloat) else a for a in args]
     nodes = tuple(a if isinstance(a, (int, float)) else a.force().node for a in slots)
     proxy = mode.tracer.proxy(mode.tracer.create_node("call_function", function, nodes, {}))

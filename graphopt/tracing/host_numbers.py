@@ -24,9 +24,10 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.numbers import (
     Notes,
+    ReadBool,
     ReadInt,
     TracedFloat,
-    as_read,
+    compared,
     current_notes,
     noted,
     record,
@@ -244,7 +245,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
     def method(self: Any, other: Any) -> Any:
         answer = _compared(compare, self, other)
         if answer is NotImplemented and isinstance(other, torch.SymFloat):
-            return as_read(getattr(torch.SymFloat, f"__{compare.__name__}__")(self, other))
+            return compared(compare, self, other)
         return answer
 
     return method
@@ -314,6 +315,35 @@ def _traced_choice(choose: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
+_TESTS: tuple[Any, ...] = (math.isfinite, math.isnan, math.isinf)
+
+
+def _traced_test(test: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` on what is not traced."""
+
+    def traced(value: Any, *args: Any, **options: Any) -> Any:
+        if is_host_number(value):
+            value.conditions.add(Condition(_answers, test, value.expression, test(value.value)))
+            return test(value.value)
+        if type(value) in (ReadInt, ReadBool):
+            return test(0)
+        if _is_traced_float(value):
+            return bool(record(test, value) == 1.0)
+        return original(value, *args, **options)
+
+    return traced
+
+
+def _numeric_modules() -> list[Any]:
+    """Modules whose functions a step calls with numbers."""
+    numpy = sys.modules.get("numpy")
+    return [math] if numpy is None else [math, numpy]
+
+
+def _answers(test: Callable[[Any], bool], value: Any) -> bool:
+    return test(value)
+
+
 def _is_traced_float(value: Any) -> bool:
     return issubclass(type(value), TracedFloat)
 
@@ -330,14 +360,19 @@ def traced_math() -> Iterator[None]:
     """While active, functions of `math`, `max` and `min` on traced numbers become nodes."""
     with replaced(
         *((math, f.__name__, _traced(f)) for f in _MATH),
+        *(
+            (module, f.__name__, _traced_test(f, getattr(module, f.__name__)))
+            for f in _TESTS
+            for module in _numeric_modules()
+        ),
         *((builtins, f.__name__, _traced_choice(f)) for f in _CHOICES),
     ):
         yield
 
 
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
-    {*_MATH, *_CHOICES, builtins.int, operator.neg, operator.pos, operator.abs, operator.floordiv,
-     operator.mod}
+    {*_MATH, *_CHOICES, *_TESTS, builtins.int, operator.neg, operator.pos, operator.abs,
+     operator.floordiv, operator.mod}
 )  # fmt: skip
 """What nodes of numbers may call besides `numbers.ARITHMETIC`."""
 

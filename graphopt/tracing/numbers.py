@@ -128,6 +128,31 @@ class ReadFloat(TracedFloat):
     """What `.item()` of a traced floating-point tensor gives: usable in arithmetic, not as text."""
 
 
+def compared(compare: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    """`compare(one, other)` of a traced float and a number, answered in each call anew: what holds
+    for all numbers (`x == x`) need not hold for NaN."""
+    if isinstance(other, torch.SymFloat) or type(other) in _PLAIN:
+        return as_read(untraced(_compat.record_truth, compare, (one, other)))
+    return NotImplemented
+
+
+def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    original = getattr(torch.SymFloat, f"__{compare.__name__}__")
+
+    @functools.wraps(original)
+    def method(self: Any, other: Any) -> Any:
+        answer = compared(compare, self, other)
+        return as_read(original(self, other)) if answer is NotImplemented else answer
+
+    return method
+
+
+COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+for _compare in COMPARISONS:
+    setattr(ReadFloat, f"__{_compare.__name__}__", _comparing(_compare))
+ReadFloat.__hash__ = torch.SymFloat.__hash__  # type: ignore[method-assign]
+
+
 class ReadInt(torch.SymInt):
     """What `.item()` of a traced integer tensor gives: usable in arithmetic, not as text."""
 
