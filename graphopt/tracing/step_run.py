@@ -29,6 +29,7 @@ from graphopt.tracing.host_numbers import (
     is_host_number,
     traced_math,
 )
+from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.placed import take_placed
@@ -196,6 +197,7 @@ class StepRun:
             stack.callback(self._find_owners, bare)  # also where the step is refused
             stack.enter_context(impurity.no_output())
             stack.enter_context(traced_schedulers())
+            stack.enter_context(inference_as_no_grad())
             stack.enter_context(impurity.no_loading())
             stack.enter_context(traced_scaling(self.finder, _compat.fake_mode_of(self._values)))
             stack.enter_context(impurity.no_other_optimizers(known, self.finder.optimizer))
