@@ -37,6 +37,7 @@ from graphopt.graph_utils import (
 from graphopt.host import note_order
 from graphopt.host.assumptions import hold_updates
 from graphopt.ir.views import is_pure_view
+from graphopt.tracing.apart import keep_apart
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.functional_run import RawGraphRunner
 from graphopt.tracing.rewriting import (
@@ -86,6 +87,7 @@ def functionalize(raw: RawTrace) -> Functional:
     graph = graph_module.graph
     split_waits(graph)
     remove_identities(graph)
+    keep_apart(raw.graph_module.graph, graph)
     _write_back(graph, raw, updated)
     hold_updates(graph, [cast(fx.Node, copy.args[0]) for copy in get_outputs(graph).updates])
     eliminate_dead_code(graph)
