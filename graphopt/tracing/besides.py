@@ -45,6 +45,7 @@ class Besides:
         tensors: those that belong to none of them.
         counts: keys of parameter groups in which an optimizer counts.
         plain: numbers among the arguments are no inputs of the graph, but constants.
+        as_traced: libraries that ask find out that they are traced; see `asked`.
         carried: attributes and items of dictionaries in which the step finds a tensor and leaves
             another one.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
@@ -55,12 +56,13 @@ class Besides:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     counts: frozenset[str] = frozenset()
     plain: bool = False
+    as_traced: bool = False
     carried: list[CarriedPlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.plain or self.carried
-        return bool(found)
+        return bool(found) or self.as_traced
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""
@@ -74,6 +76,7 @@ class Besides:
             [*self.tensors, *other.tensors],
             self.counts | other.counts,
             self.plain or other.plain,
+            self.as_traced or other.as_traced,
             [*self.carried, *other.carried],
             [*self.made, *other.made],
         )

@@ -97,7 +97,7 @@ class Call:
 
     def deciding(self, answers: tuple[Answer, ...]) -> Call:
         """The same call, with answers to its first decisions, and without what it uses besides."""
-        new = copy.copy(self.using(Besides()) or self)
+        new = copy.copy(self.using(Besides(as_traced=self.besides.as_traced)) or self)
         new._using, new.decided = None, answers
         if any(isinstance(answer, Sizes) for answer in answers):
             new.sizes = SizesKept.RELATED

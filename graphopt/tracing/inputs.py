@@ -177,6 +177,7 @@ class Inputs:
         answers: to the decisions by value that the step takes, in their order, as far as known.
         sizes: what is made of sizes that depend on values.
         meets_sizes: a trace has met such a size.
+        asked: a library has asked whether it is traced; see `asked`.
         rebound: `module_tensors` that get other storage in each call; see `rebinding`.
         aliases: entries of optimizer state that are the memory of a module tensor, as `rebinding`
             leaves them; no inputs of their own.
@@ -200,6 +201,8 @@ class Inputs:
     sizes: SizesKept = SizesKept.UNKNOWN
     meets_sizes: bool = False
 
+    asked: bool = False
+    argument_gradients: list[int] = field(default_factory=list)
     @property
     def parameters(self) -> list[ModuleTensor]:
         return [entry for entry in self.module_tensors if entry.kind == "parameter"]

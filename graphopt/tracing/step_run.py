@@ -18,6 +18,7 @@ from graphopt.parallel import OverRanks
 from graphopt.parallel.markers import Group
 from graphopt.tracing import impurity, numbers, reduction, rng
 from graphopt.tracing.alike import own_inputs
+from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
@@ -106,6 +107,8 @@ class StepRun:
             decider = Decider(tracer, self.inputs, self._mode, self._values, own, alone)
             self.made.decider = decider
             if self.inputs.sizes is not SizesKept.UNKNOWN:
+            if alone and not self._is_told():
+                stack.enter_context(answered_as_in_eager(self._notice_question))
                 stack.enter_context(_compat.sizes_given(self._mode, decider.sized))
             with self.tagger.during("optimizer"):
                 traced = self._stand_ins(flat)
@@ -142,6 +145,13 @@ class StepRun:
         numbers decide in which order gradients are added: it has to be the thread that eager has.
         """
         devices = {entry.tensor.device for entry in self.inputs.parameters}
+    def _is_told(self) -> bool:
+        """Whether libraries find out that the step is traced."""
+        return self.call.besides.as_traced or any(map(_compat.is_fake, self._values))
+
+    def _notice_question(self) -> None:
+        self.inputs.asked = True
+
         return len(devices) == 1 and devices.pop().type != "cpu"
 
     def _groups(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
