@@ -46,6 +46,8 @@ class StepResults:
             (each.change, [self._value(item, flat, results) for _, item in each.change.items])
             for each in signature.containers
         ]
+        for placeholder, computed in signature.data.items():
+            flat[placeholder].data = results[computed.index]
         for gradient in signature.gradients:
             value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:

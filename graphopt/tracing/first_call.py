@@ -143,7 +143,7 @@ def _same_container(a: ContainerResult, b: ContainerResult) -> bool:
 def _settings(raw: RawTrace) -> list[Any]:
     """What else a call changes: numbers of parameter groups, and the storage of parameters."""
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
-    return [settings, list(raw.signature.rebound)]
+    return [settings, list(raw.signature.rebound), list(raw.signature.data)]
 
 
 def _known(recipe: Recipe) -> Any:

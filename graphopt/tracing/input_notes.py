@@ -79,8 +79,13 @@ def note_dead_gradients(
     }
     gradient_specs = [spec for spec in specs if spec.kind == "gradient"]
     owners = {id(entry): index for index, entry in enumerate(inputs.module_tensors)}
-    for spec, gradient in zip(gradient_specs, inputs.gradients, strict=True):
+    first = len(inputs.placeholders) + len(inputs.states)
+    for number, (spec, gradient) in enumerate(
+        zip(gradient_specs, inputs.gradients, strict=True), first
+    ):
         index = owners[id(gradient.owner)]
+        if number in signature.data:  # somebody may have it
+            continue
         if spec.placeholder in unread and index in replaced:
             signature.dead_gradients.append(index)
 

@@ -127,8 +127,12 @@ class ResultCollector:
 
     def left(self, rebound: Mapping[int, torch.Tensor]) -> dict[int, Computed | None]:
         """The results that are found in the storage that tensors had, by their positions."""
-        found: dict[int, Computed | None] = {}
-        for position, tensor in sorted(rebound.items()):
+        return {**self.computed(rebound)}
+
+    def computed(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Computed]:
+        """Further results of the graph, by what they are known by."""
+        found: dict[int, Computed] = {}
+        for key, tensor in sorted(tensors.items()):
             self.results.append(tensor)
             found[position] = Computed(len(self.results) - 1)
         return found

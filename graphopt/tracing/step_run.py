@@ -92,6 +92,7 @@ class StepRun:
         self.outside = record_for(call)
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, given, mode, call.besides.carried)
+        self.data_given: dict[int, torch.Tensor] = {}
         self._caching = torch.is_autocast_cache_enabled()
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -136,6 +137,10 @@ class StepRun:
             self.signature = collector.collect(ran, before, holders, counted)
             self.signature.rebound.update(collector.left(self.rebound))
             self.used = tuple(marker.used) if marker is not None else ()
+            self.signature.attributes += collector.attributes_set(marked)
+            self.signature.data.update(collector.computed(self.data_given))
+            self.data_given.clear()
+            marks.put_back()
             return collector.results
 
     def _on_one_device(self) -> bool:
@@ -219,7 +224,7 @@ class StepRun:
             if marker is not None:
                 stack.enter_context(marker.watching())
                 stack.enter_context(self._buffers_marked())
-            rebinding = Rebinding(self.inputs, traced)
+            rebinding = Rebinding(self.call, self.inputs, traced)
             redirect = Redirect(traced, self.tagger, mark, self.made, known, self.finder, rebinding)
             stack.enter_context(redirect)
             with observed_step(self.call, self.outside):
@@ -234,6 +239,7 @@ class StepRun:
         mark()
         flat = _compat.flatten_results(returned, self._stays)
         return Ran(*flat, stepped, placed, list(given.changes()))
+        self.data_given = rebinding.given
 
     def _find_owners(self, tensors: list[torch.Tensor]) -> None:
         """Look for what is to be an input besides: modules of these tensors, and optimizers whose
