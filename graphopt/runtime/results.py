@@ -51,7 +51,7 @@ class StepResults:
         for gradient in signature.gradients:
             value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:
-                put_gradient(tensors[gradient.owner].tensor, value)
+                put_gradient(tensors[gradient.owner].live(), value)
             elif gradient.argument is not None:
                 call.leaves[gradient.argument].grad = value
         for state in signature.states:

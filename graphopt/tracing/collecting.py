@@ -13,7 +13,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.runtime.late import names_of_held
 from graphopt.tracing.besides import CarriedPlace
-from graphopt.tracing.call import Call
+from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.inputs import (
     ArgumentNumber,
     GradientInput,
@@ -41,9 +41,7 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
     """
     tensors = _module_tensors(call)
     gradients = [
-        GradientInput(entry, f"{entry.fqn}.grad")
-        for entry in tensors
-        if entry.kind == "parameter" and entry.tensor.grad is not None
+        GradientInput(entry, f"{entry.fqn}.grad") for entry in tensors if has_gradient(entry.tensor)
     ]
     by_id = {id(entry.tensor): entry for entry in tensors}
     inputs = Inputs(
@@ -59,6 +57,8 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
         ],
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
+    leaves = {id(call.leaves[position]): position for position in inputs.user}
+    inputs.argument_gradients = [p for p in leaves.values() if has_gradient(call.leaves[p])]
     _take_aliases(inputs, call)
     inputs.answers.extend(call.decided)
     inputs.sizes = call.sizes

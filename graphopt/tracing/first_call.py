@@ -97,6 +97,7 @@ def _are_dropped(raw: RawTrace, inputs: Inputs, gradients: set[int]) -> bool:
 def _numbers(call: Call, inputs: Inputs) -> dict[int, float]:
     """The hyperparameters that are Python numbers, by the position of their placeholders."""
     start = len(inputs.placeholders) + len(inputs.states) + len(inputs.gradients)
+    start += len(inputs.argument_gradients)
     values = [number.read(call) for number in inputs.hyperparameters]
     return {start + i: float(v) for i, v in enumerate(values) if isinstance(v, (int, float))}
 

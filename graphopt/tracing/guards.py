@@ -15,8 +15,8 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import environment
-from graphopt.tracing.call import Call
-from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
+from graphopt.tracing.call import Call, has_gradient
+from graphopt.tracing.guard_values import describe, gradient_kind, same_constant, tensor_kind
 from graphopt.tracing.host_numbers import EXACT, first_leaf
 from graphopt.tracing.inputs import (
     ArgumentNumber,
@@ -78,7 +78,9 @@ class Guards:
         self.number_types = [type(number.read(call)) for number in inputs.hyperparameters]
         self.positions = _positions(call)
         user = set(inputs.user)
-        self.user = [(p, tensor_kind(call.leaves[p])) for p in inputs.user]
+        self.user = [
+            (p, tensor_kind(call.leaves[p]), gradient_kind(call.leaves[p])) for p in inputs.user
+        ]
         entries = {id(entry.tensor): entry for entry in inputs.module_tensors}
         self.shared = [(p, entries[id(call.leaves[p])]) for p in call.tensors if p not in user]
         self._moving = [inputs.module_tensors[index] for index in inputs.rebound]
@@ -104,7 +106,11 @@ class Guards:
         self.state_kinds = [tensor_kind(value) for value in self.states]
         self.state_entries = _state_entries(call)
         self._unchanged = _state_of(call)
-        self.parameters = inputs.parameters
+        self.parameters = [
+            entry
+            for entry in inputs.module_tensors
+            if entry.kind == "parameter" or entry.tensor.requires_grad
+        ]
         self.gradients = self._gradients_now()
 
     def _module_storages(self) -> frozenset[int]:
@@ -202,8 +208,8 @@ class Guards:
         return [number.read(call) for number in self.inputs.hyperparameters]
 
     def _gradients_now(self) -> list[bool]:
-        """For each parameter, whether it has a gradient."""
-        return [entry.tensor.grad is not None for entry in self.parameters]
+        """For each parameter, and each tensor like one, whether it has a gradient."""
+        return [_has_gradient(entry) for entry in self.parameters]
 
     def _changed_number(self, call: Call) -> str | None:
         """The first number that is of another kind, or no longer as the step has asked."""
@@ -247,8 +253,8 @@ class Guards:
             now = tensor_kind(call.leaves[position])
             if now != kind:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
-            if kind[-1] and call.leaves[position].grad is not None:
-                return f"argument {call.names[position]} has a gradient"
+            if gradient_kind(call.leaves[position]) != gradient:
+                return f"the gradient of argument {call.names[position]} came, went or changed"
         if _aliases(call, self._module_storages()) != self.aliases:
             return "which tensor arguments are the same changed"
         return None
@@ -257,6 +263,17 @@ class Guards:
 def _called(number: Any) -> str:
     """What a message calls a number."""
     return f"argument {number.fqn}" if isinstance(number, ArgumentNumber) else str(number.fqn)
+
+
+_INPUT: Any = object()
+"""Stands for an attribute of a parameter that is an input, which may be another in each call."""
+
+
+def _has_gradient(entry: ModuleTensor) -> bool:
+    if not entry.rebindable:
+        return entry.tensor.grad is not None
+    owner, key = entry.slots[0]
+    return isinstance(owner.get(key), torch.Tensor) and has_gradient(owner[key])
 
 
 def _layout(holder: Storage) -> list[int]:

@@ -184,6 +184,7 @@ class Inputs:
         held: names of what others may use without being seen (`graphopt.runtime.late`); none where
             that is so of all parameters, as while a variable holds a checkpoint.
         found_held: the same without exception.
+        argument_gradients: positions of arguments that have a `.grad` when the step begins.
     """
 
     module_tensors: list[ModuleTensor]
@@ -215,6 +216,8 @@ class Inputs:
             yield "optimizer_state", state.fqn
         for gradient in self.gradients:
             yield "gradient", gradient.fqn
+        for position in self.argument_gradients:
+            yield "gradient", f"{call.names[position]}.grad"
         for number in self.hyperparameters:
             yield "hyperparameter", number.fqn
         for position in self.user:
@@ -230,6 +233,7 @@ class Inputs:
         for gradient in self.gradients:
             assert gradient.owner.tensor.grad is not None
             values.append(gradient.owner.tensor.grad)
+        values += [call.leaves[position].grad for position in self.argument_gradients]
         for number in self.hyperparameters:
             values.append(as_tensor(number.read(call)))
         values += [call.leaves[position] for position in self.user]

@@ -12,7 +12,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.call import Call
+from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
@@ -194,8 +194,10 @@ class ResultCollector:
             recipe = self.recipe(gradient, lambda: "a gradient")
             found.append(GradientResult(index, None, recipe))
         for position in self.inputs.user:
-            gradient = self.traced.by_id[id(self.call.leaves[position])].grad
-            if gradient is not None:
+            leaf = self.call.leaves[position]
+            gradient = self.traced.by_id[id(leaf)].grad
+            before = self.traced.by_id.get(id(leaf.grad)) if has_gradient(leaf) else None
+            if gradient is not before:
                 recipe = self.recipe(gradient, lambda: "a gradient")
                 found.append(GradientResult(None, position, recipe))
         return found

@@ -284,6 +284,7 @@ class StepRun:
                 scheduled.append(self._number(index, tensor, value))
                 self.made.add_number(scheduled[-1])
         for position in self.inputs.user:
+        of_arguments = {position: next(supply) for position in self.inputs.argument_gradients}
             by_id[id(self.call.leaves[position])] = next(supply)
         return Traced(by_id, scheduled, gradients)
 
@@ -296,6 +297,9 @@ class StepRun:
         integer = _compat.record_number(int, (leaf,))
         return HostNumber(integer, value, leaf.expression, conditions, self.made)
 
+        for position, stand_in in of_arguments.items():
+            leaf = self.call.leaves[position]
+            by_id[id(leaf)].grad = by_id[id(leaf.grad)] = stand_in
     def _gradient_marker(self, traced: Traced) -> reduction.GradientMarker | None:
         if self.communication is None:
             return None
