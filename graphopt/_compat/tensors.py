@@ -91,6 +91,11 @@ def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(key for table in hook_tables(tensor) for key in table or ())
 
 
+def functions_of_hooks(tensor: torch.Tensor) -> list[Any]:
+    """The gradient hooks of a tensor."""
+    return [hook for table in hook_tables(tensor) for hook in (table or {}).values()]
+
+
 def has_hooks_on_sum(tensor: torch.Tensor) -> bool:
     """Whether autograd calls a hook when it has added to the gradient of a tensor."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -17,6 +17,7 @@ from graphopt.errors import CaptureError
 from graphopt.tracing import contents
 from graphopt.tracing.call import Call
 from graphopt.tracing.contents import ObjectKind
+from graphopt.tracing.keyed import Keyed, keyed_by_tensors
 from graphopt.tracing.reachable import reachable
 from graphopt.tracing.signature import SYMBOLIC
 
@@ -77,6 +78,10 @@ class HostState:
         found = reachable(call.fn, call.leaves)
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
         self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
+
+    def keyed_by_tensors(self) -> list[Keyed]:
+        """The dictionaries and sets whose keys are tensors."""
+        return list(keyed_by_tensors(self._held))
 
     def restore(self) -> OutsideChanges:
         """Put everything back, and say what had changed."""

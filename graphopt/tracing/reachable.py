@@ -151,6 +151,8 @@ class _Search:
     def _visit_object(self, value: Any) -> Iterator[Found]:
         kind = type(value)
         if not _is_entered(kind) and not isinstance(value, nn.Module):
+        if isinstance(value, torch.Tensor):
+            self.add(_compat.functions_of_hooks(value))
             return
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is not dict:

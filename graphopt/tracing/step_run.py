@@ -31,6 +31,8 @@ from graphopt.tracing.host_numbers import (
     traced_math,
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
+from graphopt.tracing.keyed import Keyed, identified, keyed_by_stand_ins
+from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.placed import take_placed
 from graphopt.tracing.rebinding import Rebinding
@@ -75,7 +77,9 @@ class StepRun:
         communication: MarkedCommunication | None,
         mode: Any,
         values: list[torch.Tensor],
+        keyed: Sequence[Keyed],
     ) -> None:
+        self._keyed = keyed
         self._values, self._mode = values, mode
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
@@ -218,6 +222,8 @@ class StepRun:
             stack.enter_context(_compat.truths_of_fakes(numbers.truth))
             stack.enter_context(traced_math())
             stack.enter_context(_compat.moved_where_needed())
+            originals = self.outside.stands_for = self._originals(traced)
+            stack.enter_context(identified(originals))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
             self._notice_steps(stepped)
@@ -228,7 +234,8 @@ class StepRun:
             redirect = Redirect(traced, self.tagger, mark, self.made, known, self.finder, rebinding)
             stack.enter_context(redirect)
             with observed_step(self.call, self.outside):
-                returned = self.call.fn(*args, **kwargs)
+                with keyed_by_stand_ins(self._keyed, traced.by_id, originals):
+                    returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)
             self.gradients_first = redirect.gradients_first
@@ -239,7 +246,12 @@ class StepRun:
         mark()
         flat = _compat.flatten_results(returned, self._stays)
         return Ran(*flat, stepped, placed, list(given.changes()))
-        self.data_given = rebinding.given
+
+    def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
+        """Tensors that the step may hold elsewhere, by the ids of what stands for them."""
+        tensors = [entry.tensor for entry in self.inputs.module_tensors]
+        tensors += [self.call.leaves[position] for position in self.inputs.user]
+        return {id(traced.by_id[id(tensor)]): tensor for tensor in tensors}
 
     def _find_owners(self, tensors: list[torch.Tensor]) -> None:
         """Look for what is to be an input besides: modules of these tensors, and optimizers whose

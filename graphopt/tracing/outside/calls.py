@@ -25,6 +25,7 @@ from graphopt.tracing.outside.attributes import (
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import OutsidePlace, filled, is_value, key_text
 from graphopt.tracing.outside.record import Record, is_container, viewed
+from graphopt.tracing.replace import original
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
 _CHANGING = frozenset(
@@ -64,6 +65,7 @@ class NativeCalls:
         Args:
             discarded: nothing uses the result.
         """
+        callee = original(callee)
         if isinstance(callee, types.MethodType):
             self.method(callee, line)
             callee, args = callee.__func__, [callee.__self__, *args]

@@ -7,7 +7,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from graphopt.tracing.outside.places import (
 _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
 _WHOLE_BYTES = 1 << 16
+_SEVERAL = (tuple, frozenset)
 _VIEWS: tuple[type, ...] = (
     type({}.keys()),
     type({}.values()),
@@ -60,6 +61,9 @@ class Record:
 
     Args:
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
+
+    Attributes:
+        stands_for: the tensors that have stand-ins, by the ids of these.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
@@ -75,6 +79,8 @@ class Record:
         self._mutated: dict[int, Any] = {}
         self._emptied: set[int] = set()
         self._pinned: dict[int, Any] = {}
+        self.stands_for: Mapping[int, torch.Tensor] = {}
+        self.compared: SourceLine | None = None
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.optimizers: dict[int, Any] = {}
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
@@ -147,6 +153,11 @@ class Record:
 
     def is_pinned(self, value: Any) -> bool:
         return id(value) in self._pinned
+
+    def compares(self, a: Any, b: Any, line: SourceLine) -> None:
+        """The step asks whether two objects are one, which a tensor and its stand-in are not."""
+        if self._original(a) is self._original(b):
+            self.compared = self.compared or line
 
     # ------------------------------------------------------------------ reads
 
@@ -231,7 +242,8 @@ class Record:
         if place.is_item:
             holder = place.holder if owner is None else owner
             path = self.path(holder, type(holder).__name__)
-            self._items.setdefault(identity, WrittenItem(place, place.now(), owner, path))
+            written = WrittenItem(self._outside(place), place.now(), owner, path)
+            self._items.setdefault(identity, written)
         if counting and (identity not in self._written or identity in self._derived):
             self._derived.add(identity)
         else:
@@ -285,7 +297,18 @@ class Record:
         return None
 
     def _made(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> Read:
-        return Read(place, value, path, line)
+        if self.stands_for and place.kind in ("keys", "whole") and isinstance(value, _SEVERAL):
+            value = type(value)(map(self._original, value))
+        return Read(self._outside(place), value, path, line)
+
+    def _outside(self, place: OutsidePlace) -> OutsidePlace:
+        """A place as it is when the step is not traced: the keys are no stand-ins."""
+        key = self._original(place.key)
+        return place if key is place.key else OutsidePlace(place.kind, place.holder, key)
+
+    def _original(self, value: Any) -> Any:
+        """The tensor that a stand-in stands for; other values themselves."""
+        return self.stands_for.get(id(value), value) if _compat.is_fake(value) else value
 
 
 def is_container(value: Any) -> bool:
