@@ -178,8 +178,8 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
     if has_gradient(tensor) and tensor.grad.grad_fn is not None:  # type: ignore[union-attr]
         raise CaptureError(
-            f"argument {name} has a gradient already, to which the step would add",
-            hint="set its .grad to None before each call",
+            f"the gradient of argument {name} was computed with gradients outside the step",
+            hint="set its .grad to None before each call, or to the detached gradient",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,11 +102,25 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
             if id(vars(module)[key]) not in found:
                 attributes.add(id(vars(module)[key]))
             add("buffer", _join(prefix, key), vars(module), key)
+    for name, table, key in list(_marks(found.values())):
+        if id(table[key]) not in found:
+            attributes.add(id(table[key]))
+        add("buffer", name, table, key)
     attributes.update(id(table[key]) for _, table, key in call.besides.carried if key in table)
     entries = list(found.values())
     for entry in entries:
         entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
     return sorted(entries, key=lambda entry: entry.kind != "parameter")
+
+
+def _marks(entries: Iterable[ModuleTensor]) -> Iterator[CarriedPlace]:
+    """Tensors that the program keeps as attributes of parameters and buffers."""
+    for entry in entries:
+        if type(entry.tensor) in (torch.Tensor, nn.Parameter):
+            table = vars(entry.tensor)
+            for key, value in table.items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is None:
+                    yield f"{entry.fqn}.{key}", table, key
 
 
 def _alone(carried: Sequence[CarriedPlace], found: Collection[int]) -> Iterator[CarriedPlace]:

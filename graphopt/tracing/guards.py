@@ -96,7 +96,12 @@ class Guards:
         ]
         # The dictionaries themselves: to ask a late parameter for its own would be a use of it.
         marks = [(entry, vars(entry.tensor)) for entry in inputs.module_tensors]
-        self._marked = [(entry, now, dict(now)) for entry, now in marks if now]
+        inside = {(id(owner), key) for _, (owner, key), _ in self.rebindable}
+        self._marked = [
+            (entry, now, {key: _INPUT if (id(now), key) in inside else now[key] for key in now})
+            for entry, now in marks
+            if now
+        ]
         self._unmarked = [attributes for _, attributes in marks if not attributes]
         self._attributes = list(_attribute_slots(call, inputs))
         self.sharing = _sharing(call, inputs) if self.rebindable else []
@@ -249,7 +254,7 @@ class Guards:
 
     def shape_mismatch(self, call: Call) -> str | None:
         """The first tensor argument that is of another kind than captured."""
-        for position, kind in self.user:
+        for position, kind, gradient in self.user:
             now = tensor_kind(call.leaves[position])
             if now != kind:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
@@ -258,11 +263,6 @@ class Guards:
         if _aliases(call, self._module_storages()) != self.aliases:
             return "which tensor arguments are the same changed"
         return None
-
-
-def _called(number: Any) -> str:
-    """What a message calls a number."""
-    return f"argument {number.fqn}" if isinstance(number, ArgumentNumber) else str(number.fqn)
 
 
 _INPUT: Any = object()
@@ -274,6 +274,11 @@ def _has_gradient(entry: ModuleTensor) -> bool:
         return entry.tensor.grad is not None
     owner, key = entry.slots[0]
     return isinstance(owner.get(key), torch.Tensor) and has_gradient(owner[key])
+
+
+def _called(number: Any) -> str:
+    """What a message calls a number."""
+    return f"argument {number.fqn}" if isinstance(number, ArgumentNumber) else str(number.fqn)
 
 
 def _layout(holder: Storage) -> list[int]:
@@ -288,7 +293,8 @@ def _layout(holder: Storage) -> list[int]:
 def _same_marks(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether a tensor has the attributes that a program had set on it."""
     return now.keys() == before.keys() and all(
-        now[name] is value or same_constant(now[name], value) for name, value in before.items()
+        value is _INPUT or now[name] is value or same_constant(now[name], value)
+        for name, value in before.items()
     )
 
 

@@ -77,7 +77,7 @@ def note_dead_gradients(
         for node in graph_module.graph.nodes
         if node.op == "placeholder" and not node.users
     }
-    gradient_specs = [spec for spec in specs if spec.kind == "gradient"]
+    gradient_specs = [spec for spec in specs if spec.kind == "gradient"][: len(inputs.gradients)]
     owners = {id(entry): index for index, entry in enumerate(inputs.module_tensors)}
     first = len(inputs.placeholders) + len(inputs.states)
     for number, (spec, gradient) in enumerate(

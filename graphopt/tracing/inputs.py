@@ -105,7 +105,7 @@ def state_key(owner: ModuleTensor | OfNone) -> Any:
 
 @dataclass(frozen=True)
 class GradientInput:
-    """`.grad` of a parameter (or of a tensor argument) that exists when the step begins."""
+    """`.grad` of a parameter that exists when the step begins."""
 
     owner: ModuleTensor
     fqn: str
@@ -201,9 +201,9 @@ class Inputs:
     answers: list[Answer] = field(default_factory=list)
     sizes: SizesKept = SizesKept.UNKNOWN
     meets_sizes: bool = False
-
     asked: bool = False
     argument_gradients: list[int] = field(default_factory=list)
+
     @property
     def parameters(self) -> list[ModuleTensor]:
         return [entry for entry in self.module_tensors if entry.kind == "parameter"]

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from graphopt import _compat
 from graphopt.tracing import contents
 from graphopt.tracing.contents import Names, ObjectKind
 from graphopt.tracing.source import is_library_file
@@ -150,9 +151,9 @@ class _Search:
 
     def _visit_object(self, value: Any) -> Iterator[Found]:
         kind = type(value)
-        if not _is_entered(kind) and not isinstance(value, nn.Module):
         if isinstance(value, torch.Tensor):
             self.add(_compat.functions_of_hooks(value))
+        if not _is_entered(kind) and not isinstance(value, nn.Module):
             return
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is not dict:

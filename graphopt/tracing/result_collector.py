@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from graphopt.tracing.failures import definition_of
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs, is_number
+from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.optimizer_state import OfNone, distinct_states, entries_at, is_known_kind
 from graphopt.tracing.placed import Placed
 from graphopt.tracing.redirect import Made
@@ -134,7 +135,7 @@ class ResultCollector:
         found: dict[int, Computed] = {}
         for key, tensor in sorted(tensors.items()):
             self.results.append(tensor)
-            found[position] = Computed(len(self.results) - 1)
+            found[key] = Computed(len(self.results) - 1)
         return found
 
     def collect(
@@ -265,6 +266,13 @@ class ResultCollector:
                 recipe = self._attribute_recipe(f"{name}.{key}".strip("."), former.get(key), value)
                 found.append(AttributeResult(vars(module), key, recipe))
         return found
+
+    def attributes_set(self, changes: Iterable[AttributeChange]) -> list[AttributeResult]:
+        """Attributes that have been set, as recipes."""
+        return [
+            AttributeResult(each.table, each.key, self._attribute_recipe(*each.described))
+            for each in changes
+        ]
 
     def _attributes_of_others(
         self, holders: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]

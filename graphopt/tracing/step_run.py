@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -92,11 +92,11 @@ class StepRun:
         self.used: tuple[str, ...] = ()
         self.gradients_first = False
         self.rebound: dict[int, torch.Tensor] = {}
+        self.data_given: dict[int, torch.Tensor] = {}
         self.left_storages: set[int] = set()
         self.outside = record_for(call)
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, given, mode, call.besides.carried)
-        self.data_given: dict[int, torch.Tensor] = {}
         self._caching = torch.is_autocast_cache_enabled()
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -107,31 +107,29 @@ class StepRun:
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(self._on_one_device()))
             alone = self.communication is None and _compat.rank_among_several() is None
+            if alone and not self._is_told():
+                stack.enter_context(answered_as_in_eager(self._notice_question))
             begins_alike = self.communication is not None and self.communication.parallel.broadcast
             own = own_inputs(self.inputs, self.call, broadcast=begins_alike)
             decider = Decider(tracer, self.inputs, self._mode, self._values, own, alone)
             self.made.decider = decider
             if self.inputs.sizes is not SizesKept.UNKNOWN:
-            if alone and not self._is_told():
-                stack.enter_context(answered_as_in_eager(self._notice_question))
                 stack.enter_context(_compat.sizes_given(self._mode, decider.sized))
             with self.tagger.during("optimizer"):
                 traced = self._stand_ins(flat)
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self.inputs.parameters
             )
-            marks = [
-                (e, _compat.copy_attributes(e.tensor, traced.by_id[id(e.tensor)]))
-                for e in self.inputs.module_tensors
-            ]
+            stack.enter_context(marks_kept(self.inputs))
             insert(self.call, self.inputs, traced)
+            marks = Marks(self.inputs, traced)
             before = module_attributes(self.call)
             settings = [dict(group) for _, _, group in self._groups()]
             holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
             marker = self._gradient_marker(traced)
             tables = [attributes for _, attributes, _ in holders]
             ran = self._run(traced, marker, tables)
-            _refuse_marks((e.fqn, traced.by_id[id(e.tensor)], before) for e, before in marks)
+            marked = list(marks.changes())
             counted = self._counted(settings)
             replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
             finish_buffers(self.inputs, traced, replacing)
@@ -139,13 +137,20 @@ class StepRun:
                 self.call, self.inputs, traced, flat, self.made, self.left_storages
             )
             self.signature = collector.collect(ran, before, holders, counted)
-            self.signature.rebound.update(collector.left(self.rebound))
-            self.used = tuple(marker.used) if marker is not None else ()
             self.signature.attributes += collector.attributes_set(marked)
             self.signature.data.update(collector.computed(self.data_given))
             self.data_given.clear()
             marks.put_back()
+            self.signature.rebound.update(collector.left(self.rebound))
+            self.used = tuple(marker.used) if marker is not None else ()
             return collector.results
+
+    def _is_told(self) -> bool:
+        """Whether libraries find out that the step is traced."""
+        return self.call.besides.as_traced or any(map(_compat.is_fake, self._values))
+
+    def _notice_question(self) -> None:
+        self.inputs.asked = True
 
     def _on_one_device(self) -> bool:
         """Whether all gradients are computed by the thread that autograd has for one device.
@@ -154,13 +159,6 @@ class StepRun:
         numbers decide in which order gradients are added: it has to be the thread that eager has.
         """
         devices = {entry.tensor.device for entry in self.inputs.parameters}
-    def _is_told(self) -> bool:
-        """Whether libraries find out that the step is traced."""
-        return self.call.besides.as_traced or any(map(_compat.is_fake, self._values))
-
-    def _notice_question(self) -> None:
-        self.inputs.asked = True
-
         return len(devices) == 1 and devices.pop().type != "cpu"
 
     def _groups(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -222,10 +220,10 @@ class StepRun:
             stack.enter_context(_compat.truths_of_fakes(numbers.truth))
             stack.enter_context(traced_math())
             stack.enter_context(_compat.moved_where_needed())
-            originals = self.outside.stands_for = self._originals(traced)
-            stack.enter_context(identified(originals))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
+            originals = self.outside.stands_for = self._originals(traced)
+            stack.enter_context(identified(originals))
             self._notice_steps(stepped)
             if marker is not None:
                 stack.enter_context(marker.watching())
@@ -241,6 +239,7 @@ class StepRun:
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages
+        self.data_given = rebinding.given
         if self.made.refused is not None:
             raise self.made.refused
         mark()
@@ -285,6 +284,7 @@ class StepRun:
             gradients[id(gradient.owner)] = stand_in
             by_id[id(gradient.owner.tensor)].grad = stand_in
             by_id[id(gradient.owner.tensor.grad)] = stand_in
+        of_arguments = {position: next(supply) for position in self.inputs.argument_gradients}
         scheduled: list[Any] = []
         for index, number in enumerate(self.inputs.hyperparameters):
             tensor = next(supply)
@@ -296,8 +296,10 @@ class StepRun:
                 scheduled.append(self._number(index, tensor, value))
                 self.made.add_number(scheduled[-1])
         for position in self.inputs.user:
-        of_arguments = {position: next(supply) for position in self.inputs.argument_gradients}
             by_id[id(self.call.leaves[position])] = next(supply)
+        for position, stand_in in of_arguments.items():
+            leaf = self.call.leaves[position]
+            by_id[id(leaf)].grad = by_id[id(leaf.grad)] = stand_in
         return Traced(by_id, scheduled, gradients)
 
     def _number(self, index: int, tensor: torch.Tensor, value: Any) -> HostNumber:
@@ -309,9 +311,6 @@ class StepRun:
         integer = _compat.record_number(int, (leaf,))
         return HostNumber(integer, value, leaf.expression, conditions, self.made)
 
-        for position, stand_in in of_arguments.items():
-            leaf = self.call.leaves[position]
-            by_id[id(leaf)].grad = by_id[id(leaf.grad)] = stand_in
     def _gradient_marker(self, traced: Traced) -> reduction.GradientMarker | None:
         if self.communication is None:
             return None
@@ -363,18 +362,6 @@ class StepRun:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _refuse_marks(tensors: Iterable[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
-    """Refuse a step that sets an attribute of a parameter or buffer."""
-    for name, tensor, before in tensors:
-        attribute = _compat.set_attribute(tensor, before)
-        if attribute is not None:
-            raise CaptureError(
-                f"it sets the attribute {attribute} of {name}, which would happen at capture only",
-                hint="keep it in the optimizer's state, or in a buffer of the model; set marks"
-                " outside the step",
-            )
 
 
 def _in_backward(optimizer: Optimizer) -> CaptureError:
