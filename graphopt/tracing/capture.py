@@ -160,6 +160,8 @@ def _rewritten(
     communication: MarkedCommunication | None,
 ) -> CapturedStep:
     raw, kinds = found.raw, list(inputs.kinds_and_names(call))
+    if call.besides.as_traced:
+        _warn_of_rounding(call)
     with explained(call):
         functional = functionalize(raw)
     forget_unwritten(functional.graph_module, inputs, raw.signature)
@@ -196,6 +198,15 @@ def _rewritten(
         _made_beforehand(call, found.state),
         Manual() if communication is None else communication.parallel,
         tuple(found_places(found.outside, call)),
+    )
+
+
+def _warn_of_rounding(call: Call) -> None:
+    logger.warning(
+        "%s is captured with libraries that compute as they do when they are traced: the same up to"
+        " rounding, but not eager's bits (%s)",
+        getattr(call.fn, "__qualname__", repr(call.fn)),
+        call.besides.as_traced,
     )
 
 
@@ -387,13 +398,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     if isinstance(error, MoreInputs):
         more = error.besides
     elif _may_be_told(call, inputs):
-        logger.warning(
-            "%s is captured with libraries that compute as they do when they are traced: the same"
-            " up to rounding, but not eager's bits (%s)",
-            getattr(call.fn, "__qualname__", repr(call.fn)),
-            error.reason,
-        )
-        more = Besides(as_traced=True)
+        more = Besides(as_traced=error.reason)
     elif any(isinstance(n, (ArgumentNumber, PlacedNumber)) for n in inputs.hyperparameters):
         more = Besides(plain=True)
     else:

@@ -27,6 +27,12 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "compute the loss from parameters that require gradients, outside torch.no_grad()",
     ),
     (
+        "_apply(): Couldn't swap",
+        "it casts or moves parameters of a module (module.to(…), half(), float(), cuda())",
+        "do so once, outside the step; to compute in another dtype, cast what the module is given,"
+        " use autocast, or call torch.nn.functional with weight.to(dtype)",
+    ),
+    (
         "Unhandled FakeTensor Device Propagation",
         "it mixes tensors of different devices",
         "move the batch to the model's device first: batch.to(device)",

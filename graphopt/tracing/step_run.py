@@ -147,7 +147,7 @@ class StepRun:
 
     def _is_told(self) -> bool:
         """Whether libraries find out that the step is traced."""
-        return self.call.besides.as_traced or any(map(_compat.is_fake, self._values))
+        return bool(self.call.besides.as_traced) or any(map(_compat.is_fake, self._values))
 
     def _notice_question(self) -> None:
         self.inputs.asked = True
