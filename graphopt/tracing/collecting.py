@@ -28,6 +28,7 @@ from graphopt.tracing.inputs import (
     is_alias,
     is_exact,
     is_number,
+    may_be_input,
 )
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none
@@ -243,11 +244,11 @@ def _name_of_none(prefix: str, none: OfNone, key: str) -> str:
 
 
 def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
-    """Integers and floats as such: what other classes of numbers do with tensors is their own."""
+    """Integers and floats: what other classes of numbers do with tensors is their own."""
     if call.besides.plain:
         return
     for position in call.constants:
-        if is_exact(call.leaves[position]):
+        if may_be_input(call.leaves[position]):
             yield ArgumentNumber(position, call.names[position])
 
 

@@ -18,7 +18,7 @@ from graphopt.host.assumptions import Answer
 from graphopt.ir.placement import Placement
 from graphopt.tracing import optimizer_state
 from graphopt.tracing.call import Call, SizesKept
-from graphopt.tracing.host_numbers import EXACT, Conditions
+from graphopt.tracing.host_numbers import EXACT, Conditions, is_of_numpy
 from graphopt.tracing.optimizer_state import OfNone
 
 Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
@@ -254,6 +254,11 @@ def is_alias(value: object, owner: ModuleTensor) -> bool:
 def is_exact(value: object) -> bool:
     """A Python number that float64 holds, and so may be an input."""
     return type(value) is float or (type(value) is int and abs(value) < EXACT)
+
+
+def may_be_input(value: object) -> bool:
+    """An exact number, or numpy's of 64 bits."""
+    return is_exact(value) or is_of_numpy(value)
 
 
 def as_tensor(number: Any) -> torch.Tensor:

@@ -16,9 +16,11 @@ from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
+from graphopt.tracing.host_numbers import is_of_numpy
 from graphopt.tracing.inputs import Inputs, is_number
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.optimizer_state import OfNone, distinct_states, entries_at, is_known_kind
+from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.placed import Placed
 from graphopt.tracing.redirect import Made
 from graphopt.tracing.replacing import Replacing
@@ -99,9 +101,16 @@ class ResultCollector:
         if isinstance(value, torch.Tensor):
             return self._tensor_recipe(value)
         if isinstance(value, SYMBOLIC):
+            if is_of_numpy(value):
+                raise CaptureError(
+                    f"{what()} is a number of numpy's that was computed from an argument",
+                    hint="pass float(number) to the step",
+                )
             self.results.append(value)
             return Computed(len(self.results) - 1)
         if value is None or isinstance(value, (int, float, str, bool, complex, bytes)):
+            return Constant(value)
+        if type(value).__module__ == "numpy" and is_value(value):  # a number, of one type of many
             return Constant(value)
         raise CaptureError(
             f"{what()} is a {type(value).__name__}, neither a tensor nor a constant",
