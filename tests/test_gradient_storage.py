@@ -164,3 +164,19 @@ def test_data_of_an_argument() -> None:
             seen += [step(model, x).detach(), x, before]
         found.append(seen)
     assert_same(found[1], found[0], "arguments")
+
+
+def locked(model: nn.Module, x: Tensor) -> Tensor:
+    """Masks as older programs make them: of a tensor without elements, which is resized."""
+    mask = x.data.new().resize_(x.shape[0], 1).bernoulli_(0.5)
+    scale = x.data.new().resize_((1, x.shape[1])).fill_(2.0)
+    like = torch.empty(0).resize_as_(x).zero_()
+    like.add_(mask.expand_as(x) * scale)
+    return model(like * x)
+
+
+def test_tensors_that_begin_without_elements() -> None:
+    twins = Twins(lambda: World(locked, [nn.Linear(4, 3)], []))
+    for _ in range(3):
+        twins.step(torch.randn(5, 4))
+    twins.finish(captures=1)

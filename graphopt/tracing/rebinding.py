@@ -80,6 +80,22 @@ class Rebinding:
         self._note(target)
         _compat.rebind(self._tracer, target, new)
 
+    def grown(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """`tensor.resize_(sizes)` of a tensor without elements that the step has made: it gets new
+        storage, as in eager code, whose values nobody knows. None for other calls."""
+        if func not in _RESIZING or kwargs or not isinstance(args[0], torch.Tensor):
+            return None
+        target, *sizes = args
+        if target.numel() or target.requires_grad or id(target) in self._inputs:
+            return None
+        if _compat.node_of(self._tracer, target) is None:
+            return None
+        shape = sizes[0].shape if func is torch.Tensor.resize_as_ else torch.Size(_flat(sizes))
+        if not shape.numel():
+            return None
+        _compat.rebind(self._tracer, target, target.new_empty(shape))
+        return target
+
     def _note(self, target: torch.Tensor) -> None:
         """An input is about to get other storage for the first time, or once more."""
         if id(target) in self._given:
@@ -112,6 +128,14 @@ class Rebinding:
 
 
 _OTHER_STORAGE = "it gives a tensor other storage (`.data = …`)"
+
+
+_RESIZING = (torch.Tensor.resize_, torch.Tensor.resize_as_)
+
+
+def _flat(sizes: list[Any]) -> Any:
+    """Sizes that are given one by one, or as a sequence."""
+    return sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)) else sizes
 
 
 def _given(call: Call, inputs: Inputs, traced: Traced) -> Iterator[tuple[int, int]]:

@@ -299,8 +299,10 @@ class Redirect(TorchFunctionMode):
             return bool(numbers.as_read(args[0].item()))
         elif func in _INTEGERS and _is_number(args[0]):
             return operator.index(numbers.as_read(args[0].item()))
+        elif (grown := self._rebinding.grown(func, args, kwargs)) is not None:
+            return grown
         elif selecting.selects(func, args):
-            return selecting.selected(*args, torch.Tensor.item)
+            return selecting.selected(args[0], args[1], torch.Tensor.item)
         elif func is torch.Tensor.__contains__:
             return bool(numbers.as_read((args[0] == args[1]).any().item()))
         elif func in _FROM_NUMBERS and constants.holds_read(args[:1]):
