@@ -218,5 +218,65 @@ def test_is_of_a_parameter_held_elsewhere() -> None:
         skipped = [p for p in model.parameters() if p is holder.parameter]
         return model(x) * len(skipped)
 
-    with pytest.raises(graphopt.CaptureError, match="asks by `is`"):
+    with pytest.raises(graphopt.CaptureError, match="asks whether a tensor"):
         graphopt.capture(step, net, torch.ones(2, 6))
+
+
+def hooks_that_hold(net: nn.Module) -> Any:
+    """Looked up by tensors that functions hold themselves, and by those of the model."""
+    scales = {p: 0.5 + n for n, p in enumerate(net.parameters())}
+    known = set(net.parameters())
+    for p in net.parameters():
+        p.register_hook(lambda g, p=p: g * scales[p] if p in known else g)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, x, y) * sum(scales[p] for p in net.parameters())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def filled_once(net: nn.Module) -> Any:
+    ranks: dict[Tensor, int] = {}
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        for p in net.parameters():
+            if p not in ranks:
+                ranks[p] = p.ndim
+        return loss_of(net, x, y).detach() * sum(ranks[p] for p in net.parameters())
+
+    return step
+
+
+@pytest.mark.parametrize("make", [hooks_that_hold, filled_once])
+def test_held_and_filled(make: Make) -> None:
+    eager, captured = trained(make, False), trained(make, True)
+    assert_same(list(captured[:2]), list(eager[:2]), make.__name__)
+
+
+def test_parameters_that_a_step_keeps() -> None:
+    """In lists, sets and dictionaries there are the model's own then, not what stood for them."""
+    net = network()
+    kept: list[Any] = []
+    pairs: list[Any] = []
+    seen: set[Any] = set()
+    table: dict[Any, Any] = {}
+
+    def step(x: Tensor) -> Tensor:
+        kept.clear()
+        pairs.clear()
+        for name, p in net.named_parameters():
+            kept.append(p)
+            pairs.append([(name, p)])
+            seen.add(p)
+            table[p] = name
+        return net(x)
+
+    graphopt.compile(step)(torch.ones(2, 6))
+    own = list(net.parameters())
+    assert [id(p) for p in kept] == [id(p) for [(_, p)] in pairs] == [id(p) for p in own]
+    assert {id(p) for p in seen} == {id(p) for p in table} == {id(p) for p in own}

@@ -6,6 +6,8 @@ import dis
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.ir.source import SourceLine
@@ -136,7 +138,7 @@ def _explain(error: Exception, call: Call) -> CaptureError:
             location=location,
             hint="call the original function or module; graphopt captures it with the rest",
         )
-    if isinstance(error, KeyError) and any(map(_compat.is_fake, error.args)):
+    if isinstance(error, KeyError) and any(isinstance(x, torch.Tensor) for x in error.args):
         return CaptureError(
             "it looks for a parameter in a dictionary of its own, whose keys are parameters",
             location=location,

@@ -1,15 +1,15 @@
 """Dictionaries and sets in which a step looks for tensors: `optimizers[parameter].step()`.
 
 A tensor is known by its identity, and while a step is traced another one stands for it. Containers
-of the program's whose keys are inputs of the step have the stand-ins for keys meanwhile, and `id`
-says of a stand-in what it says of the tensor.
+of the program's whose keys are inputs of the step have the stand-ins for keys as well meanwhile;
+`id` says of a stand-in what it says of the tensor.
 """
 
 from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from graphopt.tracing import contents
 from graphopt.tracing.contents import ObjectKind
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import is_own_file, is_torch_file
 
@@ -56,29 +57,63 @@ def identified(tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def keyed_by_stand_ins(
     containers: Sequence[Keyed],
+    record: Record,
     stand_ins: Mapping[int, torch.Tensor],
-    tensors: Mapping[int, torch.Tensor],
+    replaced_in: Collection[int],
 ) -> Iterator[None]:
-    """While active, these containers have stand-ins for keys.
+    """While active, these containers have stand-ins for keys: besides the tensors, since the step
+    may hold these elsewhere; or in their place, where it goes through all keys or changes them.
 
     Args:
+        record: notes where a step goes through the keys.
         stand_ins: by the ids of the tensors.
-        tensors: by the ids of their stand-ins.
+        replaced_in: containers in which they are in the place of the tensors (by id).
     """
+    record.exchanged = {id(holder) for _, holder in containers if id(holder) in replaced_in}
+    record.doubled = {id(holder) for _, holder in containers} - record.exchanged
     for kind, holder in containers:
-        _exchange(kind, holder, stand_ins)
+        content = _read(kind, holder)
+        others = _with_other_keys(kind, content, stand_ins)
+        if id(holder) in record.doubled:
+            others = _joined(kind, content, others)
+        kind.write(holder, others)
     try:
         yield
     finally:
-        for kind, holder in containers:
-            _exchange(kind, holder, tensors)
+        touched = [(_kind_of(holder), holder) for holder in record.touched()]
+        for kind, holder in [*containers, *touched]:
+            content = _read(kind, holder)
+            if id(holder) in record.doubled:
+                content = _without(kind, content, record.stands_for)
+            kind.write(holder, _with_other_keys(kind, content, record.stands_for))
 
 
-def _exchange(kind: ObjectKind, holder: Any, others: Mapping[int, torch.Tensor]) -> None:
-    """Put other keys into a container, in the same order."""
-    content = kind.read(holder)
+def _kind_of(holder: Any) -> ObjectKind:
+    return contents.TABLE if isinstance(holder, dict) else contents.SET
+
+
+def _read(kind: ObjectKind, holder: Any) -> Any:
+    """What a container holds, in its order."""
+    return kind.read(holder) if kind is contents.TABLE else list(set.__iter__(holder))
+
+
+def _with_other_keys(kind: ObjectKind, content: Any, others: Mapping[int, torch.Tensor]) -> Any:
+    """The same content under other keys, in the same order."""
     keys = [others.get(id(key), key) for key in _keys(kind, content)]
-    kind.write(holder, (keys, content[1]) if kind is contents.TABLE else frozenset(keys))
+    return (keys, content[1]) if kind is contents.TABLE else keys
+
+
+def _joined(kind: ObjectKind, first: Any, second: Any) -> Any:
+    if kind is contents.TABLE:
+        return [*first[0], *second[0]], [*first[1], *second[1]]
+    return [*first, *second]
+
+
+def _without(kind: ObjectKind, content: Any, keys: Mapping[int, torch.Tensor]) -> Any:
+    if kind is not contents.TABLE:
+        return [key for key in content if id(key) not in keys]
+    pairs = [(k, v) for k, v in zip(*content, strict=True) if id(k) not in keys]
+    return [k for k, _ in pairs], [v for _, v in pairs]
 
 
 def _identity(tensors: Mapping[int, torch.Tensor]) -> Any:

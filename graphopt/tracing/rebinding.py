@@ -85,7 +85,8 @@ class Rebinding:
         storage, as in eager code, whose values nobody knows. None for other calls."""
         if func not in _RESIZING or kwargs or not isinstance(args[0], torch.Tensor):
             return None
-        target, *sizes = args
+        target: torch.Tensor = args[0]
+        sizes = list(args[1:])
         if target.numel() or target.requires_grad or id(target) in self._inputs:
             return None
         if _compat.node_of(self._tracer, target) is None:

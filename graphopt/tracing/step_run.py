@@ -232,7 +232,8 @@ class StepRun:
             redirect = Redirect(traced, self.tagger, mark, self.made, known, self.finder, rebinding)
             stack.enter_context(redirect)
             with observed_step(self.call, self.outside):
-                with keyed_by_stand_ins(self._keyed, traced.by_id, originals):
+                exchanged = self.call.besides.exchanged
+                with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)
@@ -256,6 +257,7 @@ class StepRun:
         """Look for what is to be an input besides: modules of these tensors, and optimizers whose
         state the step uses, stepped or not."""
         self.finder.owners_of(tensors)
+        self.finder.found.exchanged |= self.outside.gone_through
         for optimizer in self.outside.optimizers.values():
             self.finder.optimizer(optimizer)
 

@@ -113,7 +113,7 @@ def _attempt(
     generator = drawn_from(effects)
     if generator is not None:
         drawn = drawn or Drawn(generator, state.generator_advanced)
-    raw.effects = effects
+    raw.effects = effects.with_originals(raw.outside.stands_for)
     raw.effects.constants.extend(raw.signature.constant_attributes())
     return raw, drawn
 

@@ -189,7 +189,10 @@ class NativeCalls:
         if not record.is_outside(container) or not is_container(container):
             return
         path = record.path(container, type(container).__name__)
-        if isinstance(container, dict) and _hashable(key):
+        record.looks_up(container, key, line)
+        if isinstance(container, (dict, set, frozenset)) and isinstance(key, torch.Tensor):
+            record.read(OutsidePlace("has", container, key), f"<Parameter> in {path}", line)
+        elif isinstance(container, dict) and _hashable(key):
             record.read(OutsidePlace("has", container, key), f"{key_text(key)} in {path}", line)
         else:
             record.contents(container, path, line)

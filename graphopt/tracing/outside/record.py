@@ -64,6 +64,10 @@ class Record:
 
     Attributes:
         stands_for: the tensors that have stand-ins, by the ids of these.
+        doubled: containers, by id, that have both for keys.
+        exchanged: those that have stand-ins for keys.
+        gone_through: of the former, those of which the step asks for more than one item.
+        compared: where it asks whether a tensor is one that has a stand-in.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
@@ -80,6 +84,10 @@ class Record:
         self._emptied: set[int] = set()
         self._pinned: dict[int, Any] = {}
         self.stands_for: Mapping[int, torch.Tensor] = {}
+        self.doubled: set[int] = set()
+        self.exchanged: set[int] = set()
+        self.gone_through: set[int] = set()
+        self._touched: dict[int, Any] = {}
         self.compared: SourceLine | None = None
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.optimizers: dict[int, Any] = {}
@@ -154,6 +162,19 @@ class Record:
     def is_pinned(self, value: Any) -> bool:
         return id(value) in self._pinned
 
+    def touched(self) -> list[Any]:
+        """The dictionaries and sets to which the step has added."""
+        return list(self._touched.values())
+
+    def _goes_through(self, container: Any) -> None:
+        if id(container) in self.doubled:
+            self.gone_through.add(id(container))
+
+    def looks_up(self, container: Any, key: Any, line: SourceLine) -> None:
+        """The step looks for a key: not for the tensor where only its stand-in is one."""
+        if id(container) in self.exchanged and any(t is key for t in self.stands_for.values()):
+            self.compared = self.compared or line
+
     def compares(self, a: Any, b: Any, line: SourceLine) -> None:
         """The step asks whether two objects are one, which a tensor and its stand-in are not."""
         if self._original(a) is self._original(b):
@@ -201,6 +222,7 @@ class Record:
         """The step reads all that a container holds, and containers within it."""
         if not self.is_outside(container) or depth == 0:
             return
+        self._goes_through(container)
         if isinstance(container, (dict, types.MappingProxyType)):
             self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
             keys: Iterable[Any] = list(container)
@@ -227,9 +249,11 @@ class Record:
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             self.size(container, path, line)
             key += len(container)
+        self.looks_up(container, key, line)
         return self.read(OutsidePlace("item", container, key), f"{path}[{key_text(key)}]", line)
 
     def size(self, container: Any, path: str, line: SourceLine) -> None:
+        self._goes_through(container)
         if not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
 
@@ -239,6 +263,7 @@ class Record:
         """The step writes to a place, `counting` if what it makes of the value there; `owner` is
         the object that has it as an attribute."""
         identity = place.identity
+        self._goes_through(place.holder)
         if place.is_item:
             holder = place.holder if owner is None else owner
             path = self.path(holder, type(holder).__name__)
@@ -259,6 +284,9 @@ class Record:
         """The step adds to or takes from a container."""
         if self.is_outside(container) and id(container) not in self._mutated:
             self._mutated[id(container)] = copy.copy(container)
+            self._goes_through(container)
+            if isinstance(container, (dict, set)):
+                self._touched[id(container)] = container
 
     def emptied(self, container: Any) -> None:
         """The step takes everything out of a container: what it puts there is its own."""
