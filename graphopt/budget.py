@@ -29,8 +29,8 @@ _CURES = {
     COUNT: "keep the size (torch.where(mask, x, 0), or a mean as (x * mask).sum() / mask.sum()), or"
     " pad what is chosen to one of a few lengths",
     BRANCH: f"{WITHOUT_BRANCHES}, or decide outside the step",
-    VALUE: "pass it as a tensor, or as a number that the step only computes with; decide outside"
-    " the step what depends on it",
+    VALUE: "pass it as a tensor, or as a number of Python's, float(value), that the step only"
+    " computes with; decide outside the step what depends on it",
 }
 
 

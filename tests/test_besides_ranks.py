@@ -121,3 +121,38 @@ def test_closed_over_is_as_given(two_ranks: Pool) -> None:
     assert same
     assert other
     assert mine == theirs
+
+
+def points(rank: int, averaged: bool) -> list[Tensor]:
+    """Points of each rank's own are given to each call, and keep their gradients; marks and
+    dictionaries by parameter besides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    wrapped: nn.Module = model if averaged else nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scales = {p: 0.5 + n for n, p in enumerate(model.parameters())}
+
+    def step(model: Any, optimizer: Any, x: Tensor, x_of_scales: list[Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        for p in x_of_scales:
+            p.grad.data = p.grad.data * scales[p]  # type: ignore[union-attr]
+            p.last = p.detach() * 1.0  # type: ignore[attr-defined]
+        optimizer.step()
+        return loss.detach()
+
+    x = torch.rand(6, 2, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    run: Any = graphopt.compile(step) if averaged else step
+    losses = [run(wrapped, optimizer, x, list(model.parameters())).clone() for _ in range(4)]
+    assert x.grad is not None
+    marks = [p.last for p in model.parameters()]  # type: ignore[attr-defined]
+    return [*losses, x.grad, *(p.detach() for p in model.parameters()), *marks]
+
+
+def as_with_ddp(rank: int) -> list[bool]:
+    return [*map(torch.equal, points(rank, True), points(rank, False))]
+
+
+def test_gradients_of_arguments_are_a_ranks_own(two_ranks: Pool) -> None:
+    assert all(map(all, two_ranks.run(as_with_ddp)))

@@ -91,6 +91,11 @@ def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(key for table in hook_tables(tensor) for key in table or ())
 
 
+def functions_of_hooks(tensor: torch.Tensor) -> list[Any]:
+    """The gradient hooks of a tensor."""
+    return [hook for table in hook_tables(tensor) for hook in (table or {}).values()]
+
+
 def has_hooks_on_sum(tensor: torch.Tensor) -> bool:
     """Whether autograd calls a hook when it has added to the gradient of a tensor."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
@@ -113,12 +118,13 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any
     return dict(vars(target))
 
 
-def set_attribute(tensor: torch.Tensor, before: dict[str, Any]) -> str | None:
-    """An attribute that a program has set on a fake tensor since; None where there is none."""
-    for name, value in vars(tensor).items():
-        if "memo" not in name and before.get(name, tensor) is not value:
-            return name
-    return None
+def attributes_changed(tensor: torch.Tensor, before: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that a program has set on a fake tensor since."""
+    return {
+        name: value
+        for name, value in vars(tensor).items()
+        if "memo" not in name and before.get(name, tensor) is not value
+    }
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

@@ -98,7 +98,7 @@ class BoundStep:
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
         if self.answers:  # a failed step must leave them
             dead = set()
-        self._gradients = [(g.owner.tensor, id(g.owner) in dead) for g in inputs.gradients]
+        self._gradients = [(g.owner, id(g.owner) in dead) for g in inputs.gradients]
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._lock = threading.RLock()
         self._running = False
@@ -345,10 +345,12 @@ class BoundStep:
         for index, holder in self._replaceable:
             flat[index] = holder.base() if isinstance(holder, Storage) else holder.live()
         flat = self._unsettled.own(flat)
-        for parameter, dead in self._gradients:
+        for owner, dead in self._gradients:
+            parameter = owner.live()
             flat.append(None if dead else parameter.grad)
             if dead:
                 put_gradient(parameter, None)
+        flat.extend(call.leaves[position].grad for position in inputs.argument_gradients)
         flat.extend(map(self._as_tensor, count(), self.guards.numbers_of(call)))
         flat.extend(call.leaves[position] for position in inputs.user)
         return flat

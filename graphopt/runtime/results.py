@@ -46,10 +46,12 @@ class StepResults:
             (each.change, [self._value(item, flat, results) for _, item in each.change.items])
             for each in signature.containers
         ]
+        for placeholder, computed in signature.data.items():
+            flat[placeholder].data = results[computed.index]
         for gradient in signature.gradients:
             value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:
-                put_gradient(tensors[gradient.owner].tensor, value)
+                put_gradient(tensors[gradient.owner].live(), value)
             elif gradient.argument is not None:
                 call.leaves[gradient.argument].grad = value
         for state in signature.states:

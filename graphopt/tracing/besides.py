@@ -45,6 +45,9 @@ class Besides:
         tensors: those that belong to none of them.
         counts: keys of parameter groups in which an optimizer counts.
         plain: numbers among the arguments are no inputs of the graph, but constants.
+        as_traced: libraries that ask find out that they are traced (see `asked`), since the step
+            is refused otherwise, for this reason.
+        exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
         carried: attributes and items of dictionaries in which the step finds a tensor and leaves
             another one.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
@@ -55,12 +58,14 @@ class Besides:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     counts: frozenset[str] = frozenset()
     plain: bool = False
+    as_traced: str = ""
+    exchanged: frozenset[int] = frozenset()
     carried: list[CarriedPlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.plain or self.carried
-        return bool(found)
+        return bool(found or self.as_traced or self.exchanged)
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""
@@ -74,6 +79,8 @@ class Besides:
             [*self.tensors, *other.tensors],
             self.counts | other.counts,
             self.plain or other.plain,
+            self.as_traced or other.as_traced,
+            self.exchanged | other.exchanged,
             [*self.carried, *other.carried],
             [*self.made, *other.made],
         )

@@ -97,7 +97,7 @@ class Call:
 
     def deciding(self, answers: tuple[Answer, ...]) -> Call:
         """The same call, with answers to its first decisions, and without what it uses besides."""
-        new = copy.copy(self.using(Besides()) or self)
+        new = copy.copy(self.using(Besides(as_traced=self.besides.as_traced)) or self)
         new._using, new.decided = None, answers
         if any(isinstance(answer, Sizes) for answer in answers):
             new.sizes = SizesKept.RELATED
@@ -176,11 +176,16 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             f"{name} was computed with gradients outside the step",
             hint="compute it inside the step, or pass tensor.detach()",
         )
-    if not isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+    if has_gradient(tensor) and tensor.grad.grad_fn is not None:  # type: ignore[union-attr]
         raise CaptureError(
-            f"argument {name} has a gradient already, to which the step would add",
-            hint="set its .grad to None before each call",
+            f"the gradient of argument {name} was computed with gradients outside the step",
+            hint="set its .grad to None before each call, or to the detached gradient",
         )
+
+
+def has_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a `.grad`. To ask one that is computed for it warns."""
+    return tensor.is_leaf and tensor.grad is not None
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:

@@ -14,6 +14,7 @@ from graphopt.errors import CaptureError
 from graphopt.host import HostCall, insert_call
 from graphopt.host.counts import EagerCounts, place_of
 from graphopt.host.functions import traced_in
+from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_user_line, is_around_step
 
@@ -97,4 +98,6 @@ def _refuse_traced(fn: Callable[..., Any]) -> None:
 
 
 def _detached(value: Any) -> Any:
+    if is_of_numpy(value) and is_host_number(value):
+        return value.exactly()
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,8 @@ from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
 from graphopt.tracing.step_run import MarkedCommunication
 from graphopt.tracing.trace import RawTrace, trace
+
+logger = logging.getLogger("graphopt")
 
 
 @dataclass
@@ -157,6 +160,8 @@ def _rewritten(
     communication: MarkedCommunication | None,
 ) -> CapturedStep:
     raw, kinds = found.raw, list(inputs.kinds_and_names(call))
+    if call.besides.as_traced:
+        _warn_of_rounding(call)
     with explained(call):
         functional = functionalize(raw)
     forget_unwritten(functional.graph_module, inputs, raw.signature)
@@ -193,6 +198,15 @@ def _rewritten(
         _made_beforehand(call, found.state),
         Manual() if communication is None else communication.parallel,
         tuple(found_places(found.outside, call)),
+    )
+
+
+def _warn_of_rounding(call: Call) -> None:
+    logger.warning(
+        "%s is captured with libraries that compute as they do when they are traced: the same up to"
+        " rounding, but not eager's bits (%s)",
+        getattr(call.fn, "__qualname__", repr(call.fn)),
+        call.besides.as_traced,
     )
 
 
@@ -370,7 +384,8 @@ def first_trace(
 def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
     """The call as it may be traced with success where it has been refused with `inputs`: with what
     it works on besides; with more known of sizes that depend on values, where something asked about
-    them; or with its numbers as constants, since some code takes nothing else.
+    them; with libraries that find out that they are traced, where their decisions by value cannot
+    be followed; or with its numbers as constants, since some code takes nothing else.
 
     Raises:
         CaptureError: `error`, where that has been tried.
@@ -382,6 +397,8 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         return knowing
     if isinstance(error, MoreInputs):
         more = error.besides
+    elif _may_be_told(call, inputs):
+        more = Besides(as_traced=error.reason)
     elif any(isinstance(n, (ArgumentNumber, PlacedNumber)) for n in inputs.hyperparameters):
         more = Besides(plain=True)
     else:
@@ -389,6 +406,12 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
     return extended
+
+
+def _may_be_told(call: Call, inputs: Inputs) -> bool:
+    """Whether a library has taken decisions because it did not find out that it is traced."""
+    decided = inputs.asked and bool(inputs.answers) and not call.decided
+    return decided and not call.besides.as_traced
 
 
 def prepare(call: Call) -> Inputs:

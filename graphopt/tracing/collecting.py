@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.runtime.late import names_of_held
 from graphopt.tracing.besides import CarriedPlace
-from graphopt.tracing.call import Call
+from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.inputs import (
     ArgumentNumber,
     GradientInput,
@@ -28,6 +28,7 @@ from graphopt.tracing.inputs import (
     is_alias,
     is_exact,
     is_number,
+    may_be_input,
 )
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none
@@ -41,9 +42,7 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
     """
     tensors = _module_tensors(call)
     gradients = [
-        GradientInput(entry, f"{entry.fqn}.grad")
-        for entry in tensors
-        if entry.kind == "parameter" and entry.tensor.grad is not None
+        GradientInput(entry, f"{entry.fqn}.grad") for entry in tensors if has_gradient(entry.tensor)
     ]
     by_id = {id(entry.tensor): entry for entry in tensors}
     inputs = Inputs(
@@ -59,6 +58,8 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
         ],
         user=[p for p in call.tensors if id(call.leaves[p]) not in by_id],
     )
+    leaves = {id(call.leaves[position]): position for position in inputs.user}
+    inputs.argument_gradients = [p for p in leaves.values() if has_gradient(call.leaves[p])]
     _take_aliases(inputs, call)
     inputs.answers.extend(call.decided)
     inputs.sizes = call.sizes
@@ -102,11 +103,25 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
             if id(vars(module)[key]) not in found:
                 attributes.add(id(vars(module)[key]))
             add("buffer", _join(prefix, key), vars(module), key)
+    for name, table, key in list(_marks(found.values())):
+        if id(table[key]) not in found:
+            attributes.add(id(table[key]))
+        add("buffer", name, table, key)
     attributes.update(id(table[key]) for _, table, key in call.besides.carried if key in table)
     entries = list(found.values())
     for entry in entries:
         entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
     return sorted(entries, key=lambda entry: entry.kind != "parameter")
+
+
+def _marks(entries: Iterable[ModuleTensor]) -> Iterator[CarriedPlace]:
+    """Tensors that the program keeps as attributes of parameters and buffers."""
+    for entry in entries:
+        if type(entry.tensor) in (torch.Tensor, nn.Parameter):
+            table = vars(entry.tensor)
+            for key, value in table.items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is None:
+                    yield f"{entry.fqn}.{key}", table, key
 
 
 def _alone(carried: Sequence[CarriedPlace], found: Collection[int]) -> Iterator[CarriedPlace]:
@@ -229,11 +244,11 @@ def _name_of_none(prefix: str, none: OfNone, key: str) -> str:
 
 
 def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
-    """Integers and floats as such: what other classes of numbers do with tensors is their own."""
+    """Integers and floats: what other classes of numbers do with tensors is their own."""
     if call.besides.plain:
         return
     for position in call.constants:
-        if is_exact(call.leaves[position]):
+        if may_be_input(call.leaves[position]):
             yield ArgumentNumber(position, call.names[position])
 
 

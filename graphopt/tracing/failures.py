@@ -6,6 +6,8 @@ import dis
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.ir.source import SourceLine
@@ -25,6 +27,12 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "does not require grad and does not have a grad_fn",
         "backward was called on a value that needs no gradient",
         "compute the loss from parameters that require gradients, outside torch.no_grad()",
+    ),
+    (
+        "_apply(): Couldn't swap",
+        "it casts or moves parameters of a module (module.to(…), half(), float(), cuda())",
+        "do so once, outside the step; to compute in another dtype, cast what the module is given,"
+        " use autocast, or call torch.nn.functional with weight.to(dtype)",
     ),
     (
         "Unhandled FakeTensor Device Propagation",
@@ -130,7 +138,7 @@ def _explain(error: Exception, call: Call) -> CaptureError:
             location=location,
             hint="call the original function or module; graphopt captures it with the rest",
         )
-    if isinstance(error, KeyError) and any(map(_compat.is_fake, error.args)):
+    if isinstance(error, KeyError) and any(isinstance(x, torch.Tensor) for x in error.args):
         return CaptureError(
             "it looks for a parameter in a dictionary of its own, whose keys are parameters",
             location=location,

@@ -98,6 +98,7 @@ def _are_dropped(raw: RawTrace, inputs: Inputs, gradients: set[int]) -> bool:
 def _numbers(call: Call, inputs: Inputs) -> dict[int, float]:
     """The hyperparameters that are Python numbers, by the position of their placeholders."""
     start = len(inputs.placeholders) + len(inputs.states) + len(inputs.gradients)
+    start += len(inputs.argument_gradients)
     values = [number.read(call) for number in inputs.hyperparameters]
     return {start + i: float(v) for i, v in enumerate(values) if isinstance(v, (int, float))}
 
@@ -144,7 +145,7 @@ def _same_container(a: ContainerResult, b: ContainerResult) -> bool:
 def _settings(raw: RawTrace) -> list[Any]:
     """What else a call changes: numbers of parameter groups, and the storage of parameters."""
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
-    return [settings, list(raw.signature.rebound)]
+    return [settings, list(raw.signature.rebound), list(raw.signature.data)]
 
 
 def _known(recipe: Recipe) -> Any:

@@ -94,6 +94,8 @@ def functionalize(raw: RawTrace) -> Functional:
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta.setdefault("val", None)
+        elif node.op == "get_attr" and "val" not in node.meta:  # a random number generator
+            node.meta["val"] = getattr(graph_module, str(node.target))
     _place_updates(graph)
     note_order(graph, get_outputs(graph).updates)
     graph.lint()

@@ -23,6 +23,14 @@ def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (shape, tensor.stride(), *others)
 
 
+def gradient_kind(tensor: torch.Tensor) -> Any:
+    """What a graph is specialized on about the gradient of a tensor that is an argument: None where
+    it has none, and where none can be computed; its kind; or that the tensor is no leaf."""
+    if not tensor.is_leaf:
+        return "computed"
+    return None if tensor.grad is None else (tensor_kind(tensor.grad), tensor.grad.is_leaf)
+
+
 def kinds_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
     """What `tensor_kind` says of each, in other order, in half of its time."""
     return list(map(_KIND, tensors)), list(map(_STRIDE, tensors))

@@ -15,8 +15,8 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import environment
-from graphopt.tracing.call import Call
-from graphopt.tracing.guard_values import describe, same_constant, tensor_kind
+from graphopt.tracing.call import Call, has_gradient
+from graphopt.tracing.guard_values import describe, gradient_kind, same_constant, tensor_kind
 from graphopt.tracing.host_numbers import EXACT, first_leaf
 from graphopt.tracing.inputs import (
     ArgumentNumber,
@@ -78,7 +78,9 @@ class Guards:
         self.number_types = [type(number.read(call)) for number in inputs.hyperparameters]
         self.positions = _positions(call)
         user = set(inputs.user)
-        self.user = [(p, tensor_kind(call.leaves[p])) for p in inputs.user]
+        self.user = [
+            (p, tensor_kind(call.leaves[p]), gradient_kind(call.leaves[p])) for p in inputs.user
+        ]
         entries = {id(entry.tensor): entry for entry in inputs.module_tensors}
         self.shared = [(p, entries[id(call.leaves[p])]) for p in call.tensors if p not in user]
         self._moving = [inputs.module_tensors[index] for index in inputs.rebound]
@@ -94,7 +96,12 @@ class Guards:
         ]
         # The dictionaries themselves: to ask a late parameter for its own would be a use of it.
         marks = [(entry, vars(entry.tensor)) for entry in inputs.module_tensors]
-        self._marked = [(entry, now, dict(now)) for entry, now in marks if now]
+        inside = {(id(owner), key) for _, (owner, key), _ in self.rebindable}
+        self._marked = [
+            (entry, now, {key: _INPUT if (id(now), key) in inside else now[key] for key in now})
+            for entry, now in marks
+            if now
+        ]
         self._unmarked = [attributes for _, attributes in marks if not attributes]
         self._attributes = list(_attribute_slots(call, inputs))
         self.sharing = _sharing(call, inputs) if self.rebindable else []
@@ -104,7 +111,11 @@ class Guards:
         self.state_kinds = [tensor_kind(value) for value in self.states]
         self.state_entries = _state_entries(call)
         self._unchanged = _state_of(call)
-        self.parameters = inputs.parameters
+        self.parameters = [
+            entry
+            for entry in inputs.module_tensors
+            if entry.kind == "parameter" or entry.tensor.requires_grad
+        ]
         self.gradients = self._gradients_now()
 
     def _module_storages(self) -> frozenset[int]:
@@ -202,8 +213,8 @@ class Guards:
         return [number.read(call) for number in self.inputs.hyperparameters]
 
     def _gradients_now(self) -> list[bool]:
-        """For each parameter, whether it has a gradient."""
-        return [entry.tensor.grad is not None for entry in self.parameters]
+        """For each parameter, and each tensor like one, whether it has a gradient."""
+        return [_has_gradient(entry) for entry in self.parameters]
 
     def _changed_number(self, call: Call) -> str | None:
         """The first number that is of another kind, or no longer as the step has asked."""
@@ -243,15 +254,26 @@ class Guards:
 
     def shape_mismatch(self, call: Call) -> str | None:
         """The first tensor argument that is of another kind than captured."""
-        for position, kind in self.user:
+        for position, kind, gradient in self.user:
             now = tensor_kind(call.leaves[position])
             if now != kind:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
-            if kind[-1] and call.leaves[position].grad is not None:
-                return f"argument {call.names[position]} has a gradient"
+            if gradient_kind(call.leaves[position]) != gradient:
+                return f"the gradient of argument {call.names[position]} came, went or changed"
         if _aliases(call, self._module_storages()) != self.aliases:
             return "which tensor arguments are the same changed"
         return None
+
+
+_INPUT: Any = object()
+"""Stands for an attribute of a parameter that is an input, which may be another in each call."""
+
+
+def _has_gradient(entry: ModuleTensor) -> bool:
+    if not entry.rebindable:
+        return entry.tensor.grad is not None
+    owner, key = entry.slots[0]
+    return isinstance(owner.get(key), torch.Tensor) and has_gradient(owner[key])
 
 
 def _called(number: Any) -> str:
@@ -271,7 +293,8 @@ def _layout(holder: Storage) -> list[int]:
 def _same_marks(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether a tensor has the attributes that a program had set on it."""
     return now.keys() == before.keys() and all(
-        now[name] is value or same_constant(now[name], value) for name, value in before.items()
+        value is _INPUT or now[name] is value or same_constant(now[name], value)
+        for name, value in before.items()
     )
 
 

@@ -208,10 +208,17 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
         return None
     if not all(isinstance(arg, (int, float)) for arg in args):
         return None
-    value = function(*(arg.value if is_host_number(arg) else arg for arg in args))
-    if type(value) not in (int, float):
+    values = [arg.value if is_host_number(arg) else arg for arg in args]
+    if function not in _ALIKE_IN_NUMPY and any(map(is_of_numpy, values)):
+        return function(*(arg.exactly() if is_host_number(arg) else arg for arg in args))  # type: ignore[no-any-return]
+    value = function(*values)
+    if type(value) not in (int, float) and not is_of_numpy(value):
         return None
-    expressions = tuple(arg.expression if is_host_number(arg) else arg for arg in args)
+    args = [float(arg) if is_of_numpy(arg) and not is_host_number(arg) else arg for arg in args]
+    expressions = tuple(
+        arg.expression if is_host_number(arg) else given
+        for arg, given in zip(args, values, strict=True)
+    )
     term, conditions = Application(function, expressions), numbers[0].conditions
     if function in _POWERS and (type(value) is int or type(args[1]) is not int):
         # Signs decide whether a power is an integer, a fraction or complex.
@@ -220,6 +227,13 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
     number = HostNumber(symbolic, value, term, conditions, numbers[0].notes)
     noted(number)
     return number
+
+
+def is_of_numpy(value: object) -> bool:
+    """Whether a number is numpy's kind of float, which is one of Python's as well. Its sums and
+    products are those of floats; it divides by zero."""
+    kind = type(value.value) if is_host_number(value) else type(value)  # type: ignore[attr-defined]
+    return kind is not float and issubclass(kind, float) and kind.__module__ == "numpy"
 
 
 _POWERS = (operator.pow, builtins.pow)
@@ -233,7 +247,7 @@ def _compared(compare: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
     if left.notes is not current_notes():  # of a trace that is over, in a cache of the program's
         return NotImplemented
     other = right.value if is_host_number(right) else right
-    if type(other) not in (int, float, bool):
+    if type(other) not in (int, float, bool) and not is_of_numpy(other):
         return NotImplemented
     answer = bool(compare(left.value, other))
     expression = right.expression if is_host_number(right) else right
@@ -287,6 +301,10 @@ _SMOOTH = ("sqrt", "pow", "exp", "expm1", "log", "log2", "log10", "log1p", "sin"
            "tanh", "floor", "ceil", "fabs")  # fmt: skip
 _MATH: tuple[Any, ...] = tuple(getattr(math, name) for name in _SMOOTH)
 _OF_INTEGERS = (math.floor, math.ceil)
+_ALIKE_IN_NUMPY = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.abs, *_MATH}
+)
+"""What gives for numpy's floats what it gives for Python's, in every case."""
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -386,9 +404,9 @@ their tensors are of floating point."""
 
 
 def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a torch function in which integers are themselves, where the function might do
-    something else with a floating-point number."""
-    if not _any_integer((args, kwargs)):
+    """Arguments of a torch function in which integers, and numpy's floats, are themselves, where
+    the function might do something else with a floating-point number."""
+    if not _any_special((args, kwargs)):
         return args, kwargs
     name = getattr(function, "__name__", "").removeprefix("_foreach_").strip("_")
     if name in _ON_NUMBERS and _all_floating((args, kwargs)):
@@ -396,14 +414,14 @@ def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     return _concrete(args), _concrete(kwargs)
 
 
-def _any_integer(value: Any) -> bool:
+def _any_special(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(map(_any_integer, value))
+        return any(map(_any_special, value))
     if isinstance(value, dict):
-        return any(map(_any_integer, value.values()))
+        return any(map(_any_special, value.values()))
     if isinstance(value, slice):
-        return any(map(_any_integer, (value.start, value.stop, value.step)))
-    return is_host_number(value) and isinstance(value.value, int)
+        return any(map(_any_special, (value.start, value.stop, value.step)))
+    return is_host_number(value) and type(value.value) is not float
 
 
 def _all_floating(value: Any) -> bool:
@@ -418,7 +436,7 @@ def _all_floating(value: Any) -> bool:
 
 def _concrete(value: Any) -> Any:
     if is_host_number(value):
-        return value.exactly() if isinstance(value.value, int) else value
+        return value if type(value.value) is float else value.exactly()
     if type(value) in (list, tuple):
         return type(value)(map(_concrete, value))
     if isinstance(value, dict):

@@ -77,10 +77,15 @@ def note_dead_gradients(
         for node in graph_module.graph.nodes
         if node.op == "placeholder" and not node.users
     }
-    gradient_specs = [spec for spec in specs if spec.kind == "gradient"]
+    gradient_specs = [spec for spec in specs if spec.kind == "gradient"][: len(inputs.gradients)]
     owners = {id(entry): index for index, entry in enumerate(inputs.module_tensors)}
-    for spec, gradient in zip(gradient_specs, inputs.gradients, strict=True):
+    first = len(inputs.placeholders) + len(inputs.states)
+    for number, (spec, gradient) in enumerate(
+        zip(gradient_specs, inputs.gradients, strict=True), first
+    ):
         index = owners[id(gradient.owner)]
+        if number in signature.data:  # somebody may have it
+            continue
         if spec.placeholder in unread and index in replaced:
             signature.dead_gradients.append(index)
 

@@ -18,7 +18,7 @@ from graphopt.host.assumptions import Answer
 from graphopt.ir.placement import Placement
 from graphopt.tracing import optimizer_state
 from graphopt.tracing.call import Call, SizesKept
-from graphopt.tracing.host_numbers import EXACT, Conditions
+from graphopt.tracing.host_numbers import EXACT, Conditions, is_of_numpy
 from graphopt.tracing.optimizer_state import OfNone
 
 Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
@@ -105,7 +105,7 @@ def state_key(owner: ModuleTensor | OfNone) -> Any:
 
 @dataclass(frozen=True)
 class GradientInput:
-    """`.grad` of a parameter (or of a tensor argument) that exists when the step begins."""
+    """`.grad` of a parameter that exists when the step begins."""
 
     owner: ModuleTensor
     fqn: str
@@ -177,12 +177,14 @@ class Inputs:
         answers: to the decisions by value that the step takes, in their order, as far as known.
         sizes: what is made of sizes that depend on values.
         meets_sizes: a trace has met such a size.
+        asked: a library has asked whether it is traced; see `asked`.
         rebound: `module_tensors` that get other storage in each call; see `rebinding`.
         aliases: entries of optimizer state that are the memory of a module tensor, as `rebinding`
             leaves them; no inputs of their own.
         held: names of what others may use without being seen (`graphopt.runtime.late`); none where
             that is so of all parameters, as while a variable holds a checkpoint.
         found_held: the same without exception.
+        argument_gradients: positions of arguments that have a `.grad` when the step begins.
     """
 
     module_tensors: list[ModuleTensor]
@@ -199,6 +201,8 @@ class Inputs:
     answers: list[Answer] = field(default_factory=list)
     sizes: SizesKept = SizesKept.UNKNOWN
     meets_sizes: bool = False
+    asked: bool = False
+    argument_gradients: list[int] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[ModuleTensor]:
@@ -212,6 +216,8 @@ class Inputs:
             yield "optimizer_state", state.fqn
         for gradient in self.gradients:
             yield "gradient", gradient.fqn
+        for position in self.argument_gradients:
+            yield "gradient", f"{call.names[position]}.grad"
         for number in self.hyperparameters:
             yield "hyperparameter", number.fqn
         for position in self.user:
@@ -227,6 +233,7 @@ class Inputs:
         for gradient in self.gradients:
             assert gradient.owner.tensor.grad is not None
             values.append(gradient.owner.tensor.grad)
+        values += [call.leaves[position].grad for position in self.argument_gradients]
         for number in self.hyperparameters:
             values.append(as_tensor(number.read(call)))
         values += [call.leaves[position] for position in self.user]
@@ -247,6 +254,11 @@ def is_alias(value: object, owner: ModuleTensor) -> bool:
 def is_exact(value: object) -> bool:
     """A Python number that float64 holds, and so may be an input."""
     return type(value) is float or (type(value) is int and abs(value) < EXACT)
+
+
+def may_be_input(value: object) -> bool:
+    """An exact number, or numpy's of 64 bits."""
+    return is_exact(value) or is_of_numpy(value)
 
 
 def as_tensor(number: Any) -> torch.Tensor:

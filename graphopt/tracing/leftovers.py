@@ -8,15 +8,16 @@ or a flag of an object, is made to be once the step is captured, as an eager cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.tracing import contents
 from graphopt.tracing.call import Call
 from graphopt.tracing.contents import ObjectKind
+from graphopt.tracing.keyed import Keyed, keyed_by_tensors
 from graphopt.tracing.reachable import reachable
 from graphopt.tracing.signature import SYMBOLIC
 
@@ -46,6 +47,13 @@ class OutsideChanges:
 
     def __bool__(self) -> bool:
         return bool(self.changes)
+
+    def with_originals(self, stands_for: Mapping[int, Any]) -> OutsideChanges:
+        """The same with tensors in place of what stood for them in the trace (by id)."""
+        changes = [
+            replace(change, after=_original(change.after, stands_for)) for change in self.changes
+        ]
+        return OutsideChanges(changes, self.constants)
 
     def apply(self) -> None:
         """Leave everything as the traced step did."""
@@ -78,6 +86,10 @@ class HostState:
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
         self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
 
+    def keyed_by_tensors(self) -> list[Keyed]:
+        """The dictionaries and sets whose keys are tensors."""
+        return list(keyed_by_tensors(self._held))
+
     def restore(self) -> OutsideChanges:
         """Put everything back, and say what had changed."""
         changes = [
@@ -92,6 +104,19 @@ class HostState:
     def generator_advanced(self) -> bool:
         """Whether a random number generator is no longer as it was."""
         return any(not kind.same(holder, before) for kind, holder, before in self._generators)
+
+
+def _original(
+    value: Any, stands_for: Mapping[int, Any], within: frozenset[int] = frozenset()
+) -> Any:
+    """A nest in which tensors are put back into the place of their stand-ins. Containers without
+    these, and those that contain themselves, stay what they are."""
+    if type(value) not in (list, tuple, frozenset) or id(value) in within:
+        return stands_for.get(id(value), value)
+    within |= {id(value)}
+    found = [_original(each, stands_for, within) for each in value]
+    same = all(a is b for a, b in zip(found, value, strict=True))
+    return value if same else type(value)(found)
 
 
 def check_effects(effects: OutsideChanges) -> None:

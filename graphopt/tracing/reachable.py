@@ -32,9 +32,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from graphopt import _compat
 from graphopt.tracing import contents
 from graphopt.tracing.contents import Names, ObjectKind
-from graphopt.tracing.source import is_library_file
+from graphopt.tracing.source import is_installed, is_library_file
 
 _LIMIT = 200_000
 _LARGE = 10_000
@@ -150,6 +151,8 @@ class _Search:
 
     def _visit_object(self, value: Any) -> Iterator[Found]:
         kind = type(value)
+        if isinstance(value, torch.Tensor):
+            self.add(_compat.functions_of_hooks(value))
         if not _is_entered(kind) and not isinstance(value, nn.Module):
             return
         attributes = getattr(value, "__dict__", None)
@@ -251,9 +254,7 @@ def _is_library(kind: type) -> bool:
 
 def _is_users(file: str | None) -> bool:
     """Whether a file is the user's own, not one of an installed package."""
-    if file is None or "site-packages" in file or "dist-packages" in file:
-        return False
-    return not is_library_file(file)
+    return file is not None and not is_installed(file) and not is_library_file(file)
 
 
 def _function_in(attribute: Any) -> Any:

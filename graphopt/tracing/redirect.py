@@ -27,14 +27,23 @@ from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.runtime.collector import frozen_objects_seen
-from graphopt.tracing import constants, copies, fused, host_numbers, numbers, recurrent, sparse
+from graphopt.tracing import (
+    constants,
+    copies,
+    fused,
+    host_numbers,
+    numbers,
+    recurrent,
+    selecting,
+    sparse,
+)
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.impurity import taken_for_a_number
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_user_line, is_installed
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
 
@@ -290,6 +299,12 @@ class Redirect(TorchFunctionMode):
             return bool(numbers.as_read(args[0].item()))
         elif func in _INTEGERS and _is_number(args[0]):
             return operator.index(numbers.as_read(args[0].item()))
+        elif (grown := self._rebinding.grown(func, args, kwargs)) is not None:
+            return grown
+        elif selecting.selects(func, args):
+            return selecting.selected(args[0], args[1], torch.Tensor.item)
+        elif func is torch.Tensor.__contains__:
+            return bool(numbers.as_read((args[0] == args[1]).any().item()))
         elif func in _FROM_NUMBERS and constants.holds_read(args[:1]):
             return constants.from_numbers(*args, **kwargs)
         elif func in _COMPARISONS:
@@ -305,6 +320,8 @@ class Redirect(TorchFunctionMode):
         elif func == _SET_DATA:
             self._rebinding.set(*args)
             return None
+        elif _names_something(func, args):
+            return format(operator.index(numbers.as_read(args[0].item())), args[1])
         elif func in _TEXT:
             refusal = CaptureError(
                 "the value of a tensor is turned into text",
@@ -340,6 +357,15 @@ class Redirect(TorchFunctionMode):
 def _is_number(tensor: torch.Tensor) -> bool:
     """Whether a tensor may be an index of a list or a size."""
     return tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _names_something(func: Any, args: Any) -> bool:
+    """Whether an installed package makes text of an integer, which names one of several things
+    there (`self[f"expert_{index}"]`); a program of the user's may be about to show it."""
+    if func is not torch.Tensor.__format__ or args[0].ndim or not _is_number(args[0]):
+        return False
+    line = current_user_line()
+    return line is not None and is_installed(line.file)
 
 
 def _all_alike(compare: Any, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,12 +12,15 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.call import Call
+from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
+from graphopt.tracing.host_numbers import is_of_numpy
 from graphopt.tracing.inputs import Inputs, is_number
+from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.optimizer_state import OfNone, distinct_states, entries_at, is_known_kind
+from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.placed import Placed
 from graphopt.tracing.redirect import Made
 from graphopt.tracing.replacing import Replacing
@@ -98,9 +101,16 @@ class ResultCollector:
         if isinstance(value, torch.Tensor):
             return self._tensor_recipe(value)
         if isinstance(value, SYMBOLIC):
+            if is_of_numpy(value):
+                raise CaptureError(
+                    f"{what()} is a number of numpy's that was computed from an argument",
+                    hint="pass float(number) to the step",
+                )
             self.results.append(value)
             return Computed(len(self.results) - 1)
         if value is None or isinstance(value, (int, float, str, bool, complex, bytes)):
+            return Constant(value)
+        if type(value).__module__ == "numpy" and is_value(value):  # a number, of one type of many
             return Constant(value)
         raise CaptureError(
             f"{what()} is a {type(value).__name__}, neither a tensor nor a constant",
@@ -127,10 +137,14 @@ class ResultCollector:
 
     def left(self, rebound: Mapping[int, torch.Tensor]) -> dict[int, Computed | None]:
         """The results that are found in the storage that tensors had, by their positions."""
-        found: dict[int, Computed | None] = {}
-        for position, tensor in sorted(rebound.items()):
+        return {**self.computed(rebound)}
+
+    def computed(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Computed]:
+        """Further results of the graph, by what they are known by."""
+        found: dict[int, Computed] = {}
+        for key, tensor in sorted(tensors.items()):
             self.results.append(tensor)
-            found[position] = Computed(len(self.results) - 1)
+            found[key] = Computed(len(self.results) - 1)
         return found
 
     def collect(
@@ -190,8 +204,10 @@ class ResultCollector:
             recipe = self.recipe(gradient, lambda: "a gradient")
             found.append(GradientResult(index, None, recipe))
         for position in self.inputs.user:
-            gradient = self.traced.by_id[id(self.call.leaves[position])].grad
-            if gradient is not None:
+            leaf = self.call.leaves[position]
+            gradient = self.traced.by_id[id(leaf)].grad
+            before = self.traced.by_id.get(id(leaf.grad)) if has_gradient(leaf) else None
+            if gradient is not before:
                 recipe = self.recipe(gradient, lambda: "a gradient")
                 found.append(GradientResult(None, position, recipe))
         return found
@@ -259,6 +275,13 @@ class ResultCollector:
                 recipe = self._attribute_recipe(f"{name}.{key}".strip("."), former.get(key), value)
                 found.append(AttributeResult(vars(module), key, recipe))
         return found
+
+    def attributes_set(self, changes: Iterable[AttributeChange]) -> list[AttributeResult]:
+        """Attributes that have been set, as recipes."""
+        return [
+            AttributeResult(each.table, each.key, self._attribute_recipe(*each.described))
+            for each in changes
+        ]
 
     def _attributes_of_others(
         self, holders: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]

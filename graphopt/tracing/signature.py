@@ -143,6 +143,7 @@ class Signature:
         containers: lists and dictionaries among the arguments that it changes.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `rebinding`.
+        data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
     """
 
@@ -157,6 +158,7 @@ class Signature:
     settings: list[SettingResult] = field(default_factory=list)
     containers: list[ContainerResult] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
+    data: dict[int, Computed] = field(default_factory=dict)
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""

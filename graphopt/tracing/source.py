@@ -40,6 +40,11 @@ def is_own_file(filename: str) -> bool:
     return _resolved(filename).startswith(_GRAPHOPT)
 
 
+def is_installed(filename: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return "site-packages" in filename or "dist-packages" in filename
+
+
 @lru_cache(maxsize=4096)
 def is_torch_file(filename: str) -> bool:
     """Whether a file belongs to torch."""
@@ -63,9 +68,7 @@ _STANDARD_LIBRARY = str(Path(linecache.__file__).resolve().parent) + "/"
 
 
 def _is_standard_library(path: str) -> bool:
-    if "site-packages" in path or "dist-packages" in path:
-        return False
-    return path.startswith(_STANDARD_LIBRARY)
+    return not is_installed(path) and path.startswith(_STANDARD_LIBRARY)
 
 
 def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:

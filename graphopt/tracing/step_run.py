@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from graphopt.parallel import OverRanks
 from graphopt.parallel.markers import Group
 from graphopt.tracing import impurity, numbers, reduction, rng
 from graphopt.tracing.alike import own_inputs
+from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
@@ -31,6 +32,8 @@ from graphopt.tracing.host_numbers import (
 )
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
+from graphopt.tracing.keyed import Keyed, identified, keyed_by_stand_ins
+from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.placed import take_placed
 from graphopt.tracing.rebinding import Rebinding
@@ -76,7 +79,9 @@ class StepRun:
         communication: MarkedCommunication | None,
         mode: Any,
         values: list[torch.Tensor],
+        keyed: Sequence[Keyed],
     ) -> None:
+        self._keyed = keyed
         self._values, self._mode = values, mode
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
@@ -89,6 +94,7 @@ class StepRun:
         self.used: tuple[str, ...] = ()
         self.gradients_first = False
         self.rebound: dict[int, torch.Tensor] = {}
+        self.data_given: dict[int, torch.Tensor] = {}
         self.left_storages: set[int] = set()
         self.outside = record_for(call)
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
@@ -103,6 +109,8 @@ class StepRun:
             stack.enter_context(_autocast_cache(self._caching))
             stack.enter_context(torch.autograd.set_multithreading_enabled(self._on_one_device()))
             alone = self.communication is None and _compat.rank_among_several() is None
+            if alone and not self._is_told():
+                stack.enter_context(answered_as_in_eager(self._notice_question))
             begins_alike = self.communication is not None and self.communication.parallel.broadcast
             own = own_inputs(self.inputs, self.call, broadcast=begins_alike)
             decider = Decider(tracer, self.inputs, self._mode, self._values, own, alone)
@@ -114,18 +122,16 @@ class StepRun:
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self.inputs.parameters
             )
-            marks = [
-                (e, _compat.copy_attributes(e.tensor, traced.by_id[id(e.tensor)]))
-                for e in self.inputs.module_tensors
-            ]
+            stack.enter_context(marks_kept(self.inputs))
             insert(self.call, self.inputs, traced)
+            marks = Marks(self.inputs, traced)
             before = module_attributes(self.call)
             settings = [dict(group) for _, _, group in self._groups()]
             holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
             marker = self._gradient_marker(traced)
             tables = [attributes for _, attributes, _ in holders]
             ran = self._run(traced, marker, tables)
-            _refuse_marks((e.fqn, traced.by_id[id(e.tensor)], before) for e, before in marks)
+            marked = list(marks.changes())
             counted = self._counted(settings)
             replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
             finish_buffers(self.inputs, traced, replacing)
@@ -133,9 +139,20 @@ class StepRun:
                 self.call, self.inputs, traced, flat, self.made, self.left_storages
             )
             self.signature = collector.collect(ran, before, holders, counted)
+            self.signature.attributes += collector.attributes_set(marked)
+            self.signature.data.update(collector.computed(self.data_given))
+            self.data_given.clear()
+            marks.put_back()
             self.signature.rebound.update(collector.left(self.rebound))
             self.used = tuple(marker.used) if marker is not None else ()
             return collector.results
+
+    def _is_told(self) -> bool:
+        """Whether libraries find out that the step is traced."""
+        return bool(self.call.besides.as_traced) or any(map(_compat.is_fake, self._values))
+
+    def _notice_question(self) -> None:
+        self.inputs.asked = True
 
     def _on_one_device(self) -> bool:
         """Whether all gradients are computed by the thread that autograd has for one device.
@@ -208,30 +225,42 @@ class StepRun:
             stack.enter_context(_compat.moved_where_needed())
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
+            originals = self.outside.stands_for = self._originals(traced)
+            stack.enter_context(identified(originals))
             self._notice_steps(stepped)
             if marker is not None:
                 stack.enter_context(marker.watching())
                 stack.enter_context(self._buffers_marked())
-            rebinding = Rebinding(self.inputs, traced)
+            rebinding = Rebinding(self.call, self.inputs, traced)
             redirect = Redirect(traced, self.tagger, mark, self.made, known, self.finder, rebinding)
             stack.enter_context(redirect)
             with observed_step(self.call, self.outside):
-                returned = self.call.fn(*args, **kwargs)
+                exchanged = self.call.besides.exchanged
+                with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
+                    returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages
+        self.data_given = rebinding.given
         if self.made.refused is not None:
             raise self.made.refused
         mark()
         flat = _compat.flatten_results(returned, self._stays)
         return Ran(*flat, stepped, placed, list(given.changes()))
 
+    def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
+        """Tensors that the step may hold elsewhere, by the ids of what stands for them."""
+        tensors = [entry.tensor for entry in self.inputs.module_tensors]
+        tensors += [self.call.leaves[position] for position in self.inputs.user]
+        return {id(traced.by_id[id(tensor)]): tensor for tensor in tensors}
+
     def _find_owners(self, tensors: list[torch.Tensor]) -> None:
         """Look for what is to be an input besides: modules of these tensors, and optimizers whose
         state the step uses, stepped or not."""
         self.finder.owners_of(tensors)
+        self.finder.found.exchanged |= self.outside.gone_through
         for optimizer in self.outside.optimizers.values():
             self.finder.optimizer(optimizer)
 
@@ -260,6 +289,7 @@ class StepRun:
             gradients[id(gradient.owner)] = stand_in
             by_id[id(gradient.owner.tensor)].grad = stand_in
             by_id[id(gradient.owner.tensor.grad)] = stand_in
+        of_arguments = {position: next(supply) for position in self.inputs.argument_gradients}
         scheduled: list[Any] = []
         for index, number in enumerate(self.inputs.hyperparameters):
             tensor = next(supply)
@@ -272,6 +302,9 @@ class StepRun:
                 self.made.add_number(scheduled[-1])
         for position in self.inputs.user:
             by_id[id(self.call.leaves[position])] = next(supply)
+        for position, stand_in in of_arguments.items():
+            leaf = self.call.leaves[position]
+            by_id[id(leaf)].grad = by_id[id(leaf.grad)] = stand_in
         return Traced(by_id, scheduled, gradients)
 
     def _number(self, index: int, tensor: torch.Tensor, value: Any) -> HostNumber:
@@ -334,18 +367,6 @@ class StepRun:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _refuse_marks(tensors: Iterable[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
-    """Refuse a step that sets an attribute of a parameter or buffer."""
-    for name, tensor, before in tensors:
-        attribute = _compat.set_attribute(tensor, before)
-        if attribute is not None:
-            raise CaptureError(
-                f"it sets the attribute {attribute} of {name}, which would happen at capture only",
-                hint="keep it in the optimizer's state, or in a buffer of the model; set marks"
-                " outside the step",
-            )
 
 
 def _in_backward(optimizer: Optimizer) -> CaptureError:

@@ -24,6 +24,7 @@ from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of, explained, raised_by_step
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.keyed import Keyed
 from graphopt.tracing.leftovers import (
     HostState,
     OutsideChanges,
@@ -102,7 +103,7 @@ def _attempt(
     """
     state = HostState(call)
     try:
-        raw, drawn = _traced(call, inputs, communication)
+        raw, drawn = _traced(call, inputs, communication, state.keyed_by_tensors())
     finally:
         effects = state.restore()
     with explained(call):
@@ -112,20 +113,23 @@ def _attempt(
     generator = drawn_from(effects)
     if generator is not None:
         drawn = drawn or Drawn(generator, state.generator_advanced)
-    raw.effects = effects
+    raw.effects = effects.with_originals(raw.outside.stands_for)
     raw.effects.constants.extend(raw.signature.constant_attributes())
     return raw, drawn
 
 
 def _traced(
-    call: Call, inputs: Inputs, communication: MarkedCommunication | None
+    call: Call,
+    inputs: Inputs,
+    communication: MarkedCommunication | None,
+    keyed: Sequence[Keyed],
 ) -> tuple[RawTrace, Drawn | None]:
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, strides.check, strides.known
     )
     fakes = [_compat.to_fake(mode, value) for value in values]
-    run = StepRun(call, inputs, communication, mode, values)
+    run = StepRun(call, inputs, communication, mode, values, keyed)
     try:
         return _run_once(run, call, fakes)
     except CaptureError as error:

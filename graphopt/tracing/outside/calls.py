@@ -25,6 +25,7 @@ from graphopt.tracing.outside.attributes import (
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import OutsidePlace, filled, is_value, key_text
 from graphopt.tracing.outside.record import Record, is_container, viewed
+from graphopt.tracing.replace import original
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
 _CHANGING = frozenset(
@@ -64,6 +65,7 @@ class NativeCalls:
         Args:
             discarded: nothing uses the result.
         """
+        callee = original(callee)
         if isinstance(callee, types.MethodType):
             self.method(callee, line)
             callee, args = callee.__func__, [callee.__self__, *args]
@@ -187,7 +189,10 @@ class NativeCalls:
         if not record.is_outside(container) or not is_container(container):
             return
         path = record.path(container, type(container).__name__)
-        if isinstance(container, dict) and _hashable(key):
+        record.looks_up(container, key, line)
+        if isinstance(container, (dict, set, frozenset)) and isinstance(key, torch.Tensor):
+            record.read(OutsidePlace("has", container, key), f"<Parameter> in {path}", line)
+        elif isinstance(container, dict) and _hashable(key):
             record.read(OutsidePlace("has", container, key), f"{key_text(key)} in {path}", line)
         else:
             record.contents(container, path, line)

@@ -229,7 +229,8 @@ class Instructions:
         if not is_container(container) or not self._record.is_outside(container):
             return
         fed = self._feeding.pop(id(frame), None) if step.counting else None
-        counting = fed is not None and fed[0].identity == ("item", id(container), key)
+        place = OutsidePlace("item", container, key)
+        counting = fed is not None and fed[0].identity == place.identity
         if fed is not None and not counting:
             self._record.read(*fed)
         self._calls.store_item(container, key, counting)
@@ -270,6 +271,11 @@ class Instructions:
     def _same_object(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
+        self._pin_both(operands)
+        if operands.top(1) is not operands.top(2):
+            self._record.compares(operands.top(1), operands.top(2), line)
+
+    def _pin_both(self, operands: Operands) -> None:
         if operands.top(1) is not None and operands.top(2) is not None:
             self._record.pin(operands.top(1))
             self._record.pin(operands.top(2))
@@ -279,7 +285,7 @@ class Instructions:
     ) -> None:
         self._two(frame, step, operands, line)
         if not (is_container(operands.top(1)) or is_container(operands.top(2))):
-            self._same_object(frame, step, operands, line)
+            self._pin_both(operands)
 
     def _contains(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine

@@ -43,7 +43,9 @@ class OutsidePlace:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        return (self.kind, id(self.holder), self.key)
+        # Tensors are compared element by element.
+        key = ("tensor", id(self.key)) if isinstance(self.key, torch.Tensor) else self.key
+        return (self.kind, id(self.holder), key)
 
     @property
     def is_item(self) -> bool:

@@ -7,7 +7,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from graphopt.tracing.outside.places import (
 _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
 _WHOLE_BYTES = 1 << 16
+_SEVERAL = (tuple, frozenset)
 _VIEWS: tuple[type, ...] = (
     type({}.keys()),
     type({}.values()),
@@ -60,6 +61,13 @@ class Record:
 
     Args:
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
+
+    Attributes:
+        stands_for: the tensors that have stand-ins, by the ids of these.
+        doubled: containers, by id, that have both for keys.
+        exchanged: those that have stand-ins for keys.
+        gone_through: of the former, those of which the step asks for more than one item.
+        compared: where it asks whether a tensor is one that has a stand-in.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
@@ -75,6 +83,12 @@ class Record:
         self._mutated: dict[int, Any] = {}
         self._emptied: set[int] = set()
         self._pinned: dict[int, Any] = {}
+        self.stands_for: Mapping[int, torch.Tensor] = {}
+        self.doubled: set[int] = set()
+        self.exchanged: set[int] = set()
+        self.gone_through: set[int] = set()
+        self._touched: dict[int, Any] = {}
+        self.compared: SourceLine | None = None
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.optimizers: dict[int, Any] = {}
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
@@ -148,6 +162,24 @@ class Record:
     def is_pinned(self, value: Any) -> bool:
         return id(value) in self._pinned
 
+    def touched(self) -> list[Any]:
+        """The dictionaries and sets to which the step has added."""
+        return list(self._touched.values())
+
+    def _goes_through(self, container: Any) -> None:
+        if id(container) in self.doubled:
+            self.gone_through.add(id(container))
+
+    def looks_up(self, container: Any, key: Any, line: SourceLine) -> None:
+        """The step looks for a key: not for the tensor where only its stand-in is one."""
+        if id(container) in self.exchanged and any(t is key for t in self.stands_for.values()):
+            self.compared = self.compared or line
+
+    def compares(self, a: Any, b: Any, line: SourceLine) -> None:
+        """The step asks whether two objects are one, which a tensor and its stand-in are not."""
+        if self._original(a) is self._original(b):
+            self.compared = self.compared or line
+
     # ------------------------------------------------------------------ reads
 
     def read(self, place: OutsidePlace, path: str, line: SourceLine) -> Any:
@@ -190,6 +222,7 @@ class Record:
         """The step reads all that a container holds, and containers within it."""
         if not self.is_outside(container) or depth == 0:
             return
+        self._goes_through(container)
         if isinstance(container, (dict, types.MappingProxyType)):
             self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
             keys: Iterable[Any] = list(container)
@@ -216,9 +249,11 @@ class Record:
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             self.size(container, path, line)
             key += len(container)
+        self.looks_up(container, key, line)
         return self.read(OutsidePlace("item", container, key), f"{path}[{key_text(key)}]", line)
 
     def size(self, container: Any, path: str, line: SourceLine) -> None:
+        self._goes_through(container)
         if not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
 
@@ -228,10 +263,12 @@ class Record:
         """The step writes to a place, `counting` if what it makes of the value there; `owner` is
         the object that has it as an attribute."""
         identity = place.identity
+        self._goes_through(place.holder)
         if place.is_item:
             holder = place.holder if owner is None else owner
             path = self.path(holder, type(holder).__name__)
-            self._items.setdefault(identity, WrittenItem(place, place.now(), owner, path))
+            written = WrittenItem(self._outside(place), place.now(), owner, path)
+            self._items.setdefault(identity, written)
         if counting and (identity not in self._written or identity in self._derived):
             self._derived.add(identity)
         else:
@@ -247,6 +284,9 @@ class Record:
         """The step adds to or takes from a container."""
         if self.is_outside(container) and id(container) not in self._mutated:
             self._mutated[id(container)] = copy.copy(container)
+            self._goes_through(container)
+            if isinstance(container, (dict, set)):
+                self._touched[id(container)] = container
 
     def emptied(self, container: Any) -> None:
         """The step takes everything out of a container: what it puts there is its own."""
@@ -285,7 +325,18 @@ class Record:
         return None
 
     def _made(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> Read:
-        return Read(place, value, path, line)
+        if self.stands_for and place.kind in ("keys", "whole") and isinstance(value, _SEVERAL):
+            value = type(value)(map(self._original, value))
+        return Read(self._outside(place), value, path, line)
+
+    def _outside(self, place: OutsidePlace) -> OutsidePlace:
+        """A place as it is when the step is not traced: the keys are no stand-ins."""
+        key = self._original(place.key)
+        return place if key is place.key else OutsidePlace(place.kind, place.holder, key)
+
+    def _original(self, value: Any) -> Any:
+        """The tensor that a stand-in stands for; other values themselves."""
+        return self.stands_for.get(id(value), value) if _compat.is_fake(value) else value
 
 
 def is_container(value: Any) -> bool:

@@ -64,6 +64,13 @@ def observed_step(call: Call, record: Record) -> Iterator[None]:
             location=str(record.asked_type),
             hint="ask isinstance(number, float), or decide outside the step",
         )
+    if record.compared is not None:
+        raise CaptureError(
+            "it asks whether a tensor of the model is one that it holds elsewhere (by `is`, or as a"
+            " key), which cannot be answered while another one stands for it",
+            location=str(record.compared),
+            hint="compare names (model.named_parameters()) or id()",
+        )
     if record.advanced is not None:
         path, line = record.advanced
         raise CaptureError(

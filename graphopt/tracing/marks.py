@@ -1,0 +1,87 @@
+"""Attributes of parameters and buffers, which a program sets on them: `p.lr_scale`, `p.hess`.
+
+    parameter.hess += h * z      a tensor there is an input; what a step sets there, every call sets
+
+Stand-ins of parameters get them when a step is traced, and what they have then is compared with
+what they have when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.substitute import Traced
+
+_MISSING: Any = object()
+
+
+class AttributeChange(NamedTuple):
+    """An attribute that a step has set: the table it stands in, its name there and in messages,
+    what it was, and what it is."""
+
+    table: dict[str, Any]
+    key: str
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def described(self) -> tuple[str, Any, Any]:
+        return self.name, self.before, self.after
+
+
+@contextmanager
+def marks_kept(inputs: Inputs) -> Iterator[None]:
+    """Afterwards parameters and buffers have the attributes that they have now, whatever has been
+    put in their place for a trace."""
+    tensors = [entry.tensor for entry in inputs.module_tensors]
+    tables = [vars(tensor) for tensor in tensors if not _compat.is_fake(tensor)]
+    before = [(table, dict(table)) for table in tables if table]
+    try:
+        yield
+    finally:
+        for table, attributes in before:
+            table.clear()
+            table.update(attributes)
+
+
+class Marks:
+    """The attributes of the stand-ins in one trace, which this gives them."""
+
+    def __init__(self, inputs: Inputs, traced: Traced) -> None:
+        pairs = [(entry, traced.by_id[id(entry.tensor)]) for entry in inputs.module_tensors]
+        self._before = [
+            (entry, stand_in, _compat.copy_attributes(entry.tensor, stand_in))
+            for entry, stand_in in pairs
+        ]
+
+    def changes(self) -> Iterator[AttributeChange]:
+        """What the step has set.
+
+        Raises:
+            CaptureError: it has deleted one.
+        """
+        for entry, stand_in, before in self._before:
+            table = vars(entry.tensor)
+            gone = next((key for key in table if key not in vars(stand_in)), None)
+            if gone is not None:
+                raise CaptureError(
+                    f"it deletes the attribute {gone} of {entry.fqn}, which would happen at capture"
+                    " only",
+                    hint="set it to None",
+                )
+            for key, value in _compat.attributes_changed(stand_in, before).items():
+                name = f"{entry.fqn}.{key}"
+                yield AttributeChange(table, key, name, before.get(key, _MISSING), value)
+
+    def put_back(self) -> None:
+        """Take them from the stand-ins, some of which a cycle of gradients keeps alive."""
+        for entry, stand_in, before in self._before:
+            if not _compat.is_fake(entry.tensor):
+                for key in {**vars(entry.tensor), **_compat.attributes_changed(stand_in, before)}:
+                    vars(stand_in).pop(key, None)

@@ -1,0 +1,149 @@
+"""Tensors that a program keeps as attributes of parameters, as AdaHessian does."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import graphopt
+from twins import assert_same
+
+CALLS = 5
+
+
+class Curvature(torch.optim.Optimizer):
+    """Estimates the diagonal of the Hessian by products with random signs, and keeps it in an
+    attribute of each parameter, a number at first."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        for p in self.members():
+            p.hess = 0.0
+
+    def members(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.members():
+            if not isinstance(p.hess, float):
+                p.hess.zero_()
+        parameters = self.members()
+        signs = [torch.randint_like(p, 2) * 2.0 - 1.0 for p in parameters]
+        gradients = [p.grad for p in parameters]
+        products = torch.autograd.grad(gradients, parameters, grad_outputs=signs)
+        for p, product, sign in zip(parameters, products, signs, strict=True):
+            p.hess += product * sign
+            p.addcdiv_(p.grad, p.hess.abs() + 1.0, value=-self.param_groups[0]["lr"])
+
+
+def curvature(net: nn.Module) -> Any:
+    optimizer = Curvature(net.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a cycle, which zero_grad breaks
+            loss.backward(create_graph=True)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def averages(net: nn.Module) -> Any:
+    """Made in the first call, and another tensor in each."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> list[Tensor]:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        for p in net.parameters():
+            before = getattr(p, "average", None)
+            p.average = p.detach().clone() if before is None else before * 0.5 + p.detach() * 0.5  # type: ignore[attr-defined]
+        return [p.average for p in net.parameters()]  # type: ignore[attr-defined]
+
+    return step
+
+
+def masks(net: nn.Module) -> Any:
+    """Read only, and a flag that the step sets."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for n, p in enumerate(net.parameters()):
+        p.mask = (torch.rand_like(p) < 0.5).to(p.dtype) if n else None  # type: ignore[attr-defined]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        for p in net.parameters():
+            mask: Any = p.mask  # type: ignore[attr-defined]
+            if mask is not None:
+                p.grad.mul_(mask)  # type: ignore[union-attr]
+            p.pruned = mask is not None  # type: ignore[attr-defined]
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+NAMES = {"hess", "average", "mask", "pruned"}
+
+
+def marks(net: nn.Module) -> list[dict[str, Any]]:
+    return [{k: v for k, v in vars(p).items() if k in NAMES} for p in net.parameters()]
+
+
+@pytest.mark.parametrize("make", [curvature, averages, masks])
+@pytest.mark.parametrize("exchanged", [False, True], ids=["", "exchanged"])
+def test_tensors_on_parameters(make: Any, exchanged: bool) -> None:
+    found, step = [], None
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        step = graphopt.compile(make(net)) if compiled else make(net)
+        results = []
+        for number in range(CALLS):
+            results.append(step(torch.randn(4, 6), torch.randint(3, (4,))))
+            results[-1] = torch.utils._pytree.tree_map(torch.clone, results[-1])
+            if exchanged and number == 2:  # another tensor between two calls
+                for table in map(vars, net.parameters()):
+                    for name in NAMES & table.keys():
+                        if isinstance(table[name], Tensor):
+                            table[name] = table[name].clone() * 0.5
+        found.append([results, marks(net), [p.detach() for p in net.parameters()]])
+    assert_same(found[1], found[0], make.__name__)
+    assert len(step.captures) <= 2
+
+
+def test_an_attribute_that_a_step_deletes_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.once = 1.0  # type: ignore[attr-defined]
+
+    def step(model: nn.Module, x: Tensor) -> Any:
+        del model.weight.once
+        return model(x)
+
+    with pytest.raises(graphopt.CaptureError, match="deletes the attribute once of weight"):
+        graphopt.capture(step, model, torch.ones(1, 2))
+    assert model.weight.once == 1.0  # type: ignore[attr-defined]
+
+
+def test_a_refused_step_leaves_the_attributes() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.mask = mask = torch.ones(2, 2)  # type: ignore[attr-defined]
+
+    def step(model: Any, x: Tensor) -> Any:
+        model.weight.mask = model.weight.mask * 2.0
+        raise ValueError("of the step's own")
+
+    with pytest.raises(graphopt.CaptureError):
+        graphopt.capture(step, model, torch.ones(1, 2))
+    assert model.weight.mask is mask
