@@ -24,6 +24,7 @@ from graphopt.tracing.collecting import collect
 from graphopt.tracing.compare import GraphDifference, fingerprint, first_difference
 from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.failures import definition_of, explained
+from graphopt.tracing.first_call import left_alike
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.input_notes import (
     forget_unwritten,
@@ -33,7 +34,7 @@ from graphopt.tracing.input_notes import (
     note_returned,
     refuse_shared_updates,
 )
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, PlacedNumber
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
 from graphopt.tracing.leftovers import OutsideChanges, is_told
 from graphopt.tracing.outside.existing import (
     existing_kept,
@@ -234,13 +235,24 @@ def _settled(
         assert second is not None
         unchanged(third.outside)
         difference = first_difference(second.graph_module, third.graph_module)
-        assert difference is not None
+        if difference is None:
+            raise _leaves_another(call)
     raise CaptureError(
         f"two traces of it differ ({difference.what}): it reads something that changes between"
         " calls, which would be baked in",
         location=str(difference.source or definition_of(call)),
         hint="pass what changes as an argument of the step (a tensor, if it changes every step),"
         " or keep it in a buffer of the model",
+    )
+
+
+def _leaves_another(call: Call) -> CaptureError:
+    return CaptureError(
+        "it leaves a number or text outside its arguments that is another one in two traces of it,"
+        " such as the time, which would be baked in",
+        location=str(definition_of(call)),
+        hint="let a function do it that is called in every step: graphopt.callback(function), or do"
+        " it outside the step",
     )
 
 
@@ -272,8 +284,10 @@ def _read_next(raw: RawTrace, retrace: Callable[[], RawTrace]) -> Record:
 
 
 def _repeats(first: RawTrace, second: RawTrace | None) -> bool:
-    return second is not None and (
-        first_difference(first.graph_module, second.graph_module) is None
+    return (
+        second is not None
+        and first_difference(first.graph_module, second.graph_module) is None
+        and left_alike(first, second)
     )
 
 
@@ -382,13 +396,20 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         return knowing
     if isinstance(error, MoreInputs):
         more = error.besides
-    elif any(isinstance(n, (ArgumentNumber, PlacedNumber)) for n in inputs.hyperparameters):
+    elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
         more = Besides(plain=True)
     else:
         raise error
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
     return extended
+
+
+def _may_be_plain(number: Number) -> bool:
+    """Whether a number need not be an input of the graph."""
+    if isinstance(number, PlacedNumber):
+        return not number.counted
+    return isinstance(number, ArgumentNumber)
 
 
 def prepare(call: Call) -> Inputs:

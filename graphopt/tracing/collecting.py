@@ -91,8 +91,8 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     for prefix, module in modules:
         for key in _compat.own_buffers(module):
             add("buffer", _join(prefix, key), _compat.own_buffers(module), key)
-    for path, table, key in _alone(call.besides.carried, found):
-        add("buffer", path, table, key)
+    for path, place, _ in _alone(call.besides.carried, found):
+        add("buffer", path, place.holder, place.key)
     for name, tensor in bare_tensors(call):
         kind: Kind = "parameter" if tensor.requires_grad else "buffer"
         found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
@@ -102,7 +102,7 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
             if id(vars(module)[key]) not in found:
                 attributes.add(id(vars(module)[key]))
             add("buffer", _join(prefix, key), vars(module), key)
-    attributes.update(id(table[key]) for _, table, key in call.besides.carried if key in table)
+    attributes.update(id(each.place.now()) for each in call.besides.carried)
     entries = list(found.values())
     for entry in entries:
         entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
@@ -111,12 +111,13 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
 
 def _alone(carried: Sequence[CarriedPlace], found: Collection[int]) -> Iterator[CarriedPlace]:
     """Places that hold a tensor which is nowhere else: others are found by reading them."""
-    values = [table.get(key) for _, table, key in carried]
+    places = {each.place.identity: each for each in carried if each.place.is_item}
+    values = [each.place.now() for each in places.values()]
     counts = Counter(map(id, values))
-    for place, value in zip(carried, values, strict=True):
+    for each, value in zip(places.values(), values, strict=True):
         alone = counts[id(value)] == 1 and id(value) not in found
         if alone and isinstance(value, torch.Tensor) and not value.requires_grad:
-            yield place
+            yield each
 
 
 def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
@@ -238,11 +239,14 @@ def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
 
 
 def _placed_numbers(call: Call) -> Iterator[PlacedNumber]:
-    if call.besides.plain:
-        return
-    for path, table, key in call.besides.carried:
-        if is_exact(table.get(key)):
-            yield PlacedNumber(table, key, path)
+    numbers: dict[Any, PlacedNumber] = {}
+    for path, place, counted in call.besides.carried:
+        taken = counted or not call.besides.plain
+        if taken and is_exact(place.now()):
+            before = numbers.get(place.identity)
+            counted = counted or (before is not None and before.counted)
+            numbers[place.identity] = PlacedNumber(place, path, counted)
+    yield from numbers.values()
 
 
 def _is_input(key: str, value: object, counts: Collection[str]) -> bool:

@@ -17,8 +17,9 @@ from graphopt.errors import CaptureError
 from graphopt.tracing import contents
 from graphopt.tracing.call import Call
 from graphopt.tracing.contents import ObjectKind
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.reachable import reachable
-from graphopt.tracing.signature import SYMBOLIC
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,13 @@ class OutsideChanges:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """While active, everything is as the traced step left it."""
-        former = [(attributes, dict(attributes)) for attributes, _, _ in self.constants]
+        former = [(of, name, of.get(name, MISSING)) for of, name, _ in self.constants]
         self.apply()
         try:
             yield
         finally:
-            for attributes, before in former:
-                attributes.clear()
-                attributes.update(before)
+            for attributes, name, value in former:
+                OutsidePlace("item", attributes, name).write(value)
             for change in self.changes:
                 change.kind.write(change.changed, change.before)
 

@@ -23,6 +23,9 @@ from graphopt.tracing.source import current_user_line, is_torch_file
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Settings of a parameter group that schedulers change; all others are guarded by value."""
 
+SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
+"""What reading the value of a traced tensor gives."""
+
 ARITHMETIC = (
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow),
     *(operator.floordiv, operator.mod),

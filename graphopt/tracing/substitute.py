@@ -27,8 +27,8 @@ from graphopt.tracing.inputs import (
     is_number,
     state_key,
 )
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.optimizer_state import entries_at, of_none, write
-from graphopt.tracing.signature import SYMBOLIC
 from graphopt.tracing.source import current_user_line
 
 
@@ -73,13 +73,13 @@ def preserved(call: Call) -> Iterator[None]:
         if type(call.leaves[position]).__module__ != "builtins"
         and isinstance(getattr(call.leaves[position], "__dict__", None), dict)
     ]
-    carried = [(table, key, table[key]) for _, table, key in call.besides.carried if key in table]
+    carried = [(each.place, each.place.now()) for each in call.besides.carried]
     generators = GeneratorStates.read()
     try:
         yield
     finally:
-        for table, key, value in carried:
-            table[key] = value
+        for place, value in carried:
+            place.write(value)
         for attributes, before in (*tables, *modules, *opaque):
             attributes.clear()
             attributes.update(before)
@@ -142,7 +142,7 @@ def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
             owner[key] = traced.by_id[id(entry.tensor)]
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
         if isinstance(number, PlacedNumber):
-            number.table[number.key] = symbolic
+            number.place.write(symbolic)
     groups: dict[int, _Settings] = {}
     states: dict[int, defaultdict[Any, Any]] = {}
     for index, optimizer in enumerate(call.optimizer_objects()):

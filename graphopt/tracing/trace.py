@@ -150,7 +150,7 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
         graph_module = _compat.make_fx(run)(*fakes)
         refuse_counts(graph_module.graph)
         drawn = generators.advanced()
-        _refuse_kept_numbers(run.made, call, _numbers_of(call))
+        _refuse_kept_numbers(run.made, call, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:
         raise MoreInputs(run.finder.found)
     assert run.signature is not None
@@ -179,7 +179,7 @@ def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
 
 def _numbers_of(call: Call) -> set[int]:
     """What optimizers, and places that are inputs, hold while they are traced (by id)."""
-    known = {id(table.get(key)) for _, table, key in call.besides.carried}
+    known = {id(each.place.now()) for each in call.besides.carried}
     for optimizer in call.optimizer_objects():
         for table in (*optimizer.param_groups, *map(entries_at, optimizer.state.values())):
             known.update(map(id, _compat.tree_leaves(list(table.values()))))

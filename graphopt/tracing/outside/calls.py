@@ -117,10 +117,16 @@ class NativeCalls:
         else:
             self._all(args, line)
 
-    def store(self, place: OutsidePlace | None, owner: Any, counting: bool = False) -> None:
+    def store(
+        self,
+        place: OutsidePlace | None,
+        owner: Any,
+        counting: bool = False,
+        path: str | None = None,
+    ) -> None:
         """The step writes to a place of `owner`."""
         if place is not None and self._record.is_outside(owner):
-            self._record.wrote(place, counting, owner)
+            self._record.wrote(place, counting, owner, path)
 
     def _on(
         self, name: str, bound: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
@@ -154,6 +160,8 @@ class NativeCalls:
             self.contains(bound, args[0], line)
         elif isinstance(bound, dict) and name == "__setitem__":
             self.store_item(bound, args[0])
+        elif name == "append" and len(args) == 1:
+            record.mutated(bound, args[0])
         elif name in _ADDING or (discarded and name in _CHANGING - _BY_CONTENTS):
             record.mutated(bound)
             if name == "clear":

@@ -22,7 +22,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.counting import counting_pairs
-from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record, is_container, viewed
 
 
@@ -97,9 +97,12 @@ class Instructions:
             pending, record.pending = record.pending, None
         for each in pending[:-1]:
             record.read(*each)
-        if pending and isinstance(pending[-1][0].now(), torch.Tensor):
+        value = pending[-1][0].now() if pending else None
+        if isinstance(value, torch.Tensor):
             record.read(*pending[-1])  # not a count: an operator takes it
         elif pending:
+            if value is MISSING:  # a `defaultdict` begins to count
+                record.read(*pending[-1])
             self._feeding[id(frame)] = pending[-1]
 
     def counts(self, frame: FrameType) -> None:
@@ -111,14 +114,19 @@ class Instructions:
             self._read_contents(frame, value, line)
 
     def _stored(
-        self, frame: FrameType, step: OutsideAccess, place: OutsidePlace | None, owner: Any
+        self,
+        frame: FrameType,
+        step: OutsideAccess,
+        place: OutsidePlace | None,
+        owner: Any,
+        path: str | None = None,
     ) -> None:
         """A store: of a value made from what was at the same place, or of another."""
         fed = self._feeding.pop(id(frame), None) if step.counting else None
         counting = fed is not None and place is not None and fed[0].identity == place.identity
         if fed is not None and not counting:
             self._record.read(*fed)
-        self._calls.store(place, owner, counting)
+        self._calls.store(place, owner, counting, path)
 
     # ------------------------------------------------------------------ names
 
@@ -148,14 +156,15 @@ class Instructions:
     def _set_global(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        self._stored(frame, step, OutsidePlace("item", frame.f_globals, step.name), frame.f_globals)
+        names = frame.f_globals
+        self._stored(frame, step, OutsidePlace("item", names, step.name), names, step.name)
 
     def _set_cell(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         cell = operands.variable(step.argument)
         if isinstance(cell, CellType):
-            self._stored(frame, step, OutsidePlace("cell", cell), cell)
+            self._stored(frame, step, OutsidePlace("cell", cell), cell, step.name)
 
     # ------------------------------------------------------------------ attributes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from graphopt.tracing.failures import definition_of
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.observe import Observer, observed
-from graphopt.tracing.outside.places import Read
+from graphopt.tracing.outside.places import OutsidePlace, Read
 from graphopt.tracing.outside.record import Record, is_container
 
 _HINT = (
@@ -23,13 +23,17 @@ _HINT = (
 )
 
 
-def record_for(call: Call) -> Record:
-    """An empty record of a step. Made before anything has stand-ins."""
+def record_for(call: Call, inputs: Iterable[OutsidePlace] = ()) -> Record:
+    """An empty record of a step. Made before anything has stand-ins.
+
+    Args:
+        inputs: places whose numbers the graph takes.
+    """
     own: list[dict[str, Any]] = []
     for _, module in call.named_submodules():
         own += [vars(module), *_compat.own_tables(module)]
     own += [vars(optimizer) for optimizer in call.optimizer_objects()]
-    return Record(own)
+    return Record(own, {place.identity for place in inputs})
 
 
 @contextmanager
