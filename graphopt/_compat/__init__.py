@@ -132,6 +132,7 @@ from graphopt._compat.tracers import (
     node_of,
     rebind,
     record_call,
+    record_integer,
     record_number,
 )
 from graphopt._compat.trees import (
@@ -231,6 +232,7 @@ __all__ = [
     "ranks_of_group",
     "rebind",
     "record_call",
+    "record_integer",
     "record_number",
     "register_fused_meta_kernels",
     "renamed",

@@ -84,8 +84,19 @@ def _slot(tracer: Any, tensor: torch.Tensor) -> Any:
     return get_proxy_slot(tensor, tracer, None)
 
 
+def record_integer(number: torch.SymFloat) -> torch.SymInt:
+    """Record `int(number)` of what is an integer in each call; its result is a new unknown."""
+    return _record(int, (number,), integer=True)  # type: ignore[no-any-return]
+
+
 def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
-    """Record a call of a Python operator on symbolic floats; its result is a new unknown.
+    """Record a call of a Python operator on symbolic numbers that gives a float, or what a
+    symbolic float stands for; its result is a new unknown."""
+    return _record(function, args)  # type: ignore[no-any-return]
+
+
+def _record(function: Callable[..., Any], args: tuple[Any, ...], integer: bool = False) -> Any:
+    """Record a call of numbers.
 
     Torch would build a symbolic expression, which takes milliseconds for each operator.
     """
@@ -97,16 +108,20 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
 
     mode = get_proxy_mode()
     assert mode is not None
-    environment: Any = next(a for a in args if isinstance(a, torch.SymFloat)).node.shape_env
+    environment: Any = next(a for a in args if isinstance(a, _SYMBOLIC)).node.shape_env
     with environment.ignore_fresh_unbacked_symbols():
-        result: torch.SymFloat = environment.create_unbacked_symfloat()
-    slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, torch.SymFloat) else a for a in args]
+        make = (
+            environment.create_unbacked_symint if integer else environment.create_unbacked_symfloat
+        )
+        result = make()
+    slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, _SYMBOLIC) else a for a in args]
     nodes = tuple(a if isinstance(a, (int, float)) else a.force().node for a in slots)
     proxy = mode.tracer.proxy(mode.tracer.create_node("call_function", function, nodes, {}))
     track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
     return result
 
 
+_SYMBOLIC = (torch.SymFloat, torch.SymInt)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 

@@ -190,9 +190,6 @@ class Signature:
         for attribute in self.attributes:
             if isinstance(attribute.recipe, Constant):
                 yield attribute.attributes, attribute.name, attribute.recipe.value
-        for placed in self.placed:
-            if placed.place.is_item and isinstance(placed.recipe, Constant):
-                yield placed.place.holder, placed.place.key, placed.recipe.value
 
     @property
     def makes_attributes(self) -> bool:

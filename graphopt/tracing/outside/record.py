@@ -270,7 +270,7 @@ class Record:
             before = MISSING if read is not None and read.value is MISSING else place.now()
             self._places[identity] = WrittenPlace(place, before, owner, path)
         if type(place.holder) in _SEQUENCES:
-            self._changed_otherwise.add(id(place.holder))
+            self._mutated.setdefault(id(place.holder), copy.copy(place.holder))
         if counting and (identity not in self._written or identity in self._derived):
             self._derived.add(identity)
             self._counted.add(identity)
