@@ -222,6 +222,8 @@ def _settled(
     second = _next_call(raw, retrace)
     if second is not None and _repeats(raw, second):
         return raw, unchanged(second.outside), _complete(raw)
+    if raw.effects and _leaves_else(raw, second):
+        return raw, raw.outside, False
     third = retrace()
     if _repeats(third, second):
         return third, _read_next(third, retrace), _complete(third)
@@ -288,6 +290,15 @@ def _repeats(first: RawTrace, second: RawTrace | None) -> bool:
         second is not None
         and first_difference(first.graph_module, second.graph_module) is None
         and left_alike(first, second)
+    )
+
+
+def _leaves_else(first: RawTrace, second: RawTrace | None) -> bool:
+    """Whether the second call differs from the first one only in what it leaves outside."""
+    return (
+        second is not None
+        and not left_alike(first, second)
+        and first_difference(first.graph_module, second.graph_module) is None
     )
 
 

@@ -78,6 +78,10 @@ class HostState:
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
         self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
 
+    def puts_back(self, value: Any) -> bool:
+        """Whether `restore` puts an object back."""
+        return any(holder is value for _, holder, _ in self._held)
+
     def restore(self) -> OutsideChanges:
         """Put everything back, and say what had changed."""
         changes = [

@@ -72,7 +72,9 @@ def take_placed(
         place, before, value = written.place, written.before, written.place.now()
         if record.depends_on(place):
             note_counted(finder, written.path, place, before, value)
-        if id(place.holder) in others or not _is_taken(record, written, value):
+        if id(place.holder) in others or _compat.is_fake(written.owner):
+            continue
+        if not _is_taken(record, written, value):
             continue
         place.write(before)
         if isinstance(before, torch.Tensor) and value is _stand_in(before, stand_ins, finder):
@@ -107,15 +109,22 @@ def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
         return place.is_item or _is_traced(value, numbers=True, tensors=False)
     if not is_plain(value):
         return False
-    return not reads or (written.before is MISSING and type(value) in (int, float))
+    return not reads or (written.before is MISSING and record.counts_in(place))
 
 
-def take_added(record: Record) -> list[Added]:
+def take_added(record: Record, puts_back: Callable[[Any], bool]) -> list[Added]:
     """Take out what a traced step has appended to lists and queues outside, where these are
-    numbers, texts, or nests of them."""
+    numbers, texts, or nests of them.
+
+    Args:
+        puts_back: whether an object is as it was when the trace is over. What other threads may be
+            changing is not.
+    """
     found = []
     for each in record.take_added():
         if not all(map(_is_told, each.items)) or not _is_all(each):
+            continue
+        if all(map(is_plain, each.items)) and not puts_back(each.container):
             continue
         each.container.clear()
         each.container.extend(each.before)

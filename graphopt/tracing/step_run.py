@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +76,9 @@ class StepRun:
         communication: MarkedCommunication | None,
         mode: Any,
         values: list[torch.Tensor],
+        puts_back: Callable[[Any], bool],
     ) -> None:
-        self._values, self._mode = values, mode
+        self._values, self._mode, self._puts_back = values, mode, puts_back
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
@@ -240,7 +241,7 @@ class StepRun:
                 returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)
-                added = take_added(self.outside)
+                added = take_added(self.outside, self._puts_back)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages

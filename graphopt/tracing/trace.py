@@ -102,7 +102,7 @@ def _attempt(
     """
     state = HostState(call)
     try:
-        raw, drawn = _traced(call, inputs, communication)
+        raw, drawn = _traced(call, inputs, communication, state)
     finally:
         effects = state.restore()
     with explained(call):
@@ -118,14 +118,14 @@ def _attempt(
 
 
 def _traced(
-    call: Call, inputs: Inputs, communication: MarkedCommunication | None
+    call: Call, inputs: Inputs, communication: MarkedCommunication | None, state: HostState
 ) -> tuple[RawTrace, Drawn | None]:
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, strides.check, strides.known
     )
     fakes = [_compat.to_fake(mode, value) for value in values]
-    run = StepRun(call, inputs, communication, mode, values)
+    run = StepRun(call, inputs, communication, mode, values, state.puts_back)
     try:
         return _run_once(run, call, fakes)
     except CaptureError as error:

@@ -332,10 +332,18 @@ class Record:
         """Whether the step has used what was in a place, be it to count."""
         return place.identity in self.reads or place.identity in self._counted
 
+    def counts_in(self, place: OutsidePlace) -> bool:
+        """Whether the step has used what was in a place to count, and for nothing else."""
+        return place.identity in self._counted
+
     def take_added(self) -> Iterator[AddedItems]:
-        """Lists and queues that the step has appended to, and neither read nor changed otherwise.
+        """Lists and queues that the step has appended to, and neither read nor changed otherwise,
+        nor replaced.
         Nothing else remembers what it has appended from then on."""
         read = {id(each.place.holder) for each in self.reads.values()}
+        read |= {
+            id(each.value) for each in self.reads.values() if each.place.now() is not each.value
+        }
         added, self._added = self._added, {}
         for key, each in added.items():
             if key not in read and key not in self._changed_otherwise:
