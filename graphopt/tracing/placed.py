@@ -33,6 +33,7 @@ from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
 from graphopt.tracing.outside.record import AddedItems, Record, WrittenPlace
+from graphopt.tracing.reachable import is_shared
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ def take_placed(
     found = []
     for written in list(record.written_places()):
         place, before, value = written.place, written.before, written.place.now()
-        if record.depends_on(place):
+        if record.depends_on(place) and not _is_left_alone(written):
             note_counted(finder, written.path, place, before, value)
-        if id(place.holder) in others or _compat.is_fake(written.owner):
+        if id(place.holder) in others or _is_left_alone(written):
             continue
         if not _is_taken(record, written, value):
             continue
@@ -85,6 +86,14 @@ def take_placed(
             finder.carries(written.path, place)
         found.append(Placed(place, value))
     return found
+
+
+def _is_left_alone(written: WrittenPlace) -> bool:
+    """Whether a place belongs to a stand-in, or to an object that other threads work with."""
+    if _compat.is_fake(written.owner):
+        return True
+    attributes = None if written.owner is None else attributes_of(written.owner)
+    return attributes is written.place.holder and is_shared(attributes)
 
 
 def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any) -> None:
@@ -124,7 +133,7 @@ def take_added(record: Record, puts_back: Callable[[Any], bool]) -> list[Added]:
     for each in record.take_added():
         if not all(map(_is_told, each.items)) or not _is_all(each):
             continue
-        if all(map(is_plain, each.items)) and not puts_back(each.container):
+        if not puts_back(each.container):
             continue
         each.container.clear()
         each.container.extend(each.before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import dis
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
@@ -101,7 +102,7 @@ class Instructions:
         if isinstance(value, torch.Tensor):
             record.read(*pending[-1])  # not a count: an operator takes it
         elif pending:
-            if value is MISSING:  # a `defaultdict` begins to count
+            if value is MISSING and type(pending[-1][0].holder) is defaultdict:  # begins to count
                 record.read(*pending[-1])
             self._feeding[id(frame)] = pending[-1]
 

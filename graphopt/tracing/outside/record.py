@@ -329,8 +329,15 @@ class Record:
         return place.identity in self._inputs
 
     def depends_on(self, place: OutsidePlace) -> bool:
-        """Whether the step has used what was in a place, be it to count."""
-        return place.identity in self.reads or place.identity in self._counted
+        """Whether the step has used what was in a place, be it to count; or that nothing was."""
+        identity, holder = place.identity, id(place.holder)
+        if identity in self.reads or identity in self._counted:
+            return True
+        written = self._places.get(identity)
+        if written is None or written.before is not MISSING:
+            return False
+        asked = [("has", holder, place.key), ("keys", holder, None), ("size", holder, None)]
+        return any(each in self.reads for each in asked)
 
     def counts_in(self, place: OutsidePlace) -> bool:
         """Whether the step has used what was in a place to count, and for nothing else."""
