@@ -202,6 +202,12 @@ class ScheduledFloat(HostNumber):
         self.tensor = tensor
 
 
+def plain(value: Any) -> Any:
+    """A host number as what it is at capture, which whoever uses it as a key asks it for; any other
+    value itself."""
+    return value.value if is_host_number(value) else value
+
+
 def is_host_number(value: Any) -> bool:
     """Whether a value is known before each call, and traced."""
     return issubclass(type(value), HostNumber)

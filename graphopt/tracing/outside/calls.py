@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.host_numbers import is_host_number, plain
 from graphopt.tracing.outside.attributes import (
     attribute_place,
     attributes_of,
@@ -134,6 +134,8 @@ class NativeCalls:
         """A method of a container or another object without Python code."""
         record = self._record
         bound = viewed(bound)
+        if isinstance(bound, (dict, list)) and name not in _ADDING:
+            args = tuple(map(plain, args))  # keys
         self._pin(args)
         self._all(args if name not in _ADDING else (), line)
         if not record.is_outside(bound):

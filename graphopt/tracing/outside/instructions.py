@@ -20,6 +20,7 @@ import torch
 
 from graphopt._compat.frames import NULL, Operands
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.host_numbers import plain
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.counting import counting_pairs
@@ -198,7 +199,7 @@ class Instructions:
     def _item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        container, key = viewed(operands.top(2)), operands.top(1)
+        container, key = viewed(operands.top(2)), plain(operands.top(1))
         record = self._record
         if not record.is_outside(container) or (
             isinstance(key, slice) and self._is_trimmed(frame, container)
@@ -235,7 +236,7 @@ class Instructions:
     def _set_item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        container, key = operands.top(2), operands.top(1)
+        container, key = operands.top(2), plain(operands.top(1))
         if not is_container(container) or not self._record.is_outside(container):
             return
         fed = self._feeding.pop(id(frame), None) if step.counting else None
@@ -295,7 +296,7 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         self._record.pin(operands.top(2))
-        self._calls.contains(operands.top(1), operands.top(2), line)
+        self._calls.contains(operands.top(1), plain(operands.top(2)), line)
 
     def _truth(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
