@@ -38,7 +38,8 @@ class CarriedPlace(NamedTuple):
 
     Attributes:
         path: how a message calls it.
-        counted: the step itself changes the number.
+        counted: the step itself changes the number, or the bool, text or None for whose value a
+            graph holds.
     """
 
     path: str

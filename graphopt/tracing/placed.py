@@ -118,7 +118,9 @@ def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
         return place.is_item or _is_traced(value, numbers=True, tensors=False)
     if not is_plain(value):
         return False
-    return not reads or (written.before is MISSING and record.counts_in(place))
+    if not reads or record.is_told(place):
+        return True
+    return written.before is MISSING and record.counts_in(place)
 
 
 def take_added(record: Record, puts_back: Callable[[Any], bool]) -> list[Added]:

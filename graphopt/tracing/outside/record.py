@@ -78,11 +78,17 @@ class Record:
     Args:
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
         inputs: identities of the places whose numbers the graph takes.
+        told: those of all places that the step is known to read and to change.
     """
 
-    def __init__(self, own: Iterable[dict[str, Any]], inputs: Set[Any] = frozenset()) -> None:
+    def __init__(
+        self,
+        own: Iterable[dict[str, Any]],
+        inputs: Set[Any] = frozenset(),
+        told: Set[Any] = frozenset(),
+    ) -> None:
         self._own = {id(table) for table in own}
-        self._inputs = inputs
+        self._inputs, self._told = inputs, told
         self._existing = existing_now()
         # `gc.freeze` hides classes and modules from `gc.get_objects`.
         self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
@@ -327,6 +333,10 @@ class Record:
     def is_input(self, place: OutsidePlace) -> bool:
         """Whether the graph takes the number in a place."""
         return place.identity in self._inputs
+
+    def is_told(self, place: OutsidePlace) -> bool:
+        """Whether the step is known to read a place, and to change what is there."""
+        return place.identity in self._told
 
     def depends_on(self, place: OutsidePlace) -> bool:
         """Whether the step has used what was in a place, be it to count; or that nothing was."""
