@@ -30,7 +30,7 @@ from graphopt.tracing.inputs import (
     is_number,
 )
 from graphopt.tracing.numbers import SCHEDULED
-from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none
+from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
 
 
 def collect(call: Call, known: Inputs | None = None) -> Inputs:
@@ -165,8 +165,8 @@ def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owner = by_id[id(parameter)]
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor):
+                for entry, value in optimizer.state.get(parameter, {}).items():
+                    for key, _ in tensors_of(entry, value):
                         yield StateTensor(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
         for none, entries in of_none(optimizer.state):
             for key, value in entries.items():

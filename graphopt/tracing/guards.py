@@ -31,7 +31,7 @@ from graphopt.tracing.inputs import (
 )
 from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.optimizer_guards import OptimizerGuard
-from graphopt.tracing.optimizer_state import entries_at
+from graphopt.tracing.optimizer_state import entries_at, is_nest, value_at
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.snapshot import StateSnapshot, body_of, is_body
@@ -344,8 +344,17 @@ def _state_of(call: Call) -> tuple[list[dict[Any, Any]], StateSnapshot]:
         snapshot.has_items(table)
         for entries in table.values():
             if isinstance(entries, dict):
-                snapshot.has_items(entries)
+                _see_entries(entries, snapshot)
     return tables, snapshot
+
+
+def _see_entries(entries: Any, snapshot: StateSnapshot) -> None:
+    """Note what stands in the state, and in lists and dictionaries there."""
+    if not isinstance(entries, tuple):
+        snapshot.has_items(entries)
+    for value in entries.values() if isinstance(entries, dict) else entries:
+        if is_nest(value):
+            _see_entries(value, snapshot)
 
 
 def _state_entries(call: Call) -> list[Any]:
@@ -362,7 +371,10 @@ def _state_entries(call: Call) -> list[Any]:
 
 def _known(value: Any) -> Any:
     """What a graph is specialized on about an entry of optimizer state that is no tensor."""
-    return type(value) if is_exact(value) else value
+    if not is_nest(value):
+        return type(value) if is_exact(value) else value
+    leaves, spec = _compat.tree_flatten(value)
+    return spec, [torch.Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _read_states(call: Call, inputs: Inputs) -> list[Any]:
@@ -375,5 +387,5 @@ def _read_states(call: Call, inputs: Inputs) -> list[Any]:
             owner = (state.optimizer, id(state.parameter))
             state_of = optimizers[state.optimizer].state
             entries = entries_at(state_of.get(state_key(state.parameter), {}))
-        found.append(entries.get(state.key))
+        found.append(value_at(entries, state.key))
     return found

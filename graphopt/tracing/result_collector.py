@@ -19,7 +19,14 @@ from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
 from graphopt.tracing.numbers import SYMBOLIC
-from graphopt.tracing.optimizer_state import OfNone, distinct_states, entries_at, is_known_kind
+from graphopt.tracing.optimizer_state import (
+    OfNone,
+    distinct_states,
+    entries_at,
+    is_known_kind,
+    is_nest,
+    same_nest,
+)
 from graphopt.tracing.placed import Added, Placed
 from graphopt.tracing.redirect import Made
 from graphopt.tracing.replacing import Replacing
@@ -222,7 +229,7 @@ class ResultCollector:
                 if before.keys() - entries.keys():
                     raise _drops_state()
                 for key, entry in entries.items():
-                    if key in before and entry is before[key]:
+                    if key in before and same_nest(entry, before[key]):
                         continue
                     found.append(StateResult(number, owner, key, self._state_recipe(entry)))
             if self.traced.states[number].keys() - set(map(traced_key, optimizer.state)):
@@ -232,6 +239,8 @@ class ResultCollector:
     def _state_recipe(self, value: Any) -> Recipe:
         if is_plain(value) and not any(isinstance(v, SYMBOLIC) for v in _compat.tree_leaves(value)):
             return Constant(value)
+        if is_nest(value):
+            return self._nest(value)
         if isinstance(value, (list, tuple, dict)):
             raise CaptureError(
                 f"its optimizer keeps a {type(value).__name__} in its state, which is neither a"

@@ -28,7 +28,7 @@ from graphopt.tracing.inputs import (
     state_key,
 )
 from graphopt.tracing.numbers import SYMBOLIC
-from graphopt.tracing.optimizer_state import entries_at, of_none, write
+from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
 from graphopt.tracing.source import current_user_line
 
 
@@ -184,7 +184,12 @@ def _insert_into_optimizer(
             parts = list(group[number.key])
             parts[number.element] = symbolic
             dict.__setitem__(group, number.key, tuple(parts))
-    traced.states.append({traced_key(key): dict(entries_at(of)) for key, of in state.items()})
+    traced.states.append(
+        {
+            traced_key(key): {k: mapped(v, lambda leaf: leaf) for k, v in entries_at(of).items()}
+            for key, of in state.items()
+        }
+    )
 
 
 def _traced_state(
@@ -196,7 +201,7 @@ def _traced_state(
         entries = optimizer.state.get(parameter)
         if entries is not None:
             state[traced.by_id[id(parameter)]] = {
-                key: traced.by_id.get(id(value), value) for key, value in entries.items()
+                key: _stand_ins_in(key, value, traced) for key, value in entries.items()
             }
     for none, loose in of_none(optimizer.state):
         for key, value in loose.items():
@@ -204,6 +209,15 @@ def _traced_state(
         if not loose:
             state[none.key] = {}
     return state
+
+
+def _stand_ins_in(key: Any, value: Any, traced: Traced) -> Any:
+    """What stands for an entry of the state; for a nest of tensors, another one."""
+    if not is_nest(value):
+        return traced.by_id.get(id(value), value)
+    if next(tensors_of(key, value), None) is None:
+        return value
+    return mapped(value, lambda leaf: traced.by_id.get(id(leaf), leaf))
 
 
 class _Settings(dict[str, Any]):
