@@ -81,6 +81,7 @@ def test_values_of_tensors_in_python(step: Callable[..., Any], word: str) -> Non
 
 calls = 0
 history: list[Tensor] = []
+kept: set[Tensor] = set()
 
 
 def counts_in_an_attribute(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -133,6 +134,12 @@ def appends_to_a_global(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Te
     return loss
 
 
+def adds_to_a_global(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = train_step(model, optimizer, x, y)
+    kept.add(loss.detach())
+    return loss
+
+
 OUTSIDE = [
     (draws_from_random, "random"),
     (draws_from_numpy, "random"),
@@ -148,13 +155,24 @@ def test_state_outside_the_arguments(step: Callable[..., Any], word: str) -> Non
     assert word in str(refused(step, w))
 
 
-def test_tensor_kept_by_the_step_is_refused() -> None:
-    """A list that the step appends to would grow at capture only; also one that was there when
-    conftest.py called `gc.freeze`."""
+def test_tensor_kept_by_the_step() -> None:
+    """A list to which it appends grows in each call; a set would at capture only. Also one that was
+    there when conftest.py called `gc.freeze`."""
     history.clear()
+    kept.clear()
     assert gc.get_freeze_count()
-    assert "outside the model" in str(refused(appends_to_a_global, fresh()))
-    history.clear()
+    assert "outside the model" in str(refused(adds_to_a_global, fresh()))
+    assert not kept
+    found = []
+    for run in (appends_to_a_global, graphopt.compile(appends_to_a_global)):
+        torch.manual_seed(0)
+        w = fresh()
+        losses = [run(w.model, w.optimizer, *CASE.batch(number)).item() for number in range(3)]
+        assert [loss.item() for loss in history] == losses
+        assert not any(loss.requires_grad for loss in history)
+        found.append(losses)
+        history.clear()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("step", [counts_in_an_attribute, counts_in_a_global])

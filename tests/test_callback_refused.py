@@ -101,7 +101,7 @@ KEPT: dict[str, Keep] = {
     "fraction of the learning rate": lambda loss, rate: history.append(rate.hex()),  # HERE
     "logged learning rate": lambda loss, rate: logging.getLogger("t").error("%s", rate),  # HERE
     "printed learning rate": lambda loss, rate: print(rate),  # HERE
-    "tensor": lambda loss, rate: history.append(loss.detach()),  # HERE
+    "tensor": lambda loss, rate: values.add(loss.detach()),  # HERE
     "swallowed": swallowed,
 }
 
@@ -145,6 +145,7 @@ KEPT_IN_EACH_CALL: dict[str, Keep] = {
     "rounded": lambda loss, rate: history.append(round(loss.item())),
     "root": lambda loss, rate: history.append(math.sqrt(loss.item())),
     "learning rate": lambda loss, rate: history.append(rate),
+    "tensor": lambda loss, rate: history.append(loss.detach()),
     "global": in_a_global,
 }
 
@@ -195,7 +196,7 @@ class Trainer:
 @pytest.mark.parametrize(
     "keep",
     [
-        lambda trainer, loss: trainer.history.append(loss.detach()),  # HERE
+        lambda trainer, loss: trainer.values.add(loss.detach()),  # HERE
         lambda trainer, loss: trainer.values.add(loss.item()),  # HERE
     ],
 )

@@ -9,7 +9,7 @@ dictionaries, in variables of closures and modules.
     history.append(loss.item())      every call appends its own number
 
 Told from what is written there by the step's instructions (`outside`). What is put there by code
-that is not followed, or tensors put into a list, are found later, and refused.
+that is not followed, or put into a list otherwise, is found later, and refused.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
 
 def take_added(record: Record, puts_back: Callable[[Any], bool]) -> list[Added]:
     """Take out what a traced step has appended to lists and queues outside, where these are
-    numbers, texts, or nests of them.
+    tensors, numbers, texts, or nests of them.
 
     Args:
         puts_back: whether an object is as it was when the trace is over. What other threads may be
@@ -145,7 +145,7 @@ def take_added(record: Record, puts_back: Callable[[Any], bool]) -> list[Added]:
 
 
 def _is_told(value: Any) -> bool:
-    return is_plain(value) or _is_traced(value, numbers=True, tensors=False)
+    return is_plain(value) or _is_traced(value, numbers=True)
 
 
 def _is_all(added: AddedItems) -> bool:
