@@ -375,10 +375,12 @@ def frozen(value: Any) -> Any:
     return type(value), repr(value)
 
 
-def run(make: Callable[[], Loop], compiled: bool, calls: int = CALLS) -> tuple[list[Any], int]:
+def run(
+    make: Callable[[], Loop], compiled: bool, calls: int = CALLS, **options: Any
+) -> tuple[list[Any], int]:
     torch.manual_seed(0)
     loop = make()
-    step = graphopt.compile(loop.step) if compiled else loop.step
+    step = graphopt.compile(loop.step, **options) if compiled else loop.step
     found = []
     for number in range(calls):
         rows = 4 if number == 2 and make is told_without_being_read else 5
@@ -403,6 +405,18 @@ def test_counts_need_no_graph_for_each_value() -> None:
     expected, _ = run(delayed, compiled=False, calls=40)
     found, captures = run(delayed, compiled=True, calls=40)
     assert found == expected and captures == 2
+
+
+def test_compiled_code_takes_counts() -> None:
+    """A count goes into code that Inductor makes, whose last bits are its own."""
+    expected, _ = run(containers, compiled=False)
+    found, _ = run(containers, compiled=True, lower="inductor")
+    for ours, theirs in zip(found, expected, strict=True):
+        (table, row, _), (wanted, wanted_row, _) = ours[1], theirs[1]
+        assert (table[0], row) == (wanted[0], wanted_row)
+        values = [float(each[1][1]) for each in (table[1], wanted[1], table[2], wanted[2])]
+        assert math.isclose(values[0], values[1], rel_tol=1e-5)
+        assert math.isclose(values[2], values[3], rel_tol=1e-5)
 
 
 def test_a_refused_capture_and_an_error_leave_the_numbers() -> None:
