@@ -344,6 +344,8 @@ class TrainStep:
             with next(iter(ways)):  # which tells ranks that have come to agree
                 raise
         places = changing(entry.captured.found for entry in self._entries)
+        if cause is not None and cause.kind != MODE and self._entries:
+            places += self._entries[0].guards.counted_for(call)
         call = call.using(call.besides.joined(Besides(carried=places))) or call
         captured, agreed = self._stages.compile(call, ways)
         module = captured.graph_module
@@ -353,8 +355,7 @@ class TrainStep:
         share_counts(module.graph, self._counts)
         captured.effects.apply()
         with captured.state_present():
-            attributes = captured.signature.attributes
-            guards = Guards(call, captured.live, mode, attributes, captured.outside)
+            guards = Guards(call, captured.live, mode, captured.signature, captured.outside)
         if agreed is not None:
             agreed.guards = guards
         self._captured += 1

@@ -60,9 +60,9 @@ def number_dtypes(body: fx.Graph, kinds: Sequence[Kind]) -> dict[int, torch.dtyp
 
 
 def kind_of(value: torch.Tensor | float | torch.SymFloat) -> Kind:
-    """The kind of an input of a region."""
+    """The kind of an input of a region. A count, an integer, computes as the float that it is."""
     if not isinstance(value, torch.Tensor):
-        assert isinstance(value, (float, torch.SymFloat))
+        assert isinstance(value, (int, float, torch.SymFloat))
         return NUMBER
     return Kind(value.dtype, value.shape, value.stride(), value.device, value.is_neg())
 

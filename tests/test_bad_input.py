@@ -80,6 +80,7 @@ def test_values_of_tensors_in_python(step: Callable[..., Any], word: str) -> Non
 
 calls = 0
 history: list[Tensor] = []
+kept: set[Tensor] = set()
 
 
 def counts_in_an_attribute(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ def counts_in_an_attribute(model: nn.Module, optimizer: Optimizer, x: Tensor, y:
 def counts_in_a_global(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     global calls
     calls += 1
-    loss = F.cross_entropy(model(x), y) * calls  # HERE
+    loss = F.cross_entropy(model(x), y) * calls
     loss.backward()
     optimizer.step()
     return loss
@@ -132,9 +133,13 @@ def appends_to_a_global(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Te
     return loss
 
 
+def adds_to_a_global(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = train_step(model, optimizer, x, y)
+    kept.add(loss.detach())
+    return loss
+
+
 OUTSIDE = [
-    (counts_in_an_attribute, "calls"),
-    (counts_in_a_global, "argument"),
     (draws_from_random, "random"),
     (draws_from_numpy, "random"),
     (branches_at_random, "random"),
@@ -146,17 +151,42 @@ OUTSIDE = [
 @pytest.mark.parametrize(("step", "word"), OUTSIDE, ids=lambda v: getattr(v, "__name__", ""))
 def test_state_outside_the_arguments(step: Callable[..., Any], word: str) -> None:
     w = fresh(step)
-    w.model.calls = 0
     assert word in str(refused(step, w))
 
 
-def test_tensor_kept_by_the_step_is_refused() -> None:
-    """A list that the step appends to would grow at capture only; also one that was there when
-    conftest.py called `gc.freeze`."""
+def test_tensor_kept_by_the_step() -> None:
+    """A list to which it appends grows in each call; a set would at capture only. Also one that was
+    there when conftest.py called `gc.freeze`."""
     history.clear()
+    kept.clear()
     assert gc.get_freeze_count()
-    assert "outside the model" in str(refused(appends_to_a_global, fresh()))
-    history.clear()
+    assert "outside the model" in str(refused(adds_to_a_global, fresh()))
+    assert not kept
+    found = []
+    for run in (appends_to_a_global, graphopt.compile(appends_to_a_global)):
+        torch.manual_seed(0)
+        w = fresh()
+        losses = [run(w.model, w.optimizer, *CASE.batch(number)).item() for number in range(3)]
+        assert [loss.item() for loss in history] == losses
+        assert not any(loss.requires_grad for loss in history)
+        found.append(losses)
+        history.clear()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("step", [counts_in_an_attribute, counts_in_a_global])
+def test_a_step_that_counts(step: Callable[..., Any]) -> None:
+    global calls
+    found = []
+    compiled = graphopt.compile(step)
+    for run in (step, compiled):
+        calls, w = 0, fresh(step)
+        w.model.calls = 0
+        for number in range(3):
+            loss = run(w.model, w.optimizer, *CASE.batch(number))
+            found.append((loss.item(), calls, w.model.calls))
+    assert found[:3] == found[3:]
+    assert len(compiled.captures) == 1
 
 
 def test_closed_over_counter() -> None:
@@ -165,12 +195,17 @@ def test_closed_over_counter() -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         nonlocal count
         count += 1
-        loss = F.cross_entropy(model(x), y) / count  # HERE
+        loss = F.cross_entropy(model(x), y) / count
         loss.backward()
         optimizer.step()
         return loss
 
-    refused(step, fresh(step))
+    found = []
+    for run in (step, graphopt.compile(step)):
+        count, w = 0, fresh(step)
+        for number in range(3):
+            found.append((run(w.model, w.optimizer, *CASE.batch(number)).item(), count))
+    assert found[:3] == found[3:]
 
 
 def test_learning_rate_changed_inside() -> None:

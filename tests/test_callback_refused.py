@@ -76,16 +76,9 @@ def set_attribute(owner: Any, value: Any) -> None:
 
 
 KEPT: dict[str, Keep] = {
-    "list": lambda loss, rate: history.append(loss.item()),  # HERE
-    "list of a list": lambda loss, rate: history.append(loss.reshape(1).tolist()),  # HERE
-    "item of a dict": lambda loss, rate: table.update(loss=loss.item()),  # HERE
     "float": lambda loss, rate: table.update(loss=float(loss)),  # HERE
-    "writer": lambda loss, rate: writer.add_scalar("loss", loss.item(), 3),  # HERE
     "writer of text": lambda loss, rate: writer.add_text(loss.item()),
     "text of a list": lambda loss, rate: history.append(str([loss.item()])),  # HERE
-    "attribute": lambda loss, rate: set_attribute(writer, loss.item()),  # HERE
-    "class attribute": lambda loss, rate: set_attribute(Writer, loss.item()),  # HERE
-    "deque": lambda loss, rate: ends.append(loss.item() * 2),  # HERE
     "queue": lambda loss, rate: waiting.put(-loss.item()),  # HERE
     "set": lambda loss, rate: values.add(loss.item()),  # HERE
     "array of floats": lambda loss, rate: numbers.__setitem__(0, loss.item()),  # HERE
@@ -93,19 +86,10 @@ KEPT: dict[str, Keep] = {
     "array": lambda loss, rate: single.append(loss.item()),  # HERE
     "closure": lambda loss, rate: history.append(partial(print, loss.item())),  # HERE
     "generator": lambda loss, rate: history.append(x for x in [loss.item()]),  # HERE
-    "copy": lambda loss, rate: history.append(copy.deepcopy(loss.item())),  # HERE
-    "integer": lambda loss, rate: history.append((loss > 0).sum().item() + 1),  # HERE
-    "quotient": lambda loss, rate: history.append((loss > 0).sum().item() / 3),  # HERE
-    "truth": lambda loss, rate: history.append((loss > 0).item()),  # HERE
-    "comparison": lambda loss, rate: history.append(loss.item() > 3),  # HERE
-    "magnitude": lambda loss, rate: history.append(abs(loss.item())),  # HERE
-    "rounded": lambda loss, rate: history.append(round(loss.item())),  # HERE
-    "root": lambda loss, rate: history.append(math.sqrt(loss.item())),  # HERE
     "JSON": lambda loss, rate: history.append(json.dumps({"loss": loss.item()})),  # HERE
     "printed": lambda loss, rate: print(loss.item()),  # HERE
     "logged": lambda loss, rate: logging.getLogger("train").error("%s", loss.item()),  # HERE
     "logged tensor": lambda loss, rate: logging.getLogger("train").error("%s", loss),  # HERE
-    "learning rate": lambda loss, rate: history.append(rate),
     "text of the learning rate": lambda loss, rate: history.append(f"{rate}"),  # HERE
     "text with the learning rate": lambda loss, rate: history.append(f"rate {rate:.2e}"),  # HERE
     "repr of the learning rate": lambda loss, rate: history.append(repr(rate / 2)),  # HERE
@@ -117,8 +101,7 @@ KEPT: dict[str, Keep] = {
     "fraction of the learning rate": lambda loss, rate: history.append(rate.hex()),  # HERE
     "logged learning rate": lambda loss, rate: logging.getLogger("t").error("%s", rate),  # HERE
     "printed learning rate": lambda loss, rate: print(rate),  # HERE
-    "tensor": lambda loss, rate: history.append(loss.detach()),  # HERE
-    "global": in_a_global,
+    "tensor": lambda loss, rate: values.add(loss.detach()),  # HERE
     "swallowed": swallowed,
 }
 
@@ -140,13 +123,62 @@ def test_a_value_that_is_kept(kept: str, monkeypatch: pytest.MonkeyPatch) -> Non
         graphopt.compile(step, pipeline="none")(w.model, w.optimizer, *CASE.batch(0))
     error = str(caught.value)
     assert "graphopt.callback" in error and "test_callback_refused.py:" in error
-    if kept != "learning rate":
-        line = str(caught.value.location).split("  ", 1)[1]
-        assert "# HERE" in line
+    line = str(caught.value.location).split("  ", 1)[1]
+    assert "# HERE" in line
     forget()
 
 
+KEPT_IN_EACH_CALL: dict[str, Keep] = {
+    "list": lambda loss, rate: history.append(loss.item()),
+    "list of a list": lambda loss, rate: history.append(loss.reshape(1).tolist()),
+    "item of a dict": lambda loss, rate: table.update(loss=loss.item()),
+    "writer": lambda loss, rate: writer.add_scalar("loss", loss.item(), 3),
+    "attribute": lambda loss, rate: set_attribute(writer, loss.item()),
+    "class attribute": lambda loss, rate: set_attribute(Writer, loss.item()),
+    "deque": lambda loss, rate: ends.append(loss.item() * 2),
+    "copy": lambda loss, rate: history.append(copy.deepcopy(loss.item())),
+    "integer": lambda loss, rate: history.append((loss > 0).sum().item() + 1),
+    "quotient": lambda loss, rate: history.append((loss > 0).sum().item() / 3),
+    "truth": lambda loss, rate: history.append((loss > 0).item()),
+    "comparison": lambda loss, rate: history.append(loss.item() > 3),
+    "magnitude": lambda loss, rate: history.append(abs(loss.item())),
+    "rounded": lambda loss, rate: history.append(round(loss.item())),
+    "root": lambda loss, rate: history.append(math.sqrt(loss.item())),
+    "learning rate": lambda loss, rate: history.append(rate),
+    "tensor": lambda loss, rate: history.append(loss.detach()),
+    "global": in_a_global,
+}
+
+
+@pytest.mark.sliced(4)
+@pytest.mark.parametrize("kept", KEPT_IN_EACH_CALL)
+def test_a_value_that_each_call_keeps(kept: str) -> None:
+    keep = KEPT_IN_EACH_CALL[kept]
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+        loss = F.cross_entropy(model(x), y)
+        keep(loss, optimizer.param_groups[0]["lr"])
+        loss.backward()
+        optimizer.step()
+
+    found = []
+    for run in (step, graphopt.compile(step)):
+        forget()
+        w = fresh(step)
+        for number in range(4):
+            run(w.model, w.optimizer, *CASE.batch(number))
+            w.optimizer.param_groups[0]["lr"] *= 0.5
+            found.append(repr((history, table, ends, writer.rows, writer.last, latest)))
+    forget()
+    assert found[:4] == found[4:]
+    assert found[0] != found[1]
+    assert len(run.captures) == 1
+
+
 def forget() -> None:
+    global latest
+    latest = Writer.last = None
+    vars(writer).pop("last", None)
     for container in (history, table, ends, values, writer.rows):
         container.clear()  # type: ignore[attr-defined]
     objects[:] = 0
@@ -158,14 +190,14 @@ class Trainer:
     def __init__(self) -> None:
         self.last: Any = None
         self.history: list[Any] = []
+        self.values: set[Any] = set()
 
 
 @pytest.mark.parametrize(
     "keep",
     [
-        lambda trainer, loss: set_attribute(trainer, loss.item()),  # HERE
-        lambda trainer, loss: trainer.history.append(loss.item()),  # HERE
-        lambda trainer, loss: trainer.history.append(loss.detach()),  # HERE
+        lambda trainer, loss: trainer.values.add(loss.detach()),  # HERE
+        lambda trainer, loss: trainer.values.add(loss.item()),  # HERE
     ],
 )
 def test_a_value_in_an_object_among_the_arguments(keep: Callable[..., None]) -> None:
@@ -182,7 +214,7 @@ def test_a_value_in_an_object_among_the_arguments(keep: Callable[..., None]) -> 
     with pytest.raises(graphopt.CaptureError, match="# HERE") as caught:
         graphopt.compile(step)(w.model, w.optimizer, trainer, *CASE.batch(0))
     assert "graphopt.callback" in str(caught.value)
-    assert trainer.last is None
+    assert not trainer.history and not trainer.values
 
 
 def test_numbers_that_stay_in_the_step_are_captured() -> None:

@@ -301,6 +301,22 @@ def test_callbacks_are_called_once_in_a_step() -> None:
     assert seen == losses
 
 
+Kept = dict[str, Any]
+
+
+def keeping(keep: Callable[[Kept, bool], Any], kept: Kept) -> Callable[..., Tensor]:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        keep(kept, bool(loss.isnan()))
+        return finish(optimizer, loss)
+
+    return step
+
+
+def fresh_kept() -> Kept:
+    return {"list": [], "count": 0, "set": set()}
+
+
 @pytest.mark.parametrize(
     "keep",
     [
@@ -310,20 +326,37 @@ def test_callbacks_are_called_once_in_a_step() -> None:
         lambda kept, bad: kept["list"].append("bad") if bad else None,
     ],
 )
-def test_what_each_branch_keeps_is_refused(keep: Callable[[dict[str, Any], bool], Any]) -> None:
-    kept: dict[str, Any] = {"list": [], "count": 0}
+def test_what_each_branch_keeps(keep: Callable[[Kept, bool], Any]) -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        kept, model = fresh_kept(), nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        step = keeping(keep, kept)
+        step = graphopt.compile(step) if compiled else step
+        for number in range(6):
+            x = torch.randn(3, 4) if number not in (2, 3, 5) else torch.full((3, 4), float("nan"))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.nan_to_num_()
+            step(model, optimizer, x)
+            found.append(repr(kept))
+    assert found[:6] == found[6:]
 
-    @graphopt.compile
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        loss = model(x).mean()
-        keep(kept, bool(loss.isnan()))
-        return finish(optimizer, loss)
 
-    model = nn.Linear(4, 4)
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda kept, bad: kept["set"].add("bad" if bad else "good"),
+        lambda kept, bad: kept["list"].extend([bad]),
+    ],
+)
+def test_what_each_branch_keeps_is_refused(keep: Callable[[Kept, bool], Any]) -> None:
+    kept, model = fresh_kept(), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with pytest.raises(CaptureError, match="decides by the value"):
-        step(model, optimizer, torch.full((2, 4), float("nan")))
-    assert kept == {"list": [], "count": 0}
+        graphopt.compile(keeping(keep, kept))(model, optimizer, torch.randn(3, 4))
+    assert kept == fresh_kept()
 
 
 def test_a_branch_that_raises() -> None:

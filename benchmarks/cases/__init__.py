@@ -2,6 +2,7 @@
 
 from . import (
     adversarial,
+    counting,
     language,
     optimizers,
     reinforcement,
@@ -15,7 +16,7 @@ from .case import STEPS, Build, Case, cases, tensors_of
 
 FAMILIES = (
     language, vision, adversarial, reinforcement, representation, sequences, optimizers, styles,
-    trainers,
+    trainers, counting,
 )  # fmt: skip
 
 __all__ = ["FAMILIES", "STEPS", "Build", "Case", "cases", "tensors_of"]

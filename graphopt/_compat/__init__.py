@@ -133,6 +133,7 @@ from graphopt._compat.tracers import (
     node_of,
     rebind,
     record_call,
+    record_integer,
     record_number,
     record_truth,
 )
@@ -236,6 +237,7 @@ __all__ = [
     "ranks_of_group",
     "rebind",
     "record_call",
+    "record_integer",
     "record_number",
     "record_truth",
     "register_fused_meta_kernels",

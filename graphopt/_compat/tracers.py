@@ -84,11 +84,13 @@ def _slot(tracer: Any, tensor: torch.Tensor) -> Any:
     return get_proxy_slot(tensor, tracer, None)
 
 
-_Symbol = TypeVar("_Symbol", torch.SymFloat, torch.SymBool)
+_SYMBOLIC = (torch.SymFloat, torch.SymInt)
+_Symbol = TypeVar("_Symbol", torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
-    """Record a call of a Python operator on symbolic floats; its result is a new unknown.
+    """Record a call of a Python operator on symbolic numbers that gives a float, or what a
+    symbolic float stands for; its result is a new unknown.
 
     Torch would build a symbolic expression, which takes milliseconds for each operator.
     """
@@ -96,6 +98,14 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
     with environment.ignore_fresh_unbacked_symbols():
         result: torch.SymFloat = environment.create_unbacked_symfloat()
     return _recorded(function, args, result)
+
+
+def record_integer(number: torch.SymFloat) -> torch.SymInt:
+    """Record `int(number)` of what is an integer in each call; its result is a new unknown."""
+    environment = _environment_of((number,))
+    with environment.ignore_fresh_unbacked_symbols():
+        result: torch.SymInt = environment.create_unbacked_symint()
+    return _recorded(int, (number,), result)
 
 
 def record_truth(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymBool:
@@ -110,7 +120,7 @@ def record_truth(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.S
 
 
 def _environment_of(args: tuple[Any, ...]) -> Any:
-    return next(arg for arg in args if isinstance(arg, torch.SymFloat)).node.shape_env
+    return next(arg for arg in args if isinstance(arg, _SYMBOLIC)).node.shape_env
 
 
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], result: _Symbol) -> _Symbol:
@@ -122,7 +132,7 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], result: _Symb
 
     mode = get_proxy_mode()
     assert mode is not None
-    slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, torch.SymFloat) else a for a in args]
+    slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, _SYMBOLIC) else a for a in args]
     nodes = tuple(a if isinstance(a, (int, float)) else a.force().node for a in slots)
     proxy = mode.tracer.proxy(mode.tracer.create_node("call_function", function, nodes, {}))
     track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)

@@ -185,7 +185,7 @@ class _Together(Ranks):
 
     def ready(self, captured: CapturedStep) -> None:
         self._meeting.exchange({"ready": True}, patient=True)
-        guards = Guards(self._call, self._inputs, self._mode, captured.signature.attributes)
+        guards = Guards(self._call, self._inputs, self._mode, captured.signature)
         agreed = Agreed(guards, self._order, self._plans, self._held, self._votes, self.agreement)
         self._joint.note(agreed if self._sync else None, self._earlier)
         self.agreed = agreed if self._sync else None

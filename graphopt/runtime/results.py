@@ -46,6 +46,10 @@ class StepResults:
             (each.change, [self._value(item, flat, results) for _, item in each.change.items])
             for each in signature.containers
         ]
+        placed = [self._value(each.recipe, flat, results) for each in signature.placed]
+        appended = [
+            [self._value(item, flat, results) for item in each.items] for each in signature.appended
+        ]
         for placeholder, computed in signature.data.items():
             flat[placeholder].data = results[computed.index]
         for gradient in signature.gradients:
@@ -59,6 +63,10 @@ class StepResults:
             write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
         for attribute, value in zip(signature.attributes, attributes, strict=True):
             attribute.attributes[attribute.name] = value
+        for left, value in zip(signature.placed, placed, strict=True):
+            left.place.write(value)
+        for added, items in zip(signature.appended, appended, strict=True):
+            added.container.extend(items)
         for change, items in changes:
             make_change(call.given, change, items)
         for setting in signature.settings:

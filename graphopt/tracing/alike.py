@@ -92,6 +92,7 @@ def first_own(
 def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]:
     """Positions of buffers, and whether they are something else after the step."""
     replaced = {(id(found.attributes), found.name) for found in signature.attributes}
+    replaced |= {(id(left.place.holder), left.place.key) for left in signature.placed}
     rebound = {id(inputs.module_tensors[position]) for position in signature.rebound}
     for position, holder in enumerate(inputs.placeholders):
         members = holder.members if isinstance(holder, Storage) else [holder]

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +32,19 @@ from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
-CarriedPlace = tuple[str, dict[Any, Any], Any]
-"""The path to an item of a dictionary, the dictionary, and the key."""
+
+class CarriedPlace(NamedTuple):
+    """A place outside whose tensor or number may be another one in each call.
+
+    Attributes:
+        path: how a message calls it.
+        counted: the step itself changes the number, or the bool, text or None for whose value a
+            graph holds.
+    """
+
+    path: str
+    place: OutsidePlace
+    counted: bool = False
 
 
 @dataclass
@@ -44,12 +55,12 @@ class Besides:
         objects: modules and optimizers. Not kept alive.
         tensors: those that belong to none of them.
         counts: keys of parameter groups in which an optimizer counts.
-        plain: numbers among the arguments are no inputs of the graph, but constants.
+        plain: numbers that the step does not change itself are no inputs of the graph, but
+            constants.
         as_traced: libraries that ask find out that they are traced (see `asked`), since the step
             is refused otherwise, for this reason.
         exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
-        carried: attributes and items of dictionaries in which the step finds a tensor and leaves
-            another one.
+        carried: places in which the step finds a tensor or a number, and leaves another one.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
     """
@@ -112,7 +123,7 @@ class Finder:
     Args:
         record: what the step has read outside, and how.
         known: modules and optimizers that are inputs (by id).
-        carried: places that are; see `Besides`.
+        carried: places that are inputs; see `Besides`.
     """
 
     def __init__(
@@ -156,10 +167,17 @@ class Finder:
         """What the trace has in place of a real tensor that is no input yet, if anything."""
         return self._stand_ins.get(id(tensor))
 
-    def carries(self, path: str, table: dict[Any, Any], key: Any) -> None:
-        """The step finds a tensor in an item of a dictionary, and leaves another one there."""
-        if not any(known is table and of == key for _, known, of in self._carried):
-            self.found.carried.append((path, table, key))
+    def carries(self, path: str, place: OutsidePlace, counted: bool = False) -> None:
+        """The step finds a tensor or a number in a place, and leaves another one there.
+
+        Args:
+            counted: it is a number.
+        """
+        known = [*self._carried, *self.found.carried]
+        if not any(
+            each.place.identity == place.identity and each.counted == counted for each in known
+        ):
+            self.found.carried.append(CarriedPlace(path, place, counted))
 
     def leads_to(self, value: Any) -> bool:
         """Whether the step got to an object by places that a guard holds."""

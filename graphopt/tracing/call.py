@@ -160,9 +160,10 @@ def check_supported(call: Call) -> None:
         _check_tensor(call.names[position], call.leaves[position])
     for name, tensor in call.besides.tensors:
         _check_used(name, tensor)
-    for name, table, key in call.besides.carried:
-        if isinstance(table.get(key), torch.Tensor):
-            _check_used(name, table[key])
+    for name, place, _ in call.besides.carried:
+        value = place.now()
+        if isinstance(value, torch.Tensor):
+            _check_used(name, value)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

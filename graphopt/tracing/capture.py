@@ -25,6 +25,7 @@ from graphopt.tracing.collecting import collect
 from graphopt.tracing.compare import GraphDifference, fingerprint, first_difference
 from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.failures import definition_of, explained
+from graphopt.tracing.first_call import left_alike
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.input_notes import (
     forget_unwritten,
@@ -34,7 +35,7 @@ from graphopt.tracing.input_notes import (
     note_returned,
     refuse_shared_updates,
 )
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, PlacedNumber
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
 from graphopt.tracing.leftovers import OutsideChanges, is_told
 from graphopt.tracing.outside.existing import (
     existing_kept,
@@ -235,6 +236,8 @@ def _settled(
     second = _next_call(raw, retrace)
     if second is not None and _repeats(raw, second):
         return raw, unchanged(second.outside), _complete(raw)
+    if raw.effects and _leaves_else(raw, second):
+        return raw, raw.outside, False
     third = retrace()
     if _repeats(third, second):
         return third, _read_next(third, retrace), _complete(third)
@@ -248,13 +251,24 @@ def _settled(
         assert second is not None
         unchanged(third.outside)
         difference = first_difference(second.graph_module, third.graph_module)
-        assert difference is not None
+        if difference is None:
+            raise _leaves_another(call)
     raise CaptureError(
         f"two traces of it differ ({difference.what}): it reads something that changes between"
         " calls, which would be baked in",
         location=str(difference.source or definition_of(call)),
         hint="pass what changes as an argument of the step (a tensor, if it changes every step),"
         " or keep it in a buffer of the model",
+    )
+
+
+def _leaves_another(call: Call) -> CaptureError:
+    return CaptureError(
+        "it leaves a number or text outside its arguments that is another one in two traces of it,"
+        " such as the time, which would be baked in",
+        location=str(definition_of(call)),
+        hint="let a function do it that is called in every step: graphopt.callback(function), or do"
+        " it outside the step",
     )
 
 
@@ -286,8 +300,19 @@ def _read_next(raw: RawTrace, retrace: Callable[[], RawTrace]) -> Record:
 
 
 def _repeats(first: RawTrace, second: RawTrace | None) -> bool:
-    return second is not None and (
-        first_difference(first.graph_module, second.graph_module) is None
+    return (
+        second is not None
+        and first_difference(first.graph_module, second.graph_module) is None
+        and left_alike(first, second)
+    )
+
+
+def _leaves_else(first: RawTrace, second: RawTrace | None) -> bool:
+    """Whether the second call differs from the first one only in what it leaves outside."""
+    return (
+        second is not None
+        and not left_alike(first, second)
+        and first_difference(first.graph_module, second.graph_module) is None
     )
 
 
@@ -399,7 +424,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         more = error.besides
     elif _may_be_told(call, inputs):
         more = Besides(as_traced=error.reason)
-    elif any(isinstance(n, (ArgumentNumber, PlacedNumber)) for n in inputs.hyperparameters):
+    elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
         more = Besides(plain=True)
     else:
         raise error
@@ -412,6 +437,13 @@ def _may_be_told(call: Call, inputs: Inputs) -> bool:
     """Whether a library has taken decisions because it did not find out that it is traced."""
     decided = inputs.asked and bool(inputs.answers) and not call.decided
     return decided and not call.besides.as_traced
+
+
+def _may_be_plain(number: Number) -> bool:
+    """Whether a number need not be an input of the graph."""
+    if isinstance(number, PlacedNumber):
+        return not number.counted
+    return isinstance(number, ArgumentNumber)
 
 
 def prepare(call: Call) -> Inputs:

@@ -31,7 +31,7 @@ from graphopt.tracing.inputs import (
     may_be_input,
 )
 from graphopt.tracing.numbers import SCHEDULED
-from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none
+from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
 
 
 def collect(call: Call, known: Inputs | None = None) -> Inputs:
@@ -92,8 +92,8 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     for prefix, module in modules:
         for key in _compat.own_buffers(module):
             add("buffer", _join(prefix, key), _compat.own_buffers(module), key)
-    for path, table, key in _alone(call.besides.carried, found):
-        add("buffer", path, table, key)
+    for path, place, _ in _alone(call.besides.carried, found):
+        add("buffer", path, place.holder, place.key)
     for name, tensor in bare_tensors(call):
         kind: Kind = "parameter" if tensor.requires_grad else "buffer"
         found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
@@ -107,14 +107,14 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
         if id(table[key]) not in found:
             attributes.add(id(table[key]))
         add("buffer", name, table, key)
-    attributes.update(id(table[key]) for _, table, key in call.besides.carried if key in table)
+    attributes.update(id(each.place.now()) for each in call.besides.carried)
     entries = list(found.values())
     for entry in entries:
         entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
     return sorted(entries, key=lambda entry: entry.kind != "parameter")
 
 
-def _marks(entries: Iterable[ModuleTensor]) -> Iterator[CarriedPlace]:
+def _marks(entries: Iterable[ModuleTensor]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Tensors that the program keeps as attributes of parameters and buffers."""
     for entry in entries:
         if type(entry.tensor) in (torch.Tensor, nn.Parameter):
@@ -126,12 +126,13 @@ def _marks(entries: Iterable[ModuleTensor]) -> Iterator[CarriedPlace]:
 
 def _alone(carried: Sequence[CarriedPlace], found: Collection[int]) -> Iterator[CarriedPlace]:
     """Places that hold a tensor which is nowhere else: others are found by reading them."""
-    values = [table.get(key) for _, table, key in carried]
+    places = {each.place.identity: each for each in carried if each.place.is_item}
+    values = [each.place.now() for each in places.values()]
     counts = Counter(map(id, values))
-    for place, value in zip(carried, values, strict=True):
+    for each, value in zip(places.values(), values, strict=True):
         alone = counts[id(value)] == 1 and id(value) not in found
         if alone and isinstance(value, torch.Tensor) and not value.requires_grad:
-            yield place
+            yield each
 
 
 def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,8 +180,8 @@ def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owner = by_id[id(parameter)]
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor):
+                for entry, value in optimizer.state.get(parameter, {}).items():
+                    for key, _ in tensors_of(entry, value):
                         yield StateTensor(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
         for none, entries in of_none(optimizer.state):
             for key, value in entries.items():
@@ -253,11 +254,14 @@ def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
 
 
 def _placed_numbers(call: Call) -> Iterator[PlacedNumber]:
-    if call.besides.plain:
-        return
-    for path, table, key in call.besides.carried:
-        if is_exact(table.get(key)):
-            yield PlacedNumber(table, key, path)
+    numbers: dict[Any, PlacedNumber] = {}
+    for path, place, counted in call.besides.carried:
+        taken = counted or not call.besides.plain
+        if taken and is_exact(place.now()):
+            before = numbers.get(place.identity)
+            counted = counted or (before is not None and before.counted)
+            numbers[place.identity] = PlacedNumber(place, path, counted)
+    yield from numbers.values()
 
 
 def _is_input(key: str, value: object, counts: Collection[str]) -> bool:

@@ -112,7 +112,7 @@ def _same_recipes(first: RawTrace, following: RawTrace) -> bool:
         return False
     if _settings(first) != _settings(following):
         return False
-    if not _same_containers(first, following):
+    if not (_same_containers(first, following) and left_alike(first, following)):
         return False
     if _owners(first) != _owners(following) or not _same_attributes(first, following):
         return False
@@ -128,6 +128,25 @@ def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
         if recipe is None or not _same_recipe(recipe, attribute.recipe):
             return False
     return all(isinstance(recipe, Constant) for recipe in before.values())
+
+
+def left_alike(first: RawTrace, following: RawTrace) -> bool:
+    """Whether both calls leave the same in the same places outside their arguments."""
+    placed = [
+        [each.place.identity for each in raw.signature.placed]
+        + [id(each.container) for each in raw.signature.appended]
+        for raw in (first, following)
+    ]
+    recipes = [
+        [each.recipe for each in raw.signature.placed]
+        + [item for each in raw.signature.appended for item in each.items]
+        for raw in (first, following)
+    ]
+    return (
+        placed[0] == placed[1]
+        and len(recipes[0]) == len(recipes[1])
+        and all(map(_same_recipe, *recipes))
+    )
 
 
 def _same_containers(first: RawTrace, following: RawTrace) -> bool:

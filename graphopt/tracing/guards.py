@@ -7,7 +7,7 @@ on: the arguments, the modules, the optimizers' settings, and torch's modes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
@@ -15,8 +15,15 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import environment
+from graphopt.tracing.besides import CarriedPlace
 from graphopt.tracing.call import Call, has_gradient
-from graphopt.tracing.guard_values import describe, gradient_kind, same_constant, tensor_kind
+from graphopt.tracing.guard_values import (
+    describe,
+    gradient_kind,
+    is_plain,
+    same_constant,
+    tensor_kind,
+)
 from graphopt.tracing.host_numbers import EXACT, first_leaf
 from graphopt.tracing.inputs import (
     ArgumentNumber,
@@ -30,9 +37,9 @@ from graphopt.tracing.inputs import (
 )
 from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.optimizer_guards import OptimizerGuard
-from graphopt.tracing.optimizer_state import entries_at
+from graphopt.tracing.optimizer_state import entries_at, is_nest, value_at
 from graphopt.tracing.outside.guard import OutsideGuard
-from graphopt.tracing.signature import AttributeResult
+from graphopt.tracing.signature import Signature
 from graphopt.tracing.snapshot import StateSnapshot, body_of, is_body
 
 
@@ -44,16 +51,20 @@ class Guards:
         call: Call,
         inputs: Inputs,
         mode: tuple[Any, ...],
-        attributes: Sequence[AttributeResult] = (),
+        signature: Signature,
         outside: OutsideGuard | None = None,
     ) -> None:
         assigned: dict[int, set[str]] = {}
-        for result in attributes:
+        for result in signature.attributes:
             assigned.setdefault(id(result.attributes), set()).add(result.name)
+        for left in signature.placed:
+            assigned.setdefault(id(left.place.holder), set()).add(left.place.key)
+        for added in signature.appended:
+            assigned.setdefault(id(added.container), set())
         placed: dict[int, set[str]] = {}
         for number in inputs.hyperparameters:
-            if isinstance(number, PlacedNumber):
-                placed.setdefault(id(number.table), set()).add(number.key)
+            if isinstance(number, PlacedNumber) and number.place.is_item:
+                placed.setdefault(id(number.place.holder), set()).add(number.place.key)
         self.mode = mode
         self.besides = call.besides
         self.outside = outside
@@ -69,7 +80,12 @@ class Guards:
             for position in call.modules
         ]
         self.optimizers = [
-            OptimizerGuard(call.names[position], call.leaves[position], call.besides.counts)
+            OptimizerGuard(
+                call.names[position],
+                call.leaves[position],
+                call.besides.counts,
+                placed.get(id(vars(call.leaves[position])), ()),
+            )
             for position in call.optimizers
         ]
         self.constants = [call.leaves[position] for position in call.constants]
@@ -204,6 +220,15 @@ class Guards:
             if call.leaves[position] is not entry.live():
                 return f"argument {call.names[position]} is another tensor"
         return None
+
+    def counted_for(self, call: Call) -> list[CarriedPlace]:
+        """Places in which the step counts, where a call is given the same objects."""
+        if call.constants != self.positions[3]:
+            return []
+        given = zip(self.constants, call.constants, strict=True)
+        if not all(is_plain(value) or call.leaves[at] is value for value, at in given):
+            return []
+        return [each for each in self.besides.carried if each.counted]
 
     def numbers_of(self, call: Call) -> list[Any]:
         """The hyperparameters of a call that fits, in order."""
@@ -348,8 +373,17 @@ def _state_of(call: Call) -> tuple[list[dict[Any, Any]], StateSnapshot]:
         snapshot.has_items(table)
         for entries in table.values():
             if isinstance(entries, dict):
-                snapshot.has_items(entries)
+                _see_entries(entries, snapshot)
     return tables, snapshot
+
+
+def _see_entries(entries: Any, snapshot: StateSnapshot) -> None:
+    """Note what stands in the state, and in lists and dictionaries there."""
+    if not isinstance(entries, tuple):
+        snapshot.has_items(entries)
+    for value in entries.values() if isinstance(entries, dict) else entries:
+        if is_nest(value):
+            _see_entries(value, snapshot)
 
 
 def _state_entries(call: Call) -> list[Any]:
@@ -366,7 +400,10 @@ def _state_entries(call: Call) -> list[Any]:
 
 def _known(value: Any) -> Any:
     """What a graph is specialized on about an entry of optimizer state that is no tensor."""
-    return type(value) if is_exact(value) else value
+    if not is_nest(value):
+        return type(value) if is_exact(value) else value
+    leaves, spec = _compat.tree_flatten(value)
+    return spec, [torch.Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _read_states(call: Call, inputs: Inputs) -> list[Any]:
@@ -379,5 +416,5 @@ def _read_states(call: Call, inputs: Inputs) -> list[Any]:
             owner = (state.optimizer, id(state.parameter))
             state_of = optimizers[state.optimizer].state
             entries = entries_at(state_of.get(state_key(state.parameter), {}))
-        found.append(entries.get(state.key))
+        found.append(value_at(entries, state.key))
     return found

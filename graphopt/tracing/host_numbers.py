@@ -128,12 +128,20 @@ class HostNumber(TracedFloat):
         self.expression = expression
         self.conditions = conditions
         self.notes = notes
+        self._integer: torch.SymInt | None = None
 
     # `isinstance(number, int)` in a step gets the answer that it gets for the number.
     __class__ = property(lambda self: _class_of(self))
 
     def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return _known(function, args)
+
+    def as_integer(self) -> torch.SymInt | None:
+        if type(self.value) is not int:
+            return None
+        if self._integer is None:
+            self._integer = _compat.record_integer(self)
+        return self._integer
 
     def exactly(self) -> Any:
         """The number, which the graph holds for alone from now on."""
@@ -193,6 +201,12 @@ class ScheduledFloat(HostNumber):
     ) -> None:
         HostNumber.__init__(self, symbolic, value, Leaf(index), conditions, notes)
         self.tensor = tensor
+
+
+def plain(value: Any) -> Any:
+    """A host number as what it is at capture, which whoever uses it as a key asks it for; any other
+    value itself."""
+    return value.value if is_host_number(value) else value
 
 
 def is_host_number(value: Any) -> bool:

@@ -20,6 +20,7 @@ from graphopt.tracing import optimizer_state
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.host_numbers import EXACT, Conditions, is_of_numpy
 from graphopt.tracing.optimizer_state import OfNone
+from graphopt.tracing.outside.places import OutsidePlace
 
 Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
 
@@ -154,15 +155,19 @@ class ArgumentNumber:
 
 @dataclass(frozen=True)
 class PlacedNumber:
-    """A Python number in an attribute or an item of a dictionary, which is another one in each
-    call."""
+    """A Python number outside the arguments (in an attribute, a container, a variable) that is
+    another one in each call.
 
-    table: dict[Any, Any]
-    key: Any
+    Attributes:
+        counted: the step itself changes it.
+    """
+
+    place: OutsidePlace
     fqn: str
+    counted: bool = False
 
     def read(self, call: Call) -> Any:
-        return self.table.get(self.key)
+        return self.place.now()
 
 
 Number = Hyperparameter | StateNumber | ArgumentNumber | PlacedNumber

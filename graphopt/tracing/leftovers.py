@@ -18,8 +18,9 @@ from graphopt.tracing import contents
 from graphopt.tracing.call import Call
 from graphopt.tracing.contents import ObjectKind
 from graphopt.tracing.keyed import Keyed, keyed_by_tensors
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.reachable import reachable
-from graphopt.tracing.signature import SYMBOLIC
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,13 @@ class OutsideChanges:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """While active, everything is as the traced step left it."""
-        former = [(attributes, dict(attributes)) for attributes, _, _ in self.constants]
+        former = [(of, name, of.get(name, MISSING)) for of, name, _ in self.constants]
         self.apply()
         try:
             yield
         finally:
-            for attributes, before in former:
-                attributes.clear()
-                attributes.update(before)
+            for attributes, name, value in former:
+                OutsidePlace("item", attributes, name).write(value)
             for change in self.changes:
                 change.kind.write(change.changed, change.before)
 
@@ -89,6 +89,10 @@ class HostState:
     def keyed_by_tensors(self) -> list[Keyed]:
         """The dictionaries and sets whose keys are tensors."""
         return list(keyed_by_tensors(self._held))
+
+    def puts_back(self, value: Any) -> bool:
+        """Whether `restore` puts an object back."""
+        return any(holder is value for _, holder, _ in self._held)
 
     def restore(self) -> OutsideChanges:
         """Put everything back, and say what had changed."""

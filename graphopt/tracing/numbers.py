@@ -23,6 +23,9 @@ from graphopt.tracing.source import current_user_line, is_torch_file
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Settings of a parameter group that schedulers change; all others are guarded by value."""
 
+SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
+"""What reading the value of a traced tensor gives."""
+
 ARITHMETIC = (
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow),
     *(operator.floordiv, operator.mod),
@@ -35,6 +38,10 @@ class TracedFloat(torch.SymFloat):
 
     def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """`function(*args)`, where more is known of it than that it is a number, else None."""
+        return None
+
+    def as_integer(self) -> torch.SymInt | None:
+        """The same number among integers, where it is one in each call."""
         return None
 
 
@@ -59,11 +66,32 @@ for _function in ARITHMETIC:
 
 def record(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` of symbolic floats and Python numbers, as one node."""
+    if any(isinstance(arg, torch.SymInt) for arg in args):
+        return _record_among_integers(function, args)
     if not all(isinstance(arg, (torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
     if all(issubclass(type(arg), torch.SymFloat) or type(arg) in _PLAIN for arg in args):
         return untraced(_record, function, args)
     return _record(function, args)  # which runs code of the user's, in a number of another class
+
+
+def _record_among_integers(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """`function(*args)`, where one of the numbers is a symbolic integer."""
+    if not all(isinstance(arg, (torch.SymInt, torch.SymFloat, int, float)) for arg in args):
+        return NotImplemented
+    integers = with_integers(args)
+    floats = any(isinstance(arg, (torch.SymFloat, float)) for arg in integers)
+    if floats or function is operator.truediv:  # for torch a question about what is divided
+        return as_read(_compat.record_number(function, integers))
+    return as_read(function(*integers))
+
+
+def with_integers(args: Iterable[Any]) -> tuple[Any, ...]:
+    """Arguments, of which those that are integers in each call are among integers."""
+    found = [arg.as_integer() if issubclass(type(arg), TracedFloat) else None for arg in args]
+    return tuple(
+        arg if integer is None else integer for arg, integer in zip(args, found, strict=True)
+    )
 
 
 _PLAIN = (int, float, bool)
@@ -198,6 +226,8 @@ def _reading(name: str, base: type) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any) -> Any:
+        if base is torch.SymInt:
+            args = with_integers(args)
         return as_read(original(self, *args))
 
     return method
@@ -237,6 +267,8 @@ def _deciding(name: str, kind: type, base: type) -> Callable[[Any], Any]:
 
 for _base, _kind in _READ.items():
     _kind.__bool__ = _deciding("__bool__", bool, _base)  # type: ignore[attr-defined]
+for _name, _division in (("truediv", _forward), ("rtruediv", _reflected)):
+    setattr(ReadInt, f"__{_name}__", _division(operator.truediv))
 for _name in ("__index__", "__int__"):
     setattr(ReadInt, _name, _deciding(_name, int, torch.SymInt))
 for _base, _kind in _READ.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import is_
 from typing import Any
 
@@ -32,14 +32,20 @@ class OptimizerGuard:
 
     Args:
         counts: settings that the step itself counts up.
+        inputs: attributes whose numbers the graph takes.
     """
 
     def __init__(
-        self, name: str, optimizer: Optimizer, counts: frozenset[str] = frozenset()
+        self,
+        name: str,
+        optimizer: Optimizer,
+        counts: frozenset[str] = frozenset(),
+        inputs: Collection[str] = (),
     ) -> None:
         self.name, self.counts = name, counts
         self.type = type(optimizer)
-        self.attributes = _attributes(optimizer)
+        self._passed_over = _OF_OPTIMIZERS.union(inputs)
+        self.attributes = self._attributes(optimizer)
         self.groups = [
             (list(group["params"]), _settings(group, counts)) for group in optimizer.param_groups
         ]
@@ -57,7 +63,7 @@ class OptimizerGuard:
     def _change(self, optimizer: Optimizer) -> str | None:
         if type(optimizer) is not self.type:
             return f"{self.name} became a {type(optimizer).__name__}"
-        attributes = _attributes(optimizer)
+        attributes = self._attributes(optimizer)
         if attributes != self.attributes:
             key = _first_difference(attributes, self.attributes)
             return f"{self.name}.{key} changed"
@@ -74,6 +80,11 @@ class OptimizerGuard:
                 return f"{self.name}.param_groups[{index}][{key!r}] became {group.get(key)!r}"
         return None
 
+    def _attributes(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Attributes, hooks and functions that stand for methods included."""
+        of = vars(optimizer).items()
+        return {key: _identity(value) for key, value in of if key not in self._passed_over}
+
     def _see(self, optimizer: Optimizer) -> None:
         """Note what `_change` looks at, as it is now, where nothing has changed."""
         attributes, self._snapshot = vars(optimizer), StateSnapshot()
@@ -81,7 +92,7 @@ class OptimizerGuard:
         self._seen = weakref.ref(optimizer), attributes
         self._snapshot.has_size(attributes)
         for key, value in attributes.items():
-            if key not in _OF_OPTIMIZERS:
+            if key not in self._passed_over:
                 self._snapshot.has_object(attributes, key, value)
                 if isinstance(value, dict):
                     self._snapshot.has_objects(value)
@@ -139,13 +150,6 @@ class _Reference:
         return mine is not None and mine is other._get()
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Attributes of an optimizer, its hooks and functions that stand for its methods included."""
-    return {
-        key: _identity(value) for key, value in vars(optimizer).items() if key not in _OF_OPTIMIZERS
-    }
 
 
 def _identity(value: Any) -> Any:

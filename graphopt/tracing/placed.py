@@ -1,41 +1,55 @@
-"""What a step leaves outside its arguments: tensors in attributes of `self`, and in dictionaries.
+"""What a step leaves outside its arguments: tensors and numbers in attributes of `self`, in
+dictionaries, in variables of closures and modules.
 
     self.fake = generator(z)         the graph returns the tensor, and every call puts it there
     self.hidden = cell(x, self.hidden)    the place is an input besides: it holds another tensor in
                                           each call, which is no reason to capture anew
+    self.steps += 1                  a number is an input as well, and every call puts the next
+                                     one there
+    history.append(loss.item())      every call appends its own number
 
 Told from what is written there by the step's instructions (`outside`). What is put there by code
-that is not followed, or into a list, is found later, and refused, as are numbers (`.item()`).
+that is not followed, or put into a list otherwise, is found later, and refused.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
 from graphopt import _compat
+from graphopt.errors import CaptureError
 from graphopt.tracing.besides import CarriedPlace, Finder
 from graphopt.tracing.call import Call
+from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
-from graphopt.tracing.outside.places import MISSING, key_text
-from graphopt.tracing.outside.record import Record, WrittenItem
-from graphopt.tracing.signature import SYMBOLIC
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
+from graphopt.tracing.outside.record import AddedItems, Record, WrittenPlace
+from graphopt.tracing.reachable import is_shared
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A traced value that the step has left in an item of a dictionary."""
+    """A value that the step has left in a place outside."""
 
-    path: str
-    table: dict[Any, Any]
-    key: Any
+    place: OutsidePlace
     value: Any
+
+
+@dataclass(frozen=True)
+class Added:
+    """What the step has appended to a list or queue outside."""
+
+    container: Any
+    items: list[Any]
 
 
 def take_placed(
@@ -45,7 +59,8 @@ def take_placed(
     tables: Iterable[dict[str, Any]],
 ) -> list[Placed]:
     """Take out what a traced step has put into places outside; there is then what was before. Where
-    the step finds a tensor in such a place, and leaves another one, the finder takes note.
+    the step finds a tensor or a number in such a place, and leaves another one, the finder takes
+    note.
 
     Args:
         record: of the step, which is not finished yet.
@@ -54,31 +69,100 @@ def take_placed(
     """
     others = set(map(id, tables))
     found = []
-    for item in list(record.written_items()):
-        value = item.place.now()
-        if id(item.place.holder) in others or not _is_traced(value):
+    for written in list(record.written_places()):
+        place, before, value = written.place, written.before, written.place.now()
+        if record.depends_on(place) and not _is_left_alone(written):
+            note_counted(finder, written.path, place, before, value)
+        if id(place.holder) in others or _is_left_alone(written):
             continue
-        _put_back(item)
-        before = item.before
+        if not _is_taken(record, written, value):
+            continue
+        place.write(before)
         if isinstance(before, torch.Tensor) and value is _stand_in(before, stand_ins, finder):
             continue  # which has been updated in place
-        record.pin(item.place.holder if item.owner is None else item.owner)
-        path = item.path + (
-            f"[{key_text(item.place.key)}]" if item.owner is None else f".{item.place.key}"
-        )
-        if _is_found(record, item):
-            finder.carries(path, item.place.holder, item.place.key)
-        found.append(Placed(path, item.place.holder, item.place.key, value))
+        for each in (place.holder, written.owner, record.owner(place.holder)):
+            record.pin(each)
+        if _is_found(record, written):
+            finder.carries(written.path, place)
+        found.append(Placed(place, value))
     return found
+
+
+def _is_left_alone(written: WrittenPlace) -> bool:
+    """Whether a place belongs to a stand-in, or to an object that other threads work with."""
+    if _compat.is_fake(written.owner):
+        return True
+    attributes = None if written.owner is None else attributes_of(written.owner)
+    return attributes is written.place.holder and is_shared(attributes)
+
+
+def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any) -> None:
+    """The step finds `before` in a place, which it has used, and leaves a value: where both are
+    numbers, the place becomes an input."""
+    is_number = isinstance(value, SYMBOLIC) or type(value) in (int, float)
+    if is_exact(before) and is_number and not same(before, value):
+        finder.carries(path, place, counted=True)
+
+
+def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
+    """Whether each call puts a value there, rather than the capture alone."""
+    place, reads = written.place, record.depends_on(written.place)
+    if record.is_input(place):
+        if value is MISSING:
+            raise CaptureError(
+                f"it deletes {written.path}, in which it counts",
+                hint="give it another value, or delete it outside the step",
+            )
+        return True
+    if _is_traced(value, numbers=True):
+        return place.is_item or _is_traced(value, numbers=True, tensors=False)
+    if not is_plain(value):
+        return False
+    if not reads or record.is_told(place):
+        return True
+    return written.before is MISSING and record.counts_in(place)
+
+
+def take_added(record: Record, puts_back: Callable[[Any], bool]) -> list[Added]:
+    """Take out what a traced step has appended to lists and queues outside, where these are
+    tensors, numbers, texts, or nests of them.
+
+    Args:
+        puts_back: whether an object is as it was when the trace is over. What other threads may be
+            changing is not.
+    """
+    found = []
+    for each in record.take_added():
+        if not all(map(_is_told, each.items)) or not _is_all(each):
+            continue
+        if not puts_back(each.container):
+            continue
+        each.container.clear()
+        each.container.extend(each.before)
+        record.pin(each.container)
+        found.append(Added(each.container, each.items))
+    return found
+
+
+def _is_told(value: Any) -> bool:
+    return is_plain(value) or _is_traced(value, numbers=True)
+
+
+def _is_all(added: AddedItems) -> bool:
+    """Whether nothing else has been done with a list or queue."""
+    expected: Any = [*added.before, *added.items]
+    if isinstance(added.container, deque):
+        expected = deque(expected, added.container.maxlen)
+    return len(expected) == len(added.container) and all(map(is_, expected, added.container))
 
 
 def _stand_in(tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: Finder) -> Any:
     return known.get(id(tensor), finder.stand_in_of(tensor))
 
 
-def _is_traced(value: Any) -> bool:
-    """Whether a value is, or contains, a traced tensor, and no traced number. A nest that contains
-    itself cannot be made anew, and is left to be refused."""
+def _is_traced(value: Any, numbers: bool = False, tensors: bool = True) -> bool:
+    """Whether a value is, or contains, what is traced, and nothing that is not among the kinds
+    allowed. A nest that contains itself cannot be made anew, and is left to be refused."""
     leaves, pending = [], [(value, frozenset[int]())]
     while pending:
         each, within = pending.pop()
@@ -89,21 +173,20 @@ def _is_traced(value: Any) -> bool:
         else:
             inner = each.values() if isinstance(each, dict) else each
             pending.extend((item, within | {id(each)}) for item in inner)
-    return any(map(_compat.is_fake, leaves)) and not any(isinstance(x, SYMBOLIC) for x in leaves)
+    of_numbers = any(isinstance(leaf, SYMBOLIC) for leaf in leaves)
+    of_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if (of_numbers and not numbers) or (of_tensors and not tensors):
+        return False
+    return of_numbers or any(map(_compat.is_fake, leaves))
 
 
-def _put_back(item: WrittenItem) -> None:
-    if item.before is MISSING:
-        del item.place.holder[item.place.key]
-    else:
-        item.place.holder[item.place.key] = item.before
-
-
-def _is_found(record: Record, item: WrittenItem) -> bool:
+def _is_found(record: Record, item: WrittenPlace) -> bool:
     """Whether the step uses the tensor that it finds where it leaves another one, and finds it
     nowhere else."""
     before = item.before
     if not isinstance(before, torch.Tensor) or _compat.is_fake(before):
+        return False
+    if not item.place.is_item:
         return False
     places = record.places_of(before)
     return all(place.identity == item.place.identity for place in places) and (
@@ -178,5 +261,5 @@ def changing(captured: Iterable[Sequence[FoundPlace]]) -> list[CarriedPlace]:
             table = each.table
             known = (id(table), each.key)
             times[known] += 2 if isinstance(each.value, weakref.ref) else 1
-            found[known] = (each.path, table, each.key)
+            found[known] = CarriedPlace(each.path, OutsidePlace("item", table, each.key))
     return [place for known, place in found.items() if times[known] > 1]

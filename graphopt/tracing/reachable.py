@@ -158,7 +158,7 @@ class _Search:
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is not dict:
             attributes = {}
-        elif not isinstance(value, (nn.Module, Optimizer)) and _is_shared(attributes):
+        elif not isinstance(value, (nn.Module, Optimizer)) and is_shared(attributes):
             return
         elif not isinstance(value, torch.Tensor) or kind in (torch.Tensor, nn.Parameter):
             yield contents.TABLE, attributes
@@ -301,7 +301,7 @@ def _slots_in(value: Any, names: tuple[str, ...]) -> Names:
     return Names(names, get, partial(object.__setattr__, value), partial(object.__delattr__, value))
 
 
-def _is_shared(attributes: dict[str, Any]) -> bool:
+def is_shared(attributes: dict[str, Any]) -> bool:
     """Whether an object with these attributes works with other threads."""
     return any(
         type(value).__module__.partition(".")[0] in _LEFT_ALONE for value in attributes.values()

@@ -16,16 +16,24 @@ from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
-from graphopt.tracing.host_numbers import is_of_numpy
-from graphopt.tracing.inputs import Inputs, is_number
+from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
+from graphopt.tracing.inputs import Inputs, is_exact, is_number
 from graphopt.tracing.marks import AttributeChange
-from graphopt.tracing.optimizer_state import OfNone, distinct_states, entries_at, is_known_kind
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.optimizer_state import (
+    OfNone,
+    distinct_states,
+    entries_at,
+    is_known_kind,
+    is_nest,
+    same_nest,
+)
 from graphopt.tracing.outside.places import is_value
-from graphopt.tracing.placed import Placed
+from graphopt.tracing.placed import Added, Placed
 from graphopt.tracing.redirect import Made
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.signature import (
-    SYMBOLIC,
+    AppendedResult,
     AttributeResult,
     Computed,
     Constant,
@@ -33,6 +41,7 @@ from graphopt.tracing.signature import (
     GradientResult,
     Live,
     Nested,
+    PlacedResult,
     Recipe,
     SettingResult,
     Signature,
@@ -57,6 +66,7 @@ class Ran(NamedTuple):
         returned, spec: what it returned, the leaves and how they are nested.
         stepped: the optimizers that it stepped.
         placed: what it has left outside its arguments.
+        added: what it has appended to lists and queues there.
         changed: what it has changed in lists and dictionaries among them.
     """
 
@@ -64,6 +74,7 @@ class Ran(NamedTuple):
     spec: Any
     stepped: list[int]
     placed: list[Placed]
+    added: list[Added]
     changed: list[ContainerChange]
 
 
@@ -72,6 +83,7 @@ class ResultCollector:
 
     Attributes:
         results: traced values that the graph has to return, in order.
+        numbers: those of them that are numbers (by id).
     """
 
     def __init__(
@@ -86,6 +98,7 @@ class ResultCollector:
         self.call, self.inputs, self.traced, self.made = call, inputs, traced, made
         self._left_storages = left_storages
         self.results: list[Any] = []
+        self.numbers: set[int] = set()
         self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
         self._storages: dict[int, Live] = {
             _compat.storage_key(tensor): Live(None, i)
@@ -107,6 +120,7 @@ class ResultCollector:
                     hint="pass float(number) to the step",
                 )
             self.results.append(value)
+            self.numbers.add(id(value))
             return Computed(len(self.results) - 1)
         if value is None or isinstance(value, (int, float, str, bool, complex, bytes)):
             return Constant(value)
@@ -171,7 +185,11 @@ class ResultCollector:
             attributes=[
                 *self._attributes(before),
                 *self._attributes_of_others(holders),
-                *(AttributeResult(e.table, e.key, self._nest(e.value)) for e in ran.placed),
+            ],
+            placed=[PlacedResult(each.place, self._nest(each.value)) for each in ran.placed],
+            appended=[
+                AppendedResult(each.container, tuple(map(self._nest, each.items)))
+                for each in ran.added
             ],
             settings=[
                 SettingResult(index, group, key, self.recipe(value, lambda: "a count"))
@@ -226,7 +244,7 @@ class ResultCollector:
                 if before.keys() - entries.keys():
                     raise _drops_state()
                 for key, entry in entries.items():
-                    if key in before and entry is before[key]:
+                    if key in before and same_nest(entry, before[key]):
                         continue
                     found.append(StateResult(number, owner, key, self._state_recipe(entry)))
             if self.traced.states[number].keys() - set(map(traced_key, optimizer.state)):
@@ -236,6 +254,8 @@ class ResultCollector:
     def _state_recipe(self, value: Any) -> Recipe:
         if is_plain(value) and not any(isinstance(v, SYMBOLIC) for v in _compat.tree_leaves(value)):
             return Constant(value)
+        if is_nest(value):
+            return self._nest(value)
         if isinstance(value, (list, tuple, dict)):
             raise CaptureError(
                 f"its optimizer keeps a {type(value).__name__} in its state, which is neither a"
@@ -311,15 +331,8 @@ class ResultCollector:
         if isinstance(after, torch.Tensor):
             return self._tensor_recipe(after)
         leaves, spec = _compat.tree_flatten(after)
-        numbers = [leaf for leaf in leaves if isinstance(leaf, SYMBOLIC)]
-        if numbers:
-            line = self.made.line_of(numbers[0])
-            raise CaptureError(
-                f"it stores the value of a tensor in the attribute {name}",
-                location=None if line is None else str(line),
-                hint="store the tensor, return the value and keep it outside, or let"
-                " graphopt.callback(function, tensor) do it in every step",
-            )
+        if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+            return self._nest(after)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return Constant(after)
         real = [self._real(leaf) for leaf in leaves]
@@ -369,12 +382,15 @@ def plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _refuse_counter(name: str, before: Any, after: Any) -> None:
-    if is_number(before) and is_number(after) and before != after:
+    """Refuse a count that no input of a graph holds. Others are found by `note_counted`."""
+    if not is_number(before) or is_exact(before) or is_host_number(before):
+        return
+    if is_number(after) and before != after:
         raise CaptureError(
-            f"it counts in the Python attribute {name} ({before} became {after}),"
-            " which would happen at capture only",
-            hint="keep the count in a tensor: in a buffer of the model (register_buffer), or in the"
-            " optimizer's state",
+            f"it counts in the Python attribute {name} ({before!r} became {after!r}), a"
+            f" {type(before).__name__} that is no input of a graph",
+            hint="count in an int below 2**53 or a float, or keep the count in a tensor: in a"
+            " buffer of the model (register_buffer), or in the optimizer's state",
         )
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import ModuleTensor
 from graphopt.tracing.optimizer_state import OfNone
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,6 @@ class Constant:
     """A Python value, the same on every call that this graph serves."""
 
     value: Any
-
-
-SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
-"""What reading the value of a traced tensor gives."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +124,22 @@ class AttributeResult:
     recipe: Recipe
 
 
+@dataclass(frozen=True)
+class PlacedResult:
+    """What the step has left in a place outside its arguments."""
+
+    place: OutsidePlace
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class AppendedResult:
+    """What the step has appended to a list or queue outside its arguments."""
+
+    container: Any
+    items: tuple[Recipe, ...]
+
+
 @dataclass
 class Signature:
     """How the results of one graph become the effects of one step.
@@ -141,6 +152,7 @@ class Signature:
         stepped: optimizers whose `step` ran.
         settings: numbers of parameter groups that the step changes.
         containers: lists and dictionaries among the arguments that it changes.
+        placed, appended: what it leaves outside its arguments.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
@@ -157,6 +169,8 @@ class Signature:
     dead_gradients: list[int] = field(default_factory=list)
     settings: list[SettingResult] = field(default_factory=list)
     containers: list[ContainerResult] = field(default_factory=list)
+    placed: list[PlacedResult] = field(default_factory=list)
+    appended: list[AppendedResult] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
 
@@ -167,6 +181,9 @@ class Signature:
         yield from (state.recipe for state in self.states)
         yield from (leaf for attribute in self.attributes for leaf in leaves_of(attribute.recipe))
         yield from (setting.recipe for setting in self.settings)
+        yield from (leaf for each in self.placed for leaf in leaves_of(each.recipe))
+        for appended in self.appended:
+            yield from (leaf for item in appended.items for leaf in leaves_of(item))
         for container in self.containers:
             yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
 
@@ -179,8 +196,8 @@ class Signature:
     @property
     def makes_attributes(self) -> bool:
         """Whether an attribute that takes a tensor is not there yet."""
+        made = [(OutsidePlace("item", a.attributes, a.name), a.recipe) for a in self.attributes]
+        made += [(placed.place, placed.recipe) for placed in self.placed]
         return any(
-            attribute.name not in attribute.attributes
-            for attribute in self.attributes
-            if not isinstance(attribute.recipe, Constant)
+            place.now() is MISSING for place, recipe in made if not isinstance(recipe, Constant)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +32,13 @@ from graphopt.tracing.host_numbers import (
 )
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
-from graphopt.tracing.keyed import Keyed, identified, keyed_by_stand_ins
+from graphopt.tracing.keyed import identified, keyed_by_stand_ins
+from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.marks import Marks, marks_kept
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
-from graphopt.tracing.placed import take_placed
+from graphopt.tracing.placed import note_counted, take_added, take_placed
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Made, Redirect
 from graphopt.tracing.replacing import Replacing
@@ -48,7 +51,7 @@ from graphopt.tracing.result_collector import (
 )
 from graphopt.tracing.scaling import traced_scaling
 from graphopt.tracing.schedulers import traced_schedulers
-from graphopt.tracing.signature import SYMBOLIC, Signature
+from graphopt.tracing.signature import Signature
 from graphopt.tracing.source import current_user_line, user_line_of
 from graphopt.tracing.substitute import Traced, insert
 from graphopt.tracing.tagging import Tagger, tagged
@@ -79,9 +82,9 @@ class StepRun:
         communication: MarkedCommunication | None,
         mode: Any,
         values: list[torch.Tensor],
-        keyed: Sequence[Keyed],
+        state: HostState,
     ) -> None:
-        self._keyed = keyed
+        self._keyed, self._puts_back = state.keyed_by_tensors(), state.puts_back
         self._values, self._mode = values, mode
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
@@ -92,11 +95,13 @@ class StepRun:
         self.made = Made(self.tagger, arguments)
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
+        self.kept_numbers: set[int] = set()
         self.gradients_first = False
         self.rebound: dict[int, torch.Tensor] = {}
         self.data_given: dict[int, torch.Tensor] = {}
         self.left_storages: set[int] = set()
-        self.outside = record_for(call)
+        placed = [n.place for n in inputs.hyperparameters if isinstance(n, PlacedNumber)]
+        self.outside = record_for(call, placed)
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, given, mode, call.besides.carried)
         self._caching = torch.is_autocast_cache_enabled()
@@ -135,6 +140,7 @@ class StepRun:
             counted = self._counted(settings)
             replacing = Replacing(self.call, self.inputs, traced, self.outside, alone)
             finish_buffers(self.inputs, traced, replacing)
+            self._note_counted(before, holders)
             collector = ResultCollector(
                 self.call, self.inputs, traced, flat, self.made, self.left_storages
             )
@@ -143,6 +149,7 @@ class StepRun:
             self.signature.data.update(collector.computed(self.data_given))
             self.data_given.clear()
             marks.put_back()
+            self.kept_numbers = collector.numbers
             self.signature.rebound.update(collector.left(self.rebound))
             self.used = tuple(marker.used) if marker is not None else ()
             return collector.results
@@ -186,6 +193,24 @@ class StepRun:
                     self.finder.count(key)
                 found.append((index, number, key, new[key]))
         return found
+
+    def _note_counted(
+        self,
+        modules: Mapping[int, dict[str, Any]],
+        holders: Iterable[tuple[str, dict[str, Any], dict[str, Any]]],
+    ) -> None:
+        """Look for numbers in attributes of modules and other objects that the step has changed.
+
+        Args:
+            modules, holders: their attributes as the step found them; see `ResultCollector`.
+        """
+        tables = [(n, vars(m), modules[id(m)]) for n, m in self.call.named_submodules()]
+        for name, now, before in (*tables, *holders):
+            for key, value in now.items():
+                if value is not before.get(key):
+                    place = OutsidePlace("item", now, key)
+                    path = f"{name}.{key}".strip(".")
+                    note_counted(self.finder, path, place, before.get(key), value)
 
     def _run(
         self,
@@ -240,6 +265,7 @@ class StepRun:
                     returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)
+                added = take_added(self.outside, self._puts_back)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages
@@ -248,7 +274,7 @@ class StepRun:
             raise self.made.refused
         mark()
         flat = _compat.flatten_results(returned, self._stays)
-        return Ran(*flat, stepped, placed, list(given.changes()))
+        return Ran(*flat, stepped, placed, added, list(given.changes()))
 
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
         """Tensors that the step may hold elsewhere, by the ids of what stands for them."""

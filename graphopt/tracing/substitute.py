@@ -27,8 +27,8 @@ from graphopt.tracing.inputs import (
     is_number,
     state_key,
 )
-from graphopt.tracing.optimizer_state import entries_at, of_none, write
-from graphopt.tracing.signature import SYMBOLIC
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
 from graphopt.tracing.source import current_user_line
 
 
@@ -73,13 +73,13 @@ def preserved(call: Call) -> Iterator[None]:
         if type(call.leaves[position]).__module__ != "builtins"
         and isinstance(getattr(call.leaves[position], "__dict__", None), dict)
     ]
-    carried = [(table, key, table[key]) for _, table, key in call.besides.carried if key in table]
+    carried = [(each.place, each.place.now()) for each in call.besides.carried]
     generators = GeneratorStates.read()
     try:
         yield
     finally:
-        for table, key, value in carried:
-            table[key] = value
+        for place, value in carried:
+            place.write(value)
         for attributes, before in (*tables, *modules, *opaque):
             attributes.clear()
             attributes.update(before)
@@ -142,7 +142,7 @@ def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
             owner[key] = traced.by_id[id(entry.tensor)]
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
         if isinstance(number, PlacedNumber):
-            number.table[number.key] = symbolic
+            number.place.write(symbolic)
     groups: dict[int, _Settings] = {}
     states: dict[int, defaultdict[Any, Any]] = {}
     for index, optimizer in enumerate(call.optimizer_objects()):
@@ -184,7 +184,12 @@ def _insert_into_optimizer(
             parts = list(group[number.key])
             parts[number.element] = symbolic
             dict.__setitem__(group, number.key, tuple(parts))
-    traced.states.append({traced_key(key): dict(entries_at(of)) for key, of in state.items()})
+    traced.states.append(
+        {
+            traced_key(key): {k: mapped(v, lambda leaf: leaf) for k, v in entries_at(of).items()}
+            for key, of in state.items()
+        }
+    )
 
 
 def _traced_state(
@@ -196,7 +201,7 @@ def _traced_state(
         entries = optimizer.state.get(parameter)
         if entries is not None:
             state[traced.by_id[id(parameter)]] = {
-                key: traced.by_id.get(id(value), value) for key, value in entries.items()
+                key: _stand_ins_in(key, value, traced) for key, value in entries.items()
             }
     for none, loose in of_none(optimizer.state):
         for key, value in loose.items():
@@ -204,6 +209,15 @@ def _traced_state(
         if not loose:
             state[none.key] = {}
     return state
+
+
+def _stand_ins_in(key: Any, value: Any, traced: Traced) -> Any:
+    """What stands for an entry of the state; for a nest of tensors, another one."""
+    if not is_nest(value):
+        return traced.by_id.get(id(value), value)
+    if next(tensors_of(key, value), None) is None:
+        return value
+    return mapped(value, lambda leaf: traced.by_id.get(id(leaf), leaf))
 
 
 class _Settings(dict[str, Any]):

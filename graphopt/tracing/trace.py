@@ -24,7 +24,6 @@ from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of, explained, raised_by_step
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.keyed import Keyed
 from graphopt.tracing.leftovers import (
     HostState,
     OutsideChanges,
@@ -103,7 +102,7 @@ def _attempt(
     """
     state = HostState(call)
     try:
-        raw, drawn = _traced(call, inputs, communication, state.keyed_by_tensors())
+        raw, drawn = _traced(call, inputs, communication, state)
     finally:
         effects = state.restore()
     with explained(call):
@@ -119,17 +118,14 @@ def _attempt(
 
 
 def _traced(
-    call: Call,
-    inputs: Inputs,
-    communication: MarkedCommunication | None,
-    keyed: Sequence[Keyed],
+    call: Call, inputs: Inputs, communication: MarkedCommunication | None, state: HostState
 ) -> tuple[RawTrace, Drawn | None]:
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, strides.check, strides.known
     )
     fakes = [_compat.to_fake(mode, value) for value in values]
-    run = StepRun(call, inputs, communication, mode, values, keyed)
+    run = StepRun(call, inputs, communication, mode, values, state)
     try:
         return _run_once(run, call, fakes)
     except CaptureError as error:
@@ -154,7 +150,7 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
         graph_module = _compat.make_fx(run)(*fakes)
         refuse_counts(graph_module.graph)
         drawn = generators.advanced()
-        _refuse_kept_numbers(run.made, call, _numbers_of(call))
+        _refuse_kept_numbers(run.made, call, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:
         raise MoreInputs(run.finder.found)
     assert run.signature is not None
@@ -183,7 +179,7 @@ def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
 
 def _numbers_of(call: Call) -> set[int]:
     """What optimizers, and places that are inputs, hold while they are traced (by id)."""
-    known = {id(table.get(key)) for _, table, key in call.besides.carried}
+    known = {id(each.place.now()) for each in call.besides.carried}
     for optimizer in call.optimizer_objects():
         for table in (*optimizer.param_groups, *map(entries_at, optimizer.state.values())):
             known.update(map(id, _compat.tree_leaves(list(table.values()))))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.host_numbers import is_host_number, plain
 from graphopt.tracing.outside.attributes import (
     attribute_place,
     attributes_of,
@@ -119,10 +119,16 @@ class NativeCalls:
         else:
             self._all(args, line)
 
-    def store(self, place: OutsidePlace | None, owner: Any, counting: bool = False) -> None:
+    def store(
+        self,
+        place: OutsidePlace | None,
+        owner: Any,
+        counting: bool = False,
+        path: str | None = None,
+    ) -> None:
         """The step writes to a place of `owner`."""
         if place is not None and self._record.is_outside(owner):
-            self._record.wrote(place, counting, owner)
+            self._record.wrote(place, counting, owner, path)
 
     def _on(
         self, name: str, bound: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
@@ -130,6 +136,8 @@ class NativeCalls:
         """A method of a container or another object without Python code."""
         record = self._record
         bound = viewed(bound)
+        if isinstance(bound, (dict, list)) and name not in _ADDING:
+            args = tuple(map(plain, args))  # keys
         self._pin(args)
         self._all(args if name not in _ADDING else (), line)
         if not record.is_outside(bound):
@@ -156,6 +164,8 @@ class NativeCalls:
             self.contains(bound, args[0], line)
         elif isinstance(bound, dict) and name == "__setitem__":
             self.store_item(bound, args[0])
+        elif name == "append" and len(args) == 1:
+            record.mutated(bound, args[0])
         elif name in _ADDING or (discarded and name in _CHANGING - _BY_CONTENTS):
             record.mutated(bound)
             if name == "clear":

@@ -37,7 +37,8 @@ class OutsideGuard:
             weakref.ref(module, _Drop(self, f"{name} is gone")) for name, module in modules
         ]
         self._modules = ModuleGuards(
-            (name, each, _assigned(record, each)) for name, each in modules
+            (name, each, _assigned(record, each), record.taken_from(vars(each)))
+            for name, each in modules
         )
         self._sweeps = prepared(self._entries)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import dis
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
@@ -19,10 +20,11 @@ import torch
 
 from graphopt._compat.frames import NULL, Operands
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.host_numbers import plain
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.counting import counting_pairs
-from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record, is_container, viewed
 
 
@@ -97,9 +99,12 @@ class Instructions:
             pending, record.pending = record.pending, None
         for each in pending[:-1]:
             record.read(*each)
-        if pending and isinstance(pending[-1][0].now(), torch.Tensor):
+        value = pending[-1][0].now() if pending else None
+        if isinstance(value, torch.Tensor):
             record.read(*pending[-1])  # not a count: an operator takes it
         elif pending:
+            if value is MISSING and type(pending[-1][0].holder) is defaultdict:  # begins to count
+                record.read(*pending[-1])
             self._feeding[id(frame)] = pending[-1]
 
     def counts(self, frame: FrameType) -> None:
@@ -111,14 +116,19 @@ class Instructions:
             self._read_contents(frame, value, line)
 
     def _stored(
-        self, frame: FrameType, step: OutsideAccess, place: OutsidePlace | None, owner: Any
+        self,
+        frame: FrameType,
+        step: OutsideAccess,
+        place: OutsidePlace | None,
+        owner: Any,
+        path: str | None = None,
     ) -> None:
         """A store: of a value made from what was at the same place, or of another."""
         fed = self._feeding.pop(id(frame), None) if step.counting else None
         counting = fed is not None and place is not None and fed[0].identity == place.identity
         if fed is not None and not counting:
             self._record.read(*fed)
-        self._calls.store(place, owner, counting)
+        self._calls.store(place, owner, counting, path)
 
     # ------------------------------------------------------------------ names
 
@@ -148,14 +158,15 @@ class Instructions:
     def _set_global(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        self._stored(frame, step, OutsidePlace("item", frame.f_globals, step.name), frame.f_globals)
+        names = frame.f_globals
+        self._stored(frame, step, OutsidePlace("item", names, step.name), names, step.name)
 
     def _set_cell(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         cell = operands.variable(step.argument)
         if isinstance(cell, CellType):
-            self._stored(frame, step, OutsidePlace("cell", cell), cell)
+            self._stored(frame, step, OutsidePlace("cell", cell), cell, step.name)
 
     # ------------------------------------------------------------------ attributes
 
@@ -188,7 +199,7 @@ class Instructions:
     def _item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        container, key = viewed(operands.top(2)), operands.top(1)
+        container, key = viewed(operands.top(2)), plain(operands.top(1))
         record = self._record
         if not record.is_outside(container) or (
             isinstance(key, slice) and self._is_trimmed(frame, container)
@@ -225,7 +236,7 @@ class Instructions:
     def _set_item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        container, key = operands.top(2), operands.top(1)
+        container, key = operands.top(2), plain(operands.top(1))
         if not is_container(container) or not self._record.is_outside(container):
             return
         fed = self._feeding.pop(id(frame), None) if step.counting else None
@@ -291,7 +302,7 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         self._record.pin(operands.top(2))
-        self._calls.contains(operands.top(1), operands.top(2), line)
+        self._calls.contains(operands.top(1), plain(operands.top(2)), line)
 
     def _truth(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine

@@ -48,6 +48,11 @@ class OutsidePlace:
         return (self.kind, id(self.holder), key)
 
     @property
+    def is_written(self) -> bool:
+        """Whether `write` can put values there."""
+        return self.kind in _WRITERS
+
+    @property
     def is_item(self) -> bool:
         """Whether it is an item of a dictionary, as attributes are."""
         return self.kind == "item" and type(self.holder) in _TABLES
@@ -58,6 +63,11 @@ class OutsidePlace:
             return _READERS[self.kind](self.holder, self.key)
         except (KeyError, IndexError, AttributeError, ValueError, TypeError):
             return MISSING
+
+    def write(self, value: Any) -> None:
+        """Put a value there; `MISSING` takes away what is there. Of an item, an attribute, a
+        variable of a closure, or what a class has for a name."""
+        _WRITERS[self.kind](self.holder, self.key, value)
 
 
 def _whole(holder: Any, key: Any) -> Any:
@@ -109,6 +119,44 @@ _READERS: Mapping[str, Any] = {
     "kind": _kind,
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
+}
+
+
+def _write_item(holder: Any, key: Any, value: Any) -> None:
+    if value is not MISSING:
+        holder[key] = value
+    elif key in holder:
+        del holder[key]
+
+
+def _write_cell(holder: CellType, key: Any, value: Any) -> None:
+    if value is not MISSING:
+        holder.cell_contents = value
+    elif _cell_is_full(holder):
+        del holder.cell_contents
+
+
+def _cell_is_full(holder: CellType) -> bool:
+    try:
+        return holder.cell_contents is not MISSING
+    except ValueError:
+        return False
+
+
+def _write_attribute(holder: Any, key: str, value: Any) -> None:
+    """Without `__setattr__` of the program's, which ran while the step was traced."""
+    write: Any = type if isinstance(holder, type) else object
+    if value is not MISSING:
+        write.__setattr__(holder, key, value)
+    elif hasattr(holder, key):
+        write.__delattr__(holder, key)
+
+
+_WRITERS: Mapping[str, Any] = {
+    "item": _write_item,
+    "cell": _write_cell,
+    "attribute": _write_attribute,
+    "class": _write_attribute,
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.existing import existing_now
 from graphopt.tracing.outside.places import (
     MISSING,
@@ -29,6 +31,8 @@ _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
 _WHOLE_BYTES = 1 << 16
 _SEVERAL = (tuple, frozenset)
+_SEQUENCES = frozenset({list, collections.deque})
+"""Containers to which items are appended."""
 _VIEWS: tuple[type, ...] = (
     type({}.keys()),
     type({}.values()),
@@ -37,19 +41,32 @@ _VIEWS: tuple[type, ...] = (
 )
 
 
-class WrittenItem(NamedTuple):
-    """An item of a dictionary that the step wrote to.
+class WrittenPlace(NamedTuple):
+    """A place that the step wrote to.
 
     Attributes:
         before: what was there.
-        owner: the object that has it as an attribute; None where the dictionary is none of these.
-        path: to that object or dictionary.
+        owner: the object that has it as an attribute; None where it is none of these.
+        path: how a message calls the place.
     """
 
     place: OutsidePlace
     before: Any
     owner: Any
     path: str
+
+
+class AddedItems(NamedTuple):
+    """What the step has appended to a list or queue, which it has not changed otherwise.
+
+    Attributes:
+        before: a copy of it as it was.
+        items: in order.
+    """
+
+    container: Any
+    before: Any
+    items: list[Any]
 
 
 class Record:
@@ -70,8 +87,14 @@ class Record:
         compared: where it asks whether a tensor is one that has a stand-in.
     """
 
-    def __init__(self, own: Iterable[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        own: Iterable[dict[str, Any]],
+        inputs: Set[Any] = frozenset(),
+        told: Set[Any] = frozenset(),
+    ) -> None:
         self._own = {id(table) for table in own}
+        self._inputs, self._told = inputs, told
         self._existing = existing_now()
         # `gc.freeze` hides classes and modules from `gc.get_objects`.
         self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
@@ -79,8 +102,12 @@ class Record:
         self._owners: dict[int, Callable[[], Any]] = {}
         self._written: set[tuple[Any, ...]] = set()
         self._derived: set[tuple[Any, ...]] = set()
-        self._items: dict[tuple[Any, ...], WrittenItem] = {}
+        self._counted: set[tuple[Any, ...]] = set()
+        self._places: dict[tuple[Any, ...], WrittenPlace] = {}
         self._mutated: dict[int, Any] = {}
+        self._tables: list[dict[Any, Any]] = []
+        self._added: dict[int, AddedItems] = {}
+        self._changed_otherwise: set[int] = set()
         self._emptied: set[int] = set()
         self._pinned: dict[int, Any] = {}
         self.stands_for: Mapping[int, torch.Tensor] = {}
@@ -103,12 +130,21 @@ class Record:
         """The step is over: look for what it changed."""
         self._settle_trimmed()
         self.changed = self._changed()
+        self._forget_values()
 
     def close(self) -> None:
         """Let go of what only observing needs, which is nearly everything."""
         self._existing.let_go()
         self._paths.clear()
+        self._forget_values()
         self.optimizers.clear()
+
+    def _forget_values(self) -> None:
+        """Let go of what was in places that the step has written."""
+        self._places.clear()
+        self._mutated.clear()
+        self._tables.clear()
+        self._added.clear()
 
     # ------------------------------------------------------------------ objects
 
@@ -189,6 +225,8 @@ class Record:
         if self.pending is not None:
             self.pending.append((place, path, line))
             return value
+        if identity in self._inputs and (identity in self._written or isinstance(value, SYMBOLIC)):
+            return value
         if self.is_own(place.holder):
             self.reached(value, path)
             return value
@@ -259,18 +297,23 @@ class Record:
 
     # ------------------------------------------------------------------ writes
 
-    def wrote(self, place: OutsidePlace, counting: bool, owner: Any = None) -> None:
+    def wrote(
+        self, place: OutsidePlace, counting: bool, owner: Any = None, path: str | None = None
+    ) -> None:
         """The step writes to a place, `counting` if what it makes of the value there; `owner` is
         the object that has it as an attribute."""
         identity = place.identity
         self._goes_through(place.holder)
-        if place.is_item:
-            holder = place.holder if owner is None else owner
-            path = self.path(holder, type(holder).__name__)
-            written = WrittenItem(self._outside(place), place.now(), owner, path)
-            self._items.setdefault(identity, written)
+        if place.is_written and identity not in self._places:
+            path = path or self._path_of(place, owner)
+            read = self.reads.get(identity)
+            before = MISSING if read is not None and read.value is MISSING else place.now()
+            self._places[identity] = WrittenPlace(place, before, owner, path)
+        if type(place.holder) in _SEQUENCES:
+            self._mutated.setdefault(id(place.holder), copy.copy(place.holder))
         if counting and (identity not in self._written or identity in self._derived):
             self._derived.add(identity)
+            self._counted.add(identity)
         else:
             self._derived.discard(identity)
         self._written.add(identity)
@@ -280,27 +323,93 @@ class Record:
         if self.is_outside(iterator) and self.advanced is None:
             self.advanced = (path, line)
 
-    def mutated(self, container: Any) -> None:
-        """The step adds to or takes from a container."""
-        if self.is_outside(container) and id(container) not in self._mutated:
-            self._mutated[id(container)] = copy.copy(container)
+    def _path_of(self, place: OutsidePlace, owner: Any) -> str:
+        if owner is None or (place.kind == "item" and not isinstance(place.key, str)):
+            holder = place.holder
+            return f"{self.path(holder, type(holder).__name__)}[{key_text(place.key)}]"
+        return f"{self.path(owner, type(owner).__name__)}.{place.key}"
+
+    def mutated(self, container: Any, added: Any = MISSING) -> None:
+        """The step adds to or takes from a container.
+
+        Args:
+            added: what it appends, if that is all it does.
+        """
+        if not self.is_outside(container):
+            return
+        key = id(container)
+        if key not in self._mutated:
+            self._mutated[key] = copy.copy(container)
             self._goes_through(container)
             if isinstance(container, (dict, set)):
-                self._touched[id(container)] = container
+                self._touched[key] = container
+            if OutsidePlace("item", container).is_item:
+                self._tables.append(container)
+        if added is MISSING:
+            self._changed_otherwise.add(key)
+        elif type(container) in _SEQUENCES:
+            known = self._added.setdefault(key, AddedItems(container, self._mutated[key], []))
+            known.items.append(added)
 
     def emptied(self, container: Any) -> None:
         """The step takes everything out of a container: what it puts there is its own."""
         if self.is_outside(container):
             self._emptied.add(id(container))
 
-    def written_items(self) -> Iterator[WrittenItem]:
-        """The items of dictionaries, attributes among them, that the step wrote to, other than
-        those of modules and optimizers."""
-        yield from (each for each in self._items.values() if not self.is_own(each.place.holder))
+    def written_places(self) -> Iterator[WrittenPlace]:
+        """The places that the step wrote to, other than attributes of modules and optimizers, also
+        by functions without Python code (`dict.update`)."""
+        yield from (each for each in self._places.values() if not self.is_own(each.place.holder))
+        for table in self._tables:
+            before, path = self._mutated[id(table)], self.path(table, "dict")
+            for key, value in list(table.items()):
+                place, was = OutsidePlace("item", table, key), before.get(key, MISSING)
+                if was is not value and place.identity not in self._places:
+                    yield WrittenPlace(place, was, None, f"{path}[{key_text(key)}]")
+
+    def is_input(self, place: OutsidePlace) -> bool:
+        """Whether the graph takes the number in a place."""
+        return place.identity in self._inputs
+
+    def is_told(self, place: OutsidePlace) -> bool:
+        """Whether the step is known to read a place, and to change what is there."""
+        return place.identity in self._told
+
+    def depends_on(self, place: OutsidePlace) -> bool:
+        """Whether the step has used what was in a place, be it to count; or that nothing was."""
+        identity, holder = place.identity, id(place.holder)
+        if identity in self.reads or identity in self._counted:
+            return True
+        written = self._places.get(identity)
+        if written is None or written.before is not MISSING:
+            return False
+        asked = [("has", holder, place.key), ("keys", holder, None), ("size", holder, None)]
+        return any(each in self.reads for each in asked)
+
+    def counts_in(self, place: OutsidePlace) -> bool:
+        """Whether the step has used what was in a place to count, and for nothing else."""
+        return place.identity in self._counted
+
+    def take_added(self) -> Iterator[AddedItems]:
+        """Lists and queues that the step has appended to, and neither read nor changed otherwise,
+        nor replaced.
+        Nothing else remembers what it has appended from then on."""
+        read = {id(each.place.holder) for each in self.reads.values()}
+        read |= {
+            id(each.value) for each in self.reads.values() if each.place.now() is not each.value
+        }
+        added, self._added = self._added, {}
+        for key, each in added.items():
+            if key not in read and key not in self._changed_otherwise:
+                yield each
 
     def places_of(self, value: Any) -> list[OutsidePlace]:
         """All places in which the step has read an object."""
         return [read.place for read in self.reads.values() if read.value is value]
+
+    def taken_from(self, table: dict[str, Any]) -> set[str]:
+        """The keys of a dictionary whose numbers the graph takes."""
+        return {key for key in table if OutsidePlace("item", table, key).identity in self._inputs}
 
     def has_written(self, table: dict[str, Any], key: str) -> bool:
         """Whether the step wrote to an item of a dictionary."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.besides import Besides, CarriedPlace, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.observe import Observer, observed
-from graphopt.tracing.outside.places import Read
+from graphopt.tracing.outside.places import OutsidePlace, Read
 from graphopt.tracing.outside.record import Record, is_container
 
 _HINT = (
@@ -23,13 +24,18 @@ _HINT = (
 )
 
 
-def record_for(call: Call) -> Record:
-    """An empty record of a step. Made before anything has stand-ins."""
+def record_for(call: Call, inputs: Iterable[OutsidePlace] = ()) -> Record:
+    """An empty record of a step. Made before anything has stand-ins.
+
+    Args:
+        inputs: places whose numbers the graph takes.
+    """
     own: list[dict[str, Any]] = []
     for _, module in call.named_submodules():
         own += [vars(module), *_compat.own_tables(module)]
     own += [vars(optimizer) for optimizer in call.optimizer_objects()]
-    return Record(own)
+    told = {each.place.identity for each in call.besides.carried if each.counted}
+    return Record(own, {place.identity for place in inputs}, told)
 
 
 @contextmanager
@@ -95,10 +101,20 @@ def unchanged(record: Record) -> Record:
 
     Raises:
         CaptureError: it does not; naming the line that reads.
+        MoreInputs: it changes a bool, a text or None, which each call may do.
     """
     if record.changed is not None:
-        _refuse(*record.changed)
+        read, now = record.changed
+        flags = _is_flag(read.value) and _is_flag(now) and read.place.is_written
+        if flags and not record.is_told(read.place):
+            place = CarriedPlace(read.path, read.place, counted=True)
+            raise MoreInputs(Besides(carried=[place]))
+        _refuse(read, now)
     return record
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or type(value) in (bool, str)
 
 
 def _refuse(read: Read, now: Any) -> None:
