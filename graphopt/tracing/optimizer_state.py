@@ -62,7 +62,7 @@ def value_at(entries: dict[Any, Any], key: Any) -> Any:
     """What stands at a second key, or within a nest there; None where nothing does."""
     if not isinstance(key, Within):
         return entries.get(key)
-    value = entries.get(key.key)
+    value: Any = entries.get(key.key)
     try:
         for step in key.path:
             value = value[step]
