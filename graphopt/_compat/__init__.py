@@ -122,6 +122,7 @@ from graphopt._compat.tensors import (
     version_of,
 )
 from graphopt._compat.tracers import (
+    add_input,
     backward_sequence_number,
     current_tracer,
     forget_constant,
@@ -145,6 +146,7 @@ from graphopt._compat.trees import (
 )
 
 __all__ = [
+    "add_input",
     "FAKE_BACKEND",
     "Correction",
     "DescribedTensor",

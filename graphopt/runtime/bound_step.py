@@ -213,7 +213,8 @@ class BoundStep:
     def _storages(self, flat: list[Any]) -> frozenset[int]:
         """The storages among `flat` that the step may be updating."""
         inputs = self.captured.live
-        state = flat[: len(flat) - len(inputs.hyperparameters) - len(inputs.user)]
+        others = len(inputs.hyperparameters) + len(inputs.user) + len(inputs.drawn.inputs)
+        state = flat[: len(flat) - others]
         return frozenset(map(_compat.storage_key, filter(_is_tensor, state)))
 
     def _may_leave_in_flight(self) -> bool:
@@ -349,8 +350,10 @@ class BoundStep:
             flat.append(None if dead else parameter.grad)
             if dead:
                 put_gradient(parameter, None)
-        flat.extend(map(self._as_tensor, count(), self.guards.numbers_of(call)))
+        numbers = self.guards.numbers_of(call)
+        flat.extend(map(self._as_tensor, count(), numbers))
         flat.extend(call.leaves[position] for position in inputs.user)
+        flat.extend(inputs.drawn.tensors(call.drawn.of(inputs.drawn, numbers)))
         return flat
 
     def _as_tensor(self, index: int, value: Any) -> torch.Tensor:

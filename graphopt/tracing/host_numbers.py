@@ -94,13 +94,22 @@ class Condition:
 
 @dataclass
 class Conditions:
-    """What was asked about such numbers in the traces of one capture."""
+    """What was asked about such numbers in the traces of one capture.
+
+    Attributes:
+        all: the answers given.
+        check: looks at each before it counts, and may refuse it.
+    """
 
     all: list[Condition] = field(default_factory=list)
+    check: Callable[[Condition], None] | None = None
 
     def add(self, condition: Condition) -> None:
-        if condition not in self.all:
-            self.all.append(condition)
+        if condition in self.all:
+            return
+        if self.check is not None:
+            self.check(condition)
+        self.all.append(condition)
 
 
 class HostNumber(TracedFloat):
@@ -137,13 +146,20 @@ class HostNumber(TracedFloat):
     def exactly(self) -> Any:
         """The number, which the graph holds for alone from now on."""
         if isinstance(self.expression, (Leaf, Application)):
-            self.conditions.add(Condition(_same_number, self.expression, self.value, True))
+            self.conditions.add(Condition(same_value, self.expression, self.value, True))
         return self.value
 
     def handed_out(self, text: bool = False) -> Any:
         """The number, for Python code to do with it what it likes."""
         self.notes.hand_out(leaves_of(self.expression), text)
         return self.exactly()
+
+    def rounded(self, function: Callable[..., Any]) -> Any:
+        """An integer made of it, which the graph holds for alone from now on."""
+        value = function(self.value)
+        term = Application(function, (self.expression,))
+        self.conditions.add(Condition(same_value, term, value, True))
+        return value
 
     def __getattr__(self, name: str) -> Any:
         """What numbers have and symbolic ones do not, such as `bit_length`."""
@@ -169,9 +185,11 @@ def _class_of(number: Any) -> type:
     return HostNumber if value is None else type(value)
 
 
-def _same_number(a: Any, b: Any) -> bool:
-    """Whether two numbers are one, and of one sign where they are zero."""
-    return type(a) is type(b) and a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two constants are one, and of one sign where they are zero."""
+    if type(a) is not type(b) or a != b:
+        return False
+    return type(a) is not float or math.copysign(1.0, a) == math.copysign(1.0, b)
 
 
 class ScheduledFloat(HostNumber):
@@ -192,6 +210,23 @@ class ScheduledFloat(HostNumber):
     ) -> None:
         HostNumber.__init__(self, symbolic, value, Leaf(index), conditions, notes)
         self.tensor = tensor
+
+
+def stand_in_of_number(
+    tensor: torch.Tensor, value: Any, index: int, conditions: Conditions, notes: Notes
+) -> HostNumber:
+    """What stands for a number, given the input that it comes in as.
+
+    Args:
+        tensor: 0-dim, float64, of the trace.
+        value: in this call.
+        index: of the number among those that the graph takes.
+    """
+    leaf = ScheduledFloat(tensor.item(), tensor, value, index, conditions, notes)  # type: ignore[arg-type]
+    if not isinstance(value, int):
+        return leaf
+    integer = _compat.record_number(int, (leaf,))
+    return HostNumber(integer, value, leaf.expression, conditions, notes)
 
 
 def is_host_number(value: Any) -> bool:
@@ -256,7 +291,12 @@ def _unary(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: HostNumber, *args: Any) -> Any:
-        if is_torch_file(sys._getframe(1).f_code.co_filename):
+        of_torch = is_torch_file(sys._getframe(1).f_code.co_filename)
+        if function in _TO_INTEGERS and not args and type(self.value) is float:
+            if not of_torch:
+                self.notes.hand_out(leaves_of(self.expression), False)
+            return self.rounded(function)
+        if of_torch:
             return function(self.exactly(), *args)
         return function(self.handed_out(text=function in _TEXTS), *args)
 
@@ -264,6 +304,7 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TEXTS = (str, repr, format)
+_TO_INTEGERS = (int, round, math.trunc)
 
 
 for _compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):

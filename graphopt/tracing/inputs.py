@@ -18,10 +18,19 @@ from graphopt.host.assumptions import Answer
 from graphopt.ir.placement import Placement
 from graphopt.tracing import optimizer_state
 from graphopt.tracing.call import Call, SizesKept
+from graphopt.tracing.draws.program import HostProgram
 from graphopt.tracing.host_numbers import EXACT, Conditions
 from graphopt.tracing.optimizer_state import OfNone
 
-Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
+Kind = Literal[
+    "parameter",
+    "buffer",
+    "optimizer_state",
+    "gradient",
+    "hyperparameter",
+    "user_input",
+    "draw",
+]
 
 
 @dataclass(frozen=True)
@@ -183,6 +192,7 @@ class Inputs:
         held: names of what others may use without being seen (`graphopt.runtime.late`); none where
             that is so of all parameters, as while a variable holds a checkpoint.
         found_held: the same without exception.
+        drawn: what is drawn on the host in each call, inputs behind all others.
     """
 
     module_tensors: list[ModuleTensor]
@@ -199,6 +209,7 @@ class Inputs:
     answers: list[Answer] = field(default_factory=list)
     sizes: SizesKept = SizesKept.UNKNOWN
     meets_sizes: bool = False
+    drawn: HostProgram = field(default_factory=HostProgram)
 
     @property
     def parameters(self) -> list[ModuleTensor]:
@@ -216,9 +227,12 @@ class Inputs:
             yield "hyperparameter", number.fqn
         for position in self.user:
             yield "user_input", call.names[position]
+        for drawn in self.drawn.inputs:
+            yield "draw", drawn.fqn
 
     def live_values(self, call: Call) -> list[torch.Tensor]:
-        """The tensors to call the graph with, read from the modules and optimizers now."""
+        """The tensors to call the graph with, read from the modules and optimizers now; what is
+        drawn is as it was when the step was captured."""
         values = [
             holder.base() if isinstance(holder, Storage) else holder.tensor
             for holder in self.placeholders
@@ -230,7 +244,13 @@ class Inputs:
         for number in self.hyperparameters:
             values.append(as_tensor(number.read(call)))
         values += [call.leaves[position] for position in self.user]
+        values += self.drawn.captured_tensors()
         return values
+
+    def drawing_anew(self) -> HostProgram:
+        """Another trace begins: what it draws is to be noted. Returns what the last one drew."""
+        former, self.drawn = self.drawn, HostProgram(len(self.hyperparameters))
+        return former
 
 
 def is_alias(value: object, owner: ModuleTensor) -> bool:
