@@ -143,6 +143,17 @@ class HostNumber(TracedFloat):
     def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return _known(function, args)
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """Numpy computes with it, before the graph runs."""
+        if self.notes is not current_notes() or method != "__call__" or options.get("out"):
+            return NotImplemented
+        return self.notes.on_host(ufunc, inputs, options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        if self.notes is not current_notes() or options.get("out") is not None:
+            return NotImplemented
+        return self.notes.on_host(function, args, options)
+
     def exactly(self) -> Any:
         """The number, which the graph holds for alone from now on."""
         if isinstance(self.expression, (Leaf, Application)):

@@ -89,6 +89,9 @@ class Notes(Protocol):
     def decide(self, number: Any, kind: type) -> Any:
         """What a number is in this call; the graph holds where it is that again."""
 
+    def on_host(self, function: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
+        """What a function of numpy's gives, called before the graph runs."""
+
     def refuse(self, error: CaptureError) -> CaptureError:
         """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
 

@@ -114,6 +114,10 @@ class Made:
         """A number that the graph takes, which any code may take as it is."""
         self._arguments.add(number)
 
+    def on_host(self, function: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
+        """What a function of numpy's gives, called before the graph runs."""
+        return self.calls.apply(function, (*args, *options.values()), tuple(options))
+
     def refuse(self, error: CaptureError) -> CaptureError:
         """Note an error that refuses the step, also where the step swallows it; returns it."""
         self.refused = self.refused or error

@@ -16,6 +16,7 @@ from graphopt.tracing.draws.arguments import any_known, is_known
 from graphopt.tracing.draws.generators import Drawing, drawing_of
 from graphopt.tracing.draws.positions import BY_POSITION
 from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.host_numbers import is_host_number, leaves_of
 
 Substitute = Callable[..., Any]
 
@@ -54,7 +55,7 @@ class Substitutes:
         if not any_known(args):
             return None
         if _is_in(callee, _LEGACY) or _is_in(callee, _MAKERS):
-            return self._tensor(callee) if any(map(_holds_array, args)) else None
+            return self._tensor(callee) if any(map(self._is_made_on_host, args)) else None
         if _is_in(callee, self._numpy()):
             return self._apply(callee)
         if any(map(is_known, args)) and _is_of_torch(callee):
@@ -91,6 +92,16 @@ class Substitutes:
 
         return apply
 
+    def _is_made_on_host(self, value: Any) -> bool:
+        """Whether an array is among what a tensor is made of, or an integer that is drawn: other
+        numbers are inputs of the graph, which makes the tensor."""
+        if type(value) in (list, tuple):
+            return any(map(self._is_made_on_host, value))
+        if is_host_number(value):
+            drawn = any(leaf >= self._calls.program.first for leaf in leaves_of(value.expression))
+            return drawn and isinstance(value, int)
+        return is_known(value)
+
     def _numpy(self) -> frozenset[Any]:
         numpy = sys.modules.get("numpy")
         if numpy is not None and not self._of_numpy:
@@ -108,12 +119,6 @@ def _with_plain(function: Any) -> Substitute:
 
 def _for_torch(value: Any) -> Any:
     return value.for_torch() if is_known(value) else value
-
-
-def _holds_array(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return any(map(_holds_array, value))
-    return is_known(value)
 
 
 def _is_of_torch(callee: Any) -> bool:

@@ -12,6 +12,7 @@ _OF_STATES = frozenset({"getstate", "setstate", "get_state", "set_state", "spawn
 """Methods that give or take the whole state, which is no random number."""
 _DISCRETE = frozenset({"choice", "choices", "sample", "shuffle", "permutation", "permuted"})
 """Methods whose results are among what they are given."""
+_MODULES = ("numpy.random", "numpy.random.mtrand")
 _ALIASES = frozenset({"sample", "ranf"})
 """Functions of `numpy.random` for `random_sample`."""
 
@@ -141,7 +142,7 @@ def _drawing(generator: Any, callee: Any, *, bound: bool) -> Drawing | None:
 def _of_numpy_module(callee: Any) -> Drawing | None:
     """`numpy.random.seed` and the like, which are functions that call a method."""
     numpy = sys.modules.get("numpy.random")
-    if numpy is None or getattr(callee, "__module__", None) != "numpy.random.mtrand":
+    if numpy is None or getattr(callee, "__module__", None) not in _MODULES:
         return None
     name = getattr(callee, "__name__", "")
     generator = _owner(numpy.random_sample)
