@@ -80,9 +80,11 @@ def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None)
         assert drawn is not None
         line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
     raise CaptureError(
-        f"it draws from the {drawn.generator} generator, which would happen at capture only",
+        f"it draws from the {drawn.generator} generator in a way that is not seen (within a library,"
+        " or by a function given to another one), which would happen at capture only",
         location=str(line or definition_of(call)),
-        hint="draw outside the step and pass the result, or use torch's random functions",
+        hint="call the function in the step itself, as in random.random(); or draw outside the step"
+        " and pass the result, or use torch's random functions",
     )
 
 

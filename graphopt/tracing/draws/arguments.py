@@ -16,6 +16,8 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
 _FEW = 10_000
+_DEPTH = 4
+"""How deep nested lists are looked through; a list may contain itself."""
 
 
 class UnknownArgumentError(Exception):
@@ -44,15 +46,16 @@ def any_known(values: Iterable[Any]) -> bool:
     return any(map(_holds_known, values))
 
 
-def _holds_known(value: Any) -> bool:
+def _holds_known(value: Any, depth: int = _DEPTH) -> bool:
     if type(value) in (list, tuple):
-        return len(value) <= _FEW and any(map(_holds_known, value))
+        few = depth > 0 and len(value) <= _FEW
+        return few and any(_holds_known(each, depth - 1) for each in value)
     if type(value) is slice:
         return any(map(_holds_known, (value.start, value.stop, value.step)))
     return is_known(value) or is_host_number(value)
 
 
-def expression_of(value: Any) -> Any:
+def expression_of(value: Any, depth: int = _DEPTH) -> Any:
     """An argument as an expression, or a constant.
 
     Raises:
@@ -61,9 +64,10 @@ def expression_of(value: Any) -> Any:
     if is_known(value) or is_host_number(value):
         return value.expression
     if type(value) in (list, tuple):
-        if len(value) > _FEW:
-            raise UnknownArgumentError(f"a {type(value).__name__} of {len(value)} items")
-        return Application(_BUILDERS[type(value)], tuple(map(expression_of, value)))
+        if len(value) > _FEW or depth == 0:
+            raise UnknownArgumentError(f"a large {type(value).__name__}")
+        items = (expression_of(each, depth - 1) for each in value)
+        return Application(_BUILDERS[type(value)], tuple(items))
     if type(value) is slice:
         return Application(slice, tuple(map(expression_of, (value.start, value.stop, value.step))))
     if isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool, torch.Tensor)):

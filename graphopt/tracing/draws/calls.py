@@ -96,7 +96,7 @@ class Substitutes:
         """Whether an array is among what a tensor is made of, or an integer that is drawn: other
         numbers are inputs of the graph, which makes the tensor."""
         if type(value) in (list, tuple):
-            return any(map(self._is_made_on_host, value))
+            return any_known(value) and any(map(self._is_made_on_host, value))
         if is_host_number(value):
             drawn = any(leaf >= self._calls.program.first for leaf in leaves_of(value.expression))
             return drawn and isinstance(value, int)
