@@ -25,6 +25,7 @@ from graphopt import _compat
 from graphopt.tracing.numbers import (
     Notes,
     ReadInt,
+    TakenInt,
     TracedFloat,
     as_read,
     current_notes,
@@ -420,6 +421,8 @@ def _any_integer(value: Any) -> bool:
         return any(map(_any_integer, value.values()))
     if isinstance(value, slice):
         return any(map(_any_integer, (value.start, value.stop, value.step)))
+    if type(value) is TakenInt:
+        return True
     return is_host_number(value) and isinstance(value.value, int)
 
 
@@ -434,6 +437,8 @@ def _all_floating(value: Any) -> bool:
 
 
 def _concrete(value: Any) -> Any:
+    if type(value) is TakenInt:
+        return int(value)
     if is_host_number(value):
         return value.exactly() if isinstance(value.value, int) else value
     if type(value) in (list, tuple):

@@ -135,6 +135,11 @@ class ReadInt(torch.SymInt):
     """What `.item()` of a traced integer tensor gives: usable in arithmetic, not as text."""
 
 
+class TakenInt(ReadInt):
+    """What `int(tensor)` gives: the number itself for functions of torch that need one, such as a
+    size, which the graph holds for alone then."""
+
+
 class ReadBool(torch.SymBool):
     """What `.item()` of a traced boolean tensor gives, and what comparing such numbers does."""
 
@@ -176,9 +181,15 @@ def _reading(name: str, base: type) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any) -> Any:
-        return as_read(original(self, *args))
+        result = as_read(original(self, *args))
+        return taken(result) if type(self) is TakenInt else result
 
     return method
+
+
+def taken(number: Any) -> Any:
+    """The result of `int(tensor)`, of an integer that was read; other numbers themselves."""
+    return noted(TakenInt(number.node)) if type(number) is ReadInt else number
 
 
 def _operators_of(kind: type, base: type) -> Iterator[str]:
