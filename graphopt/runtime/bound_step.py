@@ -144,7 +144,7 @@ class BoundStep:
                 flat = self.values(call)
             settle(flat, besides=self._unsettled)
             state, self.captured.state = self.captured.state, None
-            host = self._host_run(flat, step)
+            host = self._host_run(flat, step, call)
             self._running = True
             generators, drawn = self._before_drawing(begun)
             branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
@@ -203,12 +203,13 @@ class BoundStep:
         found = found_before(self.module.graph, index)
         return tuple(found.get(i, answer) for i, answer in enumerate(self.answers[:index]))
 
-    def _host_run(self, flat: list[Any], step: int) -> HostRun:
+    def _host_run(self, flat: list[Any], step: int, call: Call) -> HostRun:
         rank = _compat.rank_among_several()
         votes, agreement = (
             (self.agreed.votes, self.agreed.agreement) if self.agreed else (None,) * 2
         )
-        return HostRun(lambda: self._storages(flat), rank, step, votes, agreement)
+        mixed = call.drawn.are_mixed
+        return HostRun(lambda: self._storages(flat), rank, step, votes, agreement, mixed)
 
     def _storages(self, flat: list[Any]) -> frozenset[int]:
         """The storages among `flat` that the step may be updating."""

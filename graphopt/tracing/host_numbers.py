@@ -389,7 +389,7 @@ def traced_math() -> Iterator[None]:
 
 
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
-    {*_MATH, *_CHOICES, builtins.int, operator.neg, operator.pos, operator.abs, operator.floordiv,
+    {*_MATH, *_CHOICES, builtins.int, builtins.float, operator.neg, operator.pos, operator.abs, operator.floordiv,
      operator.mod}
 )  # fmt: skip
 """What nodes of numbers may call besides `numbers.ARITHMETIC`."""

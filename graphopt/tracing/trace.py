@@ -221,8 +221,8 @@ def _refuse_kept_numbers(made: Made, call: Call, known: set[int]) -> None:
     kept = made.kept_number(known)
     if kept is not None:
         raise CaptureError(
-            "it keeps a number that it read from a tensor (`.item()`) outside its return value,"
-            " which would happen at capture only",
+            "it keeps a number that it read from a tensor (`.item()`) or drew at random outside its"
+            " return value, which would happen at capture only",
             location=str(kept[0] or definition_of(call)),
             hint=_KEEP_HINT,
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.draws.generators import read_state, write_state
+from graphopt.tracing.draws.generators import is_same_state, read_state, write_state
 from graphopt.tracing.host_numbers import evaluate
 
 
@@ -87,12 +87,14 @@ class HostProgram:
         steps: the calls.
         inputs: what the graph takes.
         captured: the values when it was captured, those of `steps` alone.
+        behind_callback: it draws after a function of `graphopt.callback`, which runs later here.
     """
 
     first: int = 0
     steps: list[HostStep] = field(default_factory=list)
     inputs: list[HostInput] = field(default_factory=list)
     captured: list[Any] = field(default_factory=list)
+    behind_callback: bool = False
 
     def generators(self) -> list[Any]:
         """All that it draws from."""
@@ -138,6 +140,7 @@ class HostValues:
         self._program: HostProgram | None = None
         self._values: list[Any] = []
         self._before: list[tuple[Any, Any]] = []
+        self._after: list[tuple[Any, Any]] = []
 
     def of(self, program: HostProgram, numbers: Sequence[Any]) -> list[Any]:
         """The values of a program in this call, behind its numbers. What another one has drawn is
@@ -154,6 +157,8 @@ class HostValues:
             self._program = program
             try:
                 self._values = program.run(numbers)
+                watched = program.generators() if program.behind_callback else []
+                self._after = [(each, read_state(each)) for each in watched]
             except BaseException:
                 self.undo()
                 raise
@@ -163,4 +168,9 @@ class HostValues:
         """Nothing has been drawn."""
         for generator, state in self._before:
             write_state(generator, state)
-        self._program, self._values, self._before = None, [], []
+        self._program, self._values, self._before, self._after = None, [], [], []
+
+    def are_mixed(self) -> bool:
+        """Whether somebody else has drawn meanwhile, from whom the step draws after him in the
+        order of the program."""
+        return any(not is_same_state(read_state(each), state) for each, state in self._after)

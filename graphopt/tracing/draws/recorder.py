@@ -16,6 +16,8 @@ import torch
 from graphopt import _compat
 from graphopt._compat.untraced import without_overrides
 from graphopt.errors import CaptureError
+from graphopt.host import HostCall
+from graphopt.host.assumptions import Assumption
 from graphopt.tracing.draws.arguments import (
     Known,
     UnknownArgumentError,
@@ -123,7 +125,12 @@ class HostCalls:
             self._states[id(generator)] = read_state(generator)
         if not drawing.is_discrete:
             self._continuous.add(index)
+        self.program.behind_callback |= self._behind_callback()
         return self._given(index, value)
+
+    def _behind_callback(self) -> bool:
+        targets = (node.target for node in self._tracer.graph.nodes)
+        return any(isinstance(t, HostCall) and not isinstance(t, Assumption) for t in targets)
 
     def apply(
         self, function: Callable[..., Any], args: Sequence[Any], names: Sequence[str] = ()
@@ -145,7 +152,8 @@ class HostCalls:
         generator: Any = None,
         said: str = "",
     ) -> tuple[int, Any]:
-        line = str(current_user_line() or "")
+        place = current_user_line()
+        line = "" if place is None else f"{place.file}:{place.line}"
         try:
             expressions = tuple(map(expression_of, args))
         except UnknownArgumentError as error:
