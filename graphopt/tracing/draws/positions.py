@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.generators import Drawing
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.inputs import is_exact
@@ -23,16 +22,22 @@ def _choice(calls: HostCalls, drawing: Drawing, *args: Any, **options: Any) -> A
         return _by_numpy(calls, drawing, args, options)
     (sequence,) = (*args, *options.values())
     index = calls.draw(drawing, (range(len(sequence)),))
-    if _are_numbers(sequence):
-        return calls.apply(operator.getitem, (tuple(sequence), index))
-    return sequence[operator.index(index)]
+    return _items(calls, sequence, [index])[0]
 
 
 def _choices(calls: HostCalls, drawing: Drawing, population: Any, *args: Any, **options: Any) -> Any:
     positions = calls.draw(
         drawing, (range(len(population)), *args, *options.values()), tuple(options)
     )
-    return [population[operator.index(each)] for each in positions]
+    return _items(calls, population, positions)
+
+
+def _items(calls: HostCalls, sequence: Sequence[Any], positions: Sequence[Any]) -> list[Any]:
+    """What stands at positions that were drawn."""
+    if not _are_numbers(sequence):
+        return [sequence[operator.index(each)] for each in positions]
+    items = tuple(sequence)
+    return [calls.apply(operator.getitem, (items, each)) for each in positions]
 
 
 def _shuffle(calls: HostCalls, drawing: Drawing, x: Any, *args: Any, **options: Any) -> None:
