@@ -39,8 +39,10 @@ def of_many_kinds(loss: Tensor, out: Tensor, y: Tensor) -> Any:
 
 
 def in_comprehensions(loss: Tensor, out: Tensor, y: Tensor) -> Any:
-    return [float(each) for each in out.mean(1)], {int(label): 1 for label in y[:0]}, sum(
-        float(each) for each in out[0]
+    return (
+        [float(each) for each in out.mean(1)],
+        {int(label): 1 for label in y[:0]},
+        sum(float(each) for each in out[0]),
     )
 
 
@@ -54,7 +56,7 @@ def means_itself(loss: Tensor, out: Tensor, y: Tensor) -> Any:
     return (
         number,
         torch.zeros(2, dtype=float),
-        type(0.5) is float,
+        float is float,
         isinstance(number, float),
         isinstance(int(y[0]), (int, str)),
         isinstance(number, int),
@@ -64,7 +66,7 @@ def means_itself(loss: Tensor, out: Tensor, y: Tensor) -> Any:
         float.fromhex("0x1p-2"),
         {float: 1}[float],
         issubclass(float, object),
-        float(),
+        0.0,
         int("12", 8),
         int(2.7),
     )
@@ -84,7 +86,10 @@ USES: dict[str, tuple[Use, int]] = {
     "comprehensions": (in_comprehensions, 1),
     "keywords": (through_keywords, 1),
     "itself": (means_itself, 1),
-    "of item": (lambda loss, out, y: [float(loss.item()), float(y.max().item()), int(y[1].item())], 1),
+    "of item": (
+        lambda loss, out, y: [float(loss.item()), float(y.max().item()), int(y[1].item())],
+        1,
+    ),
     "back into a tensor": (lambda loss, out, y: out * float(loss) + torch.tensor(float(loss)), 1),
     "decision": (lambda loss, out, y: out * 2 if float(out.sum()) > 0 else out, 2),
     "decision by an integer": (lambda loss, out, y: out * 2 if int(y[0]) > 0 else out, 2),

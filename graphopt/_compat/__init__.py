@@ -146,7 +146,6 @@ from graphopt._compat.trees import (
 )
 
 __all__ = [
-    "add_input",
     "FAKE_BACKEND",
     "Correction",
     "DescribedTensor",
@@ -154,6 +153,7 @@ __all__ = [
     "OpOverload",
     "Sizer",
     "TorchDispatchMode",
+    "add_input",
     "are_plain_fakes",
     "as_parameter",
     "backward_sequence_number",

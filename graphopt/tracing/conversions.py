@@ -26,7 +26,6 @@ from graphopt.tracing.numbers import (
     taken,
 )
 
-
 _STANDING_FOR: dict[type, Any] = {ReadFloat: 0.0, ReadInt: 0, TakenInt: 0, ReadBool: False}
 """Classes of numbers that were read, each with a number of the class that it stands for."""
 
@@ -82,7 +81,7 @@ def _of_array(array: Any) -> Any:
 
 def _of_number(number: Any) -> Any:
     if is_host_number(number):
-        return record(float, number) if isinstance(number, int) else number
+        return record(float, number) if isinstance(number, int) else number.taken_here()
     if issubclass(type(number), torch.SymInt):
         return as_read(torch.sym_float(number))
     return number if issubclass(type(number), TracedFloat) else float(number)

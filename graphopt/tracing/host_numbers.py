@@ -166,6 +166,12 @@ class HostNumber(TracedFloat):
         self.notes.hand_out(leaves_of(self.expression), text)
         return self.exactly()
 
+    def taken_here(self) -> HostNumber:
+        """The same number, of which it is known that the step has got it at this line."""
+        number = HostNumber(self, self.value, self.expression, self.conditions, self.notes)
+        noted(number)
+        return number
+
     def rounded(self, function: Callable[..., Any]) -> Any:
         """An integer made of it, which the graph holds for alone from now on."""
         value = function(self.value)
@@ -389,8 +395,8 @@ def traced_math() -> Iterator[None]:
 
 
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
-    {*_MATH, *_CHOICES, builtins.int, builtins.float, operator.neg, operator.pos, operator.abs, operator.floordiv,
-     operator.mod}
+    {*_MATH, *_CHOICES, builtins.int, builtins.float, operator.neg, operator.pos, operator.abs,
+     operator.floordiv, operator.mod}
 )  # fmt: skip
 """What nodes of numbers may call besides `numbers.ARITHMETIC`."""
 

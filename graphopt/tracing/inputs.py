@@ -231,8 +231,8 @@ class Inputs:
             yield "draw", drawn.fqn
 
     def live_values(self, call: Call) -> list[torch.Tensor]:
-        """The tensors to call the graph with, read from the modules and optimizers now; what is
-        drawn is as it was when the step was captured."""
+        """The tensors to call the graph with, read from the modules and optimizers now; what a
+        call draws on the host is what it would draw now."""
         values = [
             holder.base() if isinstance(holder, Storage) else holder.tensor
             for holder in self.placeholders
@@ -241,10 +241,10 @@ class Inputs:
         for gradient in self.gradients:
             assert gradient.owner.tensor.grad is not None
             values.append(gradient.owner.tensor.grad)
-        for number in self.hyperparameters:
-            values.append(as_tensor(number.read(call)))
+        numbers = [number.read(call) for number in self.hyperparameters]
+        values += map(as_tensor, numbers)
         values += [call.leaves[position] for position in self.user]
-        values += self.drawn.captured_tensors()
+        values += self.drawn.tensors_now(numbers)
         return values
 
     def drawing_anew(self) -> HostProgram:

@@ -80,8 +80,8 @@ def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None)
         assert drawn is not None
         line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
     raise CaptureError(
-        f"it draws from the {drawn.generator} generator in a way that is not seen (within a library,"
-        " or by a function given to another one), which would happen at capture only",
+        f"it draws from the {drawn.generator} generator in a way that is not seen (in a library, or"
+        " by a function given to another one), which would happen at capture only",
         location=str(line or definition_of(call)),
         hint="call the function in the step itself, as in random.random(); or draw outside the step"
         " and pass the result, or use torch's random functions",
@@ -135,6 +135,7 @@ def _traced(
         _refuse_other_draws(earlier, inputs.drawn, call)
         return found
     except CaptureError as error:
+        inputs.drawn = earlier
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
         own = raised_by_step(error)
@@ -184,7 +185,7 @@ def _inputs_first(graph_module: fx.GraphModule) -> None:
 
 def _refuse_other_draws(earlier: HostProgram, now: HostProgram, call: Call) -> None:
     """Refuse a step that draws other random numbers in another trace of the same call."""
-    if (earlier.steps or earlier.captured) and not earlier.repeats(now):
+    if earlier.steps and not earlier.repeats(now):
         raise CaptureError(
             "two traces of it draw other random numbers from Python's or numpy's generator: it"
             " reads something that changes between calls",

@@ -58,7 +58,7 @@ class HostArray(Known):
         super().__init__(Leaf(index), value)
         self.calls = calls
 
-    __class__ = property(lambda self: type(vars(self).get("plain", self)))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(vars(self).get("plain", self)))
 
     @property
     def is_scalar(self) -> bool:
@@ -120,9 +120,7 @@ class HostArray(Known):
         def method(*args: Any, **options: Any) -> Any:
             if options.get("out") is not None:
                 raise self._changed()
-            return self.calls.apply(
-                Method(name), (self, *args, *options.values()), tuple(options)
-            )
+            return self.calls.apply(Method(name), (self, *args, *options.values()), tuple(options))
 
         return method
 

@@ -25,7 +25,9 @@ def _choice(calls: HostCalls, drawing: Drawing, *args: Any, **options: Any) -> A
     return _items(calls, sequence, [index])[0]
 
 
-def _choices(calls: HostCalls, drawing: Drawing, population: Any, *args: Any, **options: Any) -> Any:
+def _choices(
+    calls: HostCalls, drawing: Drawing, population: Any, *args: Any, **options: Any
+) -> Any:
     positions = calls.draw(
         drawing, (range(len(population)), *args, *options.values()), tuple(options)
     )
@@ -65,7 +67,7 @@ def _refuse_array(calls: HostCalls, drawing: Drawing) -> NoReturn:
     )
 
 
-class _order:  # noqa: N801 - a function, which two traces have alike
+class _order:
     """Draws an order of `length` items, as `shuffle` leaves a list of their positions."""
 
     def __init__(self, shuffle: Callable[[list[int]], None]) -> None:
@@ -87,9 +89,7 @@ class _order:  # noqa: N801 - a function, which two traces have alike
 def _are_numbers(sequence: Any) -> bool:
     """Whether all items are numbers of one kind, which a graph may take."""
     items = list(sequence)
-    return (
-        0 < len(items) <= 1000 and all(map(is_exact, items)) and len(set(map(type, items))) == 1
-    )
+    return 0 < len(items) <= 1000 and all(map(is_exact, items)) and len(set(map(type, items))) == 1
 
 
 def _is_of_numpy(drawing: Drawing) -> bool:

@@ -1,8 +1,8 @@
 """What runs on the host before a graph does: draws of random numbers, and what numpy makes of them.
 
-    0  random.random()                      values of a call: its numbers (learning rates, …),
-    1  numpy.random.normal(0, 1, (4, 2))    and then one for each of these calls, in their order
-    2  Tensor(%1)
+0  random.random()                      values of a call: its numbers (learning rates, …),
+1  numpy.random.normal(0, 1, (4, 2))    and then one for each of these calls, in their order
+2  Tensor(%1)
 """
 
 from __future__ import annotations
@@ -86,14 +86,12 @@ class HostProgram:
         first: how many numbers are there before.
         steps: the calls.
         inputs: what the graph takes.
-        captured: the values when it was captured, those of `steps` alone.
         behind_callback: it draws after a function of `graphopt.callback`, which runs later here.
     """
 
     first: int = 0
     steps: list[HostStep] = field(default_factory=list)
     inputs: list[HostInput] = field(default_factory=list)
-    captured: list[Any] = field(default_factory=list)
     behind_callback: bool = False
 
     def generators(self) -> list[Any]:
@@ -113,9 +111,13 @@ class HostProgram:
         for each in self.inputs:
             yield _as_tensor(values[each.index])
 
-    def captured_tensors(self) -> Iterator[torch.Tensor]:
-        """What it took when it was captured."""
-        return self.tensors([*[None] * self.first, *self.captured])
+    def tensors_now(self, numbers: Sequence[Any]) -> list[torch.Tensor]:
+        """What the graph would take now. The generators stay as they are."""
+        values = HostValues()
+        try:
+            return list(self.tensors(values.of(self, numbers)))
+        finally:
+            values.undo()
 
     def repeats(self, other: HostProgram) -> bool:
         """Whether both do the same."""

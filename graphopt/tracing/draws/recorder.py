@@ -173,7 +173,6 @@ class HostCalls:
         self.program.steps.append(
             HostStep(function, expressions, tuple(names), generator, said, line)
         )
-        self.program.captured.append(value)
         if generator is None and any(map(self._is_continuous, expressions)):
             self._continuous.add(index)
         return index, value
@@ -265,7 +264,7 @@ class HostCalls:
             for leaf in chain.from_iterable(map(leaves_of, expressions))
             if leaf >= self.program.first
         ]
-        if not drawn or condition.compare is same_value and is_layout(condition.left):
+        if not drawn or (condition.compare is same_value and is_layout(condition.left)):
             return
         what = self.program.said(drawn[0])
         if not self._alone:

@@ -50,9 +50,7 @@ _FORGETTING = frozenset(
 class Observer:
     """Follows what functions do into a record."""
 
-    def __init__(
-        self, record: Record, modules: set[int], substitute: Substitute = never
-    ) -> None:
+    def __init__(self, record: Record, modules: set[int], substitute: Substitute = never) -> None:
         self.record = record
         self._instructions = Instructions(record, substitute)
         self._modules = modules

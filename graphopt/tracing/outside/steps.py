@@ -34,9 +34,7 @@ def record_for(call: Call) -> Record:
 
 
 @contextmanager
-def observed_step(
-    call: Call, record: Record, substitute: Substitute = never
-) -> Iterator[None]:
+def observed_step(call: Call, record: Record, substitute: Substitute = never) -> Iterator[None]:
     """While active, what the step reads outside its arguments goes into `record`.
 
     Args:
