@@ -4,6 +4,7 @@ from . import (
     adversarial,
     language,
     optimizers,
+    randomness,
     reinforcement,
     representation,
     sequences,
@@ -15,7 +16,7 @@ from .case import STEPS, Build, Case, cases, tensors_of
 
 FAMILIES = (
     language, vision, adversarial, reinforcement, representation, sequences, optimizers, styles,
-    trainers,
+    trainers, randomness,
 )  # fmt: skip
 
 __all__ = ["FAMILIES", "STEPS", "Build", "Case", "cases", "tensors_of"]
