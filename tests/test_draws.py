@@ -326,6 +326,27 @@ def test_what_is_drawn_between_calls_is_seen() -> None:
     assert_alike(*found)
 
 
+def test_another_generator_in_the_same_place_is_followed() -> None:
+    found = []
+    for make in (lambda f: f, graphopt.compile):
+        model, optimizer = seeded()
+        private = Private()
+
+        def step(model: Any, x: Tensor) -> Tensor:
+            drawn = private.numpy.random() + private.python.random() + private.legacy.rand()  # noqa: B023
+            return model(x) * drawn
+
+        run, results = make(step), []
+        for index in range(6):
+            if index % 2:
+                private.numpy = numpy.random.default_rng(index)
+                private.legacy = numpy.random.RandomState(index)
+                private.python = random.Random(index)
+            results.append(run(model, torch.ones(4, 3)).detach())
+        found.append((results, private.states()))
+    assert_alike(*found)
+
+
 def test_capture_leaves_the_generators() -> None:
     model, optimizer = seeded()
     before = states()
@@ -391,6 +412,11 @@ def hands_it_to_other_code(x: Tensor) -> Any:
     return x * math.fsum(numpy.random.rand(3))  # HERE
 
 
+def makes_a_generator(x: Tensor) -> Any:
+    rng = numpy.random.default_rng(3)
+    return x * rng.random()  # HERE
+
+
 def draws_unseen(x: Tensor) -> Any:
     return x * next(iter(random.random, 2))  # HERE
 
@@ -413,6 +439,7 @@ REFUSED: list[tuple[Callable[[Tensor], Any], str]] = [
     (draws_by_a_tensor, "the value of a tensor"),
     (turns_it_into_text, "plain number"),
     (hands_it_to_other_code, "plain number"),
+    (makes_a_generator, "that it makes itself"),
     (draws_unseen, "in a way that is not seen"),
     (draws_unseen_besides, "in a way that is not seen"),
 ]

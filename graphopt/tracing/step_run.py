@@ -112,7 +112,9 @@ class StepRun:
 
             values, inputs = self._values, self.inputs
             self.made.calls = HostCalls(
-                tracer, self._mode, inputs.drawn, inputs.conditions, self.made, added, alone
+                *(tracer, self._mode, inputs.drawn, inputs.conditions, self.made, added),
+                outside=self.outside.is_outside,
+                alone=alone,
             )
             if self.inputs.sizes is not SizesKept.UNKNOWN:
                 stack.enter_context(_compat.sizes_given(self._mode, decider.sized))

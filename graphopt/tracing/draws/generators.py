@@ -66,6 +66,11 @@ def undisturbed() -> Iterator[None]:
             write_state(generator, state)
 
 
+def is_global(generator: Any) -> bool:
+    """Whether a generator is one of those behind the functions of `random` and `numpy.random`."""
+    return any(generator is each for each in _global())
+
+
 def _global() -> list[Any]:
     found = [_owner(random.random)]
     numpy = sys.modules.get("numpy.random")

@@ -26,7 +26,13 @@ from graphopt.tracing.draws.arguments import (
     layout_of,
     plain,
 )
-from graphopt.tracing.draws.generators import Drawing, is_same_state, read_state, write_state
+from graphopt.tracing.draws.generators import (
+    Drawing,
+    is_global,
+    is_same_state,
+    read_state,
+    write_state,
+)
 from graphopt.tracing.draws.program import HostInput, HostProgram, HostStep
 from graphopt.tracing.host_numbers import (
     Application,
@@ -54,6 +60,7 @@ class HostCalls:
         conditions: of the inputs.
         notes: told about numbers.
         added: called with the value and the stand-in of each new input of the graph.
+        outside: says whether an object was there before the step.
         alone: no other rank runs the same step.
     """
 
@@ -65,11 +72,12 @@ class HostCalls:
         conditions: Conditions,
         notes: Any,
         added: Callable[[torch.Tensor, torch.Tensor], None],
+        outside: Callable[[Any], bool],
         alone: bool,
     ) -> None:
         self._tracer, self._mode, self._alone = tracer, mode, alone
         self.program, self._conditions, self._notes = program, conditions, notes
-        self._added = added
+        self._added, self._outside = added, outside
         self._generators: dict[int, tuple[Any, Any]] = {}
         self._states: dict[int, Any] = {}
         self._continuous: set[int] = set()
@@ -84,7 +92,7 @@ class HostCalls:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._conditions.check = None
         unseen = [g for g, _ in self._generators.values() if not self._is_as_left(g)]
-        for generator, before in self._generators.values():
+        for generator, before in reversed(self._generators.values()):  # two may share a state
             write_state(generator, before)
         if error is None and unseen:
             raise self._unseen()
@@ -115,6 +123,11 @@ class HostCalls:
         """Draw now, and in every call."""
         generator = drawing.generator
         known = self._generators.get(id(generator))
+        if known is None and not (is_global(generator) or self._outside(generator)):
+            raise self.refused(
+                f"it draws from a {type(generator).__name__} that it makes itself",
+                "make the generator outside the step; or draw there, and pass the result",
+            )
         if known is None:
             self._generators[id(generator)] = (generator, read_state(generator))
         elif not self._is_as_left(generator):
