@@ -476,7 +476,9 @@ def test_too_many_outcomes_name_the_draw() -> None:
         for _ in range(20):
             run(model, torch.ones(4, 3))
 
-    with pytest.raises(graphopt.CaptureError, match=r"each value of random\.randint\(\) at .*test_"):
+    with pytest.raises(
+        graphopt.CaptureError, match=r"each value of random\.randint\(\) at .*test_"
+    ):
         calls()
 
 

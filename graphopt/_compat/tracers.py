@@ -42,10 +42,11 @@ def current_tracer() -> Any:
 
 def add_input(tracer: Any, mode: Any, value: torch.Tensor, name: str) -> torch.Tensor:
     """Another input of the graph that is being recorded, behind what is there already; what stands
-    for it."""
+    for it. A trace without inputs has a mode of its own."""
     from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
-    fake = to_fake(mode, value)
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    fake = to_fake(mode if active is None else active, value)
     proxy = tracer.create_proxy("placeholder", name, (), {})
     track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
     return fake

@@ -6,6 +6,7 @@ got hold of the function.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,8 @@ class Substitutes:
         Args:
             args: positional values, the object of a method first, and those of keywords.
         """
+        if type(callee) is functools.partial:
+            return self._partial(callee, args)
         drawing = drawing_of(callee, args)
         if drawing is not None:
             return self._draw(drawing)
@@ -61,6 +64,11 @@ class Substitutes:
         if any(map(is_known, args)) and _is_of_torch(callee):
             return _with_plain(callee)
         return None
+
+    def _partial(self, callee: functools.partial[Any], args: Sequence[Any]) -> Substitute | None:
+        given = [*callee.args, *args, *callee.keywords.values()]
+        inner = self(callee.func, given)
+        return None if inner is None else functools.partial(inner, *callee.args, **callee.keywords)
 
     def _draw(self, drawing: Drawing) -> Substitute:
         calls = self._calls

@@ -7,6 +7,7 @@ whoever else draws from it is found out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -44,7 +45,7 @@ from graphopt.tracing.host_numbers import (
     stand_in_of_number,
 )
 from graphopt.tracing.inputs import is_exact
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_user_line, user_line_of
 
 _SHARING = (torch.from_numpy, torch.as_tensor, torch.asarray)
 """Functions whose tensor may lie in the memory of the array."""
@@ -80,8 +81,10 @@ class HostCalls:
         self._added, self._outside = added, outside
         self._generators: dict[int, tuple[Any, Any]] = {}
         self._states: dict[int, Any] = {}
-        self._continuous: set[int] = set()
+        self._random: set[int] = set()  # values that depend on draws
+        self._continuous: set[int] = set()  # of these, those that are others in each call
         self._shared: list[torch.Tensor] = []
+        self._symbols: dict[str, int] = {}
 
     # ------------------------------------------------------------------ the trace begins and ends
 
@@ -91,6 +94,8 @@ class HostCalls:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._conditions.check = None
+        if isinstance(error, _compat.data_dependent_errors()):
+            self._refuse_number(error)
         unseen = [g for g, _ in self._generators.values() if not self._is_as_left(g)]
         for generator, before in reversed(self._generators.values()):  # two may share a state
             write_state(generator, before)
@@ -98,6 +103,19 @@ class HostCalls:
             raise self._unseen()
         if error is None and len(self._shared) > 1:
             self._refuse_written()
+
+    def _refuse_number(self, error: BaseException) -> None:
+        """Say that it was a number drawn, where an operator has asked for the value of one."""
+        asked = set(re.findall(r"\w+", str(error)))
+        for symbol, index in self._symbols.items():
+            if symbol in asked:
+                line = user_line_of(error)
+                raise CaptureError(
+                    f"it gives a random number ({self.program.said(index)}) to what takes a plain"
+                    " one, which is another one in each call",
+                    location=None if line is None else str(line),
+                    hint="draw outside the step and pass the result; or compute with tensors",
+                ) from error
 
     def _is_as_left(self, generator: Any) -> bool:
         return is_same_state(read_state(generator), self._states[id(generator)])
@@ -186,12 +204,12 @@ class HostCalls:
         self.program.steps.append(
             HostStep(function, expressions, tuple(names), generator, said, line)
         )
-        if generator is None and any(map(self._is_continuous, expressions)):
+        sources = set(chain.from_iterable(map(leaves_of, expressions)))
+        if generator is not None or not self._random.isdisjoint(sources):
+            self._random.add(index)
+        if generator is None and not self._continuous.isdisjoint(sources):
             self._continuous.add(index)
         return index, value
-
-    def _is_continuous(self, expression: Any) -> bool:
-        return not self._continuous.isdisjoint(leaves_of(expression))
 
     # ------------------------------------------------------------------ results
 
@@ -230,6 +248,7 @@ class HostCalls:
         with without_overrides():
             number = stand_in_of_number(stand_in, value, index, self._conditions, self._notes)
         self._notes.add_number(number)
+        self._symbols[str(number.node.expr)] = index
         return number
 
     def tensor(
@@ -275,7 +294,7 @@ class HostCalls:
         drawn = [
             leaf
             for leaf in chain.from_iterable(map(leaves_of, expressions))
-            if leaf >= self.program.first
+            if leaf in self._random
         ]
         if not drawn or (condition.compare is same_value and is_layout(condition.left)):
             return
