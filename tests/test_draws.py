@@ -329,7 +329,7 @@ def test_what_is_drawn_between_calls_is_seen() -> None:
 def test_another_generator_in_the_same_place_is_followed() -> None:
     found = []
     for make in (lambda f: f, graphopt.compile):
-        model, optimizer = seeded()
+        model, _ = seeded()
         private = Private()
 
         def step(model: Any, x: Tensor) -> Tensor:

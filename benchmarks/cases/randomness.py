@@ -1,4 +1,4 @@
-"""Loops that draw from the generators of Python and numpy inside the step, and take plain numbers."""
+"""Loops that draw from Python's and numpy's generators in the step, and take plain numbers."""
 
 from __future__ import annotations
 
