@@ -21,6 +21,7 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import random
 import sys
 import time
 import traceback
@@ -33,6 +34,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy
 import torch
 from cases import Build, Case, cases, tensors_of
 from coverage_outcomes import Outcome, compared, show, steps_compared, summary, table, taken_whole
@@ -64,6 +66,8 @@ def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainS
     generators = [torch.random.get_rng_state()]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.get_rng_state())
+    generators.append(torch.tensor(random.getstate()[1]))
+    generators.append(torch.from_numpy(numpy.random.get_state()[1].astype("int64")))
     left = [*results, list(case.state), generators]
     return [tensor.detach() for tensor in tensors_of(left)], step, first
 
@@ -71,6 +75,8 @@ def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainS
 def built(build: Build) -> Case:
     """A case from seed 0."""
     torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
     return build()
 
 

@@ -116,6 +116,13 @@ class TrainStep:
         if self._fallback.active:
             return self._run_eagerly(call)
         check_casts(call)
+        try:
+            return self._called(call)
+        except BaseException:
+            call.drawn.undo()
+            raise
+
+    def _called(self, call: Call) -> Any:
         mode = self._mode()
         entry = self._known(call, mode)
         if entry is None:
@@ -193,6 +200,7 @@ class TrainStep:
             return None
 
     def _run_eagerly(self, call: Call) -> Any:
+        call.drawn.undo()
         with self._failures_told() as parallel:
             return self._fallback.run(call, parallel, self._sync, self._calls, self._join)
 
@@ -328,6 +336,7 @@ class TrainStep:
         from graphopt.runtime.bound_step import BoundStep
         from graphopt.runtime.sharing import join_branch
         from graphopt.tracing.besides import Besides
+        from graphopt.tracing.draws.generators import undisturbed
         from graphopt.tracing.guards import Guards
         from graphopt.tracing.placed import changing
 
@@ -347,7 +356,9 @@ class TrainStep:
         if cause is not None and cause.kind != MODE and self._entries:
             places += self._entries[0].guards.counted_for(call)
         call = call.using(call.besides.joined(Besides(carried=places))) or call
-        captured, agreed = self._stages.compile(call, ways)
+        call.drawn.undo()
+        with undisturbed():
+            captured, agreed = self._stages.compile(call, ways)
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
         call = call.using(captured.besides) or call

@@ -46,7 +46,7 @@ def formats_a_number(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tenso
 
 def branches_on_the_loss(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     loss = F.cross_entropy(model(x), y)
-    if float(loss) > 0:  # HERE
+    if next(map(float, [loss])) > 0:  # HERE
         loss.backward()
         optimizer.step()
     return loss
@@ -58,7 +58,7 @@ def converts_to_numpy(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tens
 
 
 def converts_to_float(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> float:
-    return float(train_step(model, optimizer, x, y))  # HERE
+    return next(map(float, [train_step(model, optimizer, x, y)]))  # HERE
 
 
 VALUES = [
@@ -101,7 +101,7 @@ def counts_in_a_global(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Ten
 
 
 def draws_from_random(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    scale = random.random()  # HERE
+    scale = next(iter(random.random, 2))  # HERE
     loss = F.cross_entropy(model(x), y) * scale
     loss.backward()
     optimizer.step()
@@ -109,7 +109,7 @@ def draws_from_random(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tens
 
 
 def draws_from_numpy(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    scale = numpy.random.rand()  # HERE
+    scale = next(map(numpy.random.rand, [1]))[0]  # HERE
     loss = F.cross_entropy(model(x), y) * scale
     loss.backward()
     optimizer.step()
@@ -117,7 +117,7 @@ def draws_from_numpy(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tenso
 
 
 def branches_at_random(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    if random.random() < 2:  # HERE
+    if next(iter(random.random, 2)) < 2:  # HERE
         return train_step(model, optimizer, x, y)
     return x
 

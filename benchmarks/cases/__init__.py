@@ -5,6 +5,7 @@ from . import (
     counting,
     language,
     optimizers,
+    randomness,
     reinforcement,
     representation,
     sequences,
@@ -16,7 +17,7 @@ from .case import STEPS, Build, Case, cases, tensors_of
 
 FAMILIES = (
     language, vision, adversarial, reinforcement, representation, sequences, optimizers, styles,
-    trainers, counting,
+    trainers, counting, randomness,
 )  # fmt: skip
 
 __all__ = ["FAMILIES", "STEPS", "Build", "Case", "cases", "tensors_of"]

@@ -123,6 +123,7 @@ from graphopt._compat.tensors import (
     version_of,
 )
 from graphopt._compat.tracers import (
+    add_input,
     backward_sequence_number,
     current_tracer,
     forget_constant,
@@ -155,6 +156,7 @@ __all__ = [
     "OpOverload",
     "Sizer",
     "TorchDispatchMode",
+    "add_input",
     "are_plain_fakes",
     "as_parameter",
     "attributes_changed",

@@ -59,6 +59,15 @@ class Operands:
         """The object at a place of the stack, counted from the top, from 1; or `NULL`."""
         return _object(self.stack - place * _WORD)
 
+    def put(self, place: int, value: Any) -> None:
+        """Let another object be at a place of the stack that holds one. The interpreter keeps the
+        stack in memory while it asks tracing functions, and reads it anew."""
+        address = self.stack - place * _WORD
+        former = _object(address)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+        ctypes.c_size_t.from_address(address).value = id(value)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(former))
+
     def variable(self, index: int) -> Any:
         """The cell or value of a variable by its number in cell and free variable instructions."""
         if _VERSION == (3, 10):

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import _get_dispatch_mode_pre_dispatch
 
-from graphopt._compat.fakes import is_fake
+from graphopt._compat.fakes import is_fake, to_fake
 from graphopt._compat.functionalization import from_functional
 
 _WITHOUT_METADATA: Any = {"_disable_torch_fn_metadata_mode": True}
@@ -38,6 +38,18 @@ def current_tracer() -> Any:
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer
+
+
+def add_input(tracer: Any, mode: Any, value: torch.Tensor, name: str) -> torch.Tensor:
+    """Another input of the graph that is being recorded, behind what is there already; what stands
+    for it. A trace without inputs has a mode of its own."""
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    fake = to_fake(mode if active is None else active, value)
+    proxy = tracer.create_proxy("placeholder", name, (), {})
+    track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
+    return fake
 
 
 def node_of(tracer: Any, value: Any) -> fx.Node | None:

@@ -100,6 +100,8 @@ class HostRun:
         step: which call of the step it is, counted from 1.
         votes: how ranks agree that nothing was raised; None where they do not.
         agreement: when they do.
+        mixed: whether a function has drawn random numbers that the step draws after it, and has
+            drawn before the graph began.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class HostRun:
         step: int = 0,
         votes: Votes | None = None,
         agreement: Agreement | None = None,
+        mixed: Callable[[], bool] = bool,
     ) -> None:
+        self._mixed = mixed
         self._storages, self._rank, self._step = storages, rank, step
         self._votes, self._agreement = votes, agreement
         self._known: frozenset[int] | None = None
@@ -124,10 +128,20 @@ class HostRun:
         try:
             with self._alone():
                 fn(*arguments)
+                self._refuse_mixed()
         except BaseException as error:
             if not last and self._votes is None:
                 raise
             self._failure, self._last = error, last
+
+    def _refuse_mixed(self) -> None:
+        if self._mixed():
+            raise GraphOptError(
+                "a function called by graphopt.callback draws from the generator (random or"
+                " numpy.random) from which the step draws after it: these draws are made before the"
+                " graph runs, in another order than the program's\n"
+                "  hint:  let the function have a generator of its own, or call it behind the draws"
+            )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -116,7 +116,7 @@ class Elements:
 
     def _origin_of_input(self, node: fx.Node) -> Origin:
         kind = node.meta.get("kind")
-        if kind in ("user_input", "gradient"):
+        if kind in ("user_input", "gradient", "draw"):
             return Origin.DATA
         if node in self._updated:
             return Origin.STATE

@@ -33,7 +33,7 @@ def _row(node: fx.Node, count: int, draw: torch.Generator) -> Sequence[Any]:
         return [like] * count
     if not isinstance(like, torch.Tensor):
         raise TypeError(f"%{node.name} has no metadata of a tensor")
-    if kind == "user_input":
+    if kind in ("user_input", "draw"):
         return [_drawn(like, kind, draw) for _ in range(count)]
     value = _drawn(like, kind, draw)
     return [value, *(_with_layout(value, like) for _ in range(1, count))]

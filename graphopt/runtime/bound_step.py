@@ -144,7 +144,7 @@ class BoundStep:
                 flat = self.values(call)
             settle(flat, besides=self._unsettled)
             state, self.captured.state = self.captured.state, None
-            host = self._host_run(flat, step)
+            host = self._host_run(flat, step, call)
             self._running = True
             generators, drawn = self._before_drawing(begun)
             branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
@@ -203,17 +203,19 @@ class BoundStep:
         found = found_before(self.module.graph, index)
         return tuple(found.get(i, answer) for i, answer in enumerate(self.answers[:index]))
 
-    def _host_run(self, flat: list[Any], step: int) -> HostRun:
+    def _host_run(self, flat: list[Any], step: int, call: Call) -> HostRun:
         rank = _compat.rank_among_several()
         votes, agreement = (
             (self.agreed.votes, self.agreed.agreement) if self.agreed else (None,) * 2
         )
-        return HostRun(lambda: self._storages(flat), rank, step, votes, agreement)
+        mixed = call.drawn.are_mixed
+        return HostRun(lambda: self._storages(flat), rank, step, votes, agreement, mixed)
 
     def _storages(self, flat: list[Any]) -> frozenset[int]:
         """The storages among `flat` that the step may be updating."""
         inputs = self.captured.live
-        state = flat[: len(flat) - len(inputs.hyperparameters) - len(inputs.user)]
+        others = len(inputs.hyperparameters) + len(inputs.user) + len(inputs.drawn.inputs)
+        state = flat[: len(flat) - others]
         return frozenset(map(_compat.storage_key, filter(_is_tensor, state)))
 
     def _may_leave_in_flight(self) -> bool:
@@ -351,8 +353,10 @@ class BoundStep:
             if dead:
                 put_gradient(parameter, None)
         flat.extend(call.leaves[position].grad for position in inputs.argument_gradients)
-        flat.extend(map(self._as_tensor, count(), self.guards.numbers_of(call)))
+        numbers = self.guards.numbers_of(call)
+        flat.extend(map(self._as_tensor, count(), numbers))
         flat.extend(call.leaves[position] for position in inputs.user)
+        flat.extend(inputs.drawn.tensors(call.drawn.of(inputs.drawn, numbers)))
         return flat
 
     def _as_tensor(self, index: int, value: Any) -> torch.Tensor:

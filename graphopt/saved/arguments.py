@@ -30,6 +30,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS},
     **{f"math.{name}": getattr(math, name) for name in _NUMERIC},
     **{f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC},
+    **{f"builtins.{function.__name__}": function for function in (int, float)},
 }
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 

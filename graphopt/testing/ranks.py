@@ -132,5 +132,5 @@ def _make_own(value: torch.Tensor, kind: str | None, rank: int) -> None:
         value *= 1 + rank / 8
 
 
-_DIFFER = ("user_input", "buffer", "gradient", None)
+_DIFFER = ("user_input", "buffer", "gradient", "draw", None)
 """Kinds of inputs of which ranks have their own; None: of a graph made by hand."""

@@ -95,7 +95,11 @@ def _kept(value: Any) -> Any:
 
 
 def _state(start: Any, node: fx.Node) -> torch.Tensor | None:
-    known = isinstance(start, torch.Tensor) and node.meta.get("kind") not in (None, "user_input")
+    known = isinstance(start, torch.Tensor) and node.meta.get("kind") not in (
+        None,
+        "user_input",
+        "draw",
+    )
     return start if known else None
 
 

@@ -18,6 +18,7 @@ from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import Besides
+from graphopt.tracing.draws.program import HostValues
 from graphopt.tracing.optimizer_state import is_known_kind
 
 
@@ -43,6 +44,7 @@ class Call:
         besides: what the step uses besides its arguments; the objects follow them in `leaves`.
         decided: answers to its first decisions by value, where they are known.
         sizes: what a trace makes of sizes that depend on values.
+        drawn: what the call has drawn on the host.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Call:
         self.besides = Besides()
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
+        self.drawn = HostValues()
 
     def using(self, besides: Besides) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""

@@ -14,6 +14,7 @@ from graphopt.errors import CaptureError
 from graphopt.host import HostCall, insert_call
 from graphopt.host.counts import EagerCounts, place_of
 from graphopt.host.functions import traced_in
+from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_user_line, is_around_step
@@ -63,6 +64,7 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
     """
     if _compat.is_recording():
         _refuse_traced(fn)
+        _refuse_arrays(tensors)
         place = place_of(sys._getframe(1), is_around_step)
         call = HostCall(original(fn), tensors, every, place)
         call(*map(_detached, call.take_values()))
@@ -94,6 +96,16 @@ def _refuse_traced(fn: Callable[..., Any]) -> None:
             f"the function given to graphopt.callback uses {what} of the step that it is not given",
             location=str(current_user_line()),
             hint="pass it: graphopt.callback(lambda loss: history.append(loss), loss)",
+        )
+
+
+def _refuse_arrays(values: Any) -> None:
+    if any(map(is_known, _compat.tree_leaves(values))):
+        raise CaptureError(
+            "a function given to graphopt.callback gets an array that numpy draws, or computes from"
+            " what is drawn",
+            location=str(current_user_line()),
+            hint="give it a tensor: graphopt.callback(function, torch.tensor(array))",
         )
 
 

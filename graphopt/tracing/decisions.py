@@ -228,7 +228,7 @@ class Values:
         self._tracer, self._inputs = tracer, live
         self._values: dict[fx.Node, Any] = {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
-        self._done = 0
+        self._done = self._taken = 0
 
     def of(self, wanted: Any) -> Any:
         """The value of a node."""
@@ -240,19 +240,14 @@ class Values:
     def _compute(self) -> None:
         with _compat.without_modes(), torch.no_grad(), without_autocast(), self._generators_aside():
             nodes = list(self._tracer.graph.nodes)
-            if not self._done:
-                self._take_inputs(nodes)
             for node in nodes[self._done :]:
-                if node.op != "placeholder":
-                    self._values[node] = self._computed(node)
+                self._values[node] = self._computed(node)
             self._done = len(nodes)
 
-    def _take_inputs(self, nodes: Sequence[fx.Node]) -> None:
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        for node, value in zip(placeholders, self._inputs, strict=True):
-            self._values[node] = _copy(value)
-
     def _computed(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            self._taken += 1
+            return _copy(self._inputs[self._taken - 1])
         if isinstance(node.target, HostCall):
             return None
         if node.op == "get_attr":

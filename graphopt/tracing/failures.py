@@ -156,7 +156,8 @@ def _explain(error: Exception, call: Call) -> CaptureError:
         return CaptureError(
             "Python code depends on the value of a tensor",
             location=location,
-            hint="use tensor operations (torch.where, torch.clamp, …) in place of float(); log"
+            hint="take the number with tensor.item(), where float or int is called by another"
+            " function or in a library; use tensor operations (torch.where, torch.clamp, …); log"
             " values with graphopt.callback(function, tensor), or return them from the step",
         )
     if isinstance(error, _compat.unsupported_operator_errors()):

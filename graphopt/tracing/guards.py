@@ -249,12 +249,18 @@ class Guards:
         for number, value, kind in zip(numbers, values, self.number_types, strict=True):
             if type(value) is not kind or (kind is int and abs(value) >= EXACT):
                 return f"{_called(number)} became {value!r}"
+        drawn = self.inputs.drawn
+        try:
+            values = call.drawn.of(drawn, values)
+        except Exception as error:  # as the step itself raises it
+            return f"a random number became {error!r}"
         for condition in self.inputs.conditions.all:
             if not condition.holds(values):
                 index = first_leaf(condition.left)
                 index = first_leaf(condition.right) if index is None else index
                 assert index is not None
-                return f"{_called(numbers[index])} became {values[index]!r}"
+                named = _called(numbers[index]) if index < len(numbers) else drawn.said(index)
+                return f"{named} became {values[index]!r}"
         return None
 
     def _refresh_states(self, call: Call) -> str | None:

@@ -26,6 +26,7 @@ from graphopt.tracing.numbers import (
     Notes,
     ReadBool,
     ReadInt,
+    TakenInt,
     TracedFloat,
     compared,
     current_notes,
@@ -95,13 +96,22 @@ class Condition:
 
 @dataclass
 class Conditions:
-    """What was asked about such numbers in the traces of one capture."""
+    """What was asked about such numbers in the traces of one capture.
+
+    Attributes:
+        all: the answers given.
+        check: looks at each before it counts, and may refuse it.
+    """
 
     all: list[Condition] = field(default_factory=list)
+    check: Callable[[Condition], None] | None = None
 
     def add(self, condition: Condition) -> None:
-        if condition not in self.all:
-            self.all.append(condition)
+        if condition in self.all:
+            return
+        if self.check is not None:
+            self.check(condition)
+        self.all.append(condition)
 
 
 class HostNumber(TracedFloat):
@@ -143,16 +153,40 @@ class HostNumber(TracedFloat):
             self._integer = _compat.record_integer(self)
         return self._integer
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """Numpy computes with it, before the graph runs."""
+        if self.notes is not current_notes() or method != "__call__" or options.get("out"):
+            return NotImplemented
+        return self.notes.on_host(ufunc, inputs, options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        if self.notes is not current_notes() or options.get("out") is not None:
+            return NotImplemented
+        return self.notes.on_host(function, args, options)
+
     def exactly(self) -> Any:
         """The number, which the graph holds for alone from now on."""
         if isinstance(self.expression, (Leaf, Application)):
-            self.conditions.add(Condition(_same_number, self.expression, self.value, True))
+            self.conditions.add(Condition(same_value, self.expression, self.value, True))
         return self.value
 
     def handed_out(self, text: bool = False) -> Any:
         """The number, for Python code to do with it what it likes."""
         self.notes.hand_out(leaves_of(self.expression), text)
         return self.exactly()
+
+    def taken_here(self) -> HostNumber:
+        """The same number, of which it is known that the step has got it at this line."""
+        number = HostNumber(self, self.value, self.expression, self.conditions, self.notes)
+        noted(number)
+        return number
+
+    def rounded(self, function: Callable[..., Any]) -> Any:
+        """An integer made of it, which the graph holds for alone from now on."""
+        value = function(self.value)
+        term = Application(function, (self.expression,))
+        self.conditions.add(Condition(same_value, term, value, True))
+        return value
 
     def __getattr__(self, name: str) -> Any:
         """What numbers have and symbolic ones do not, such as `bit_length`."""
@@ -178,9 +212,11 @@ def _class_of(number: Any) -> type:
     return HostNumber if value is None else type(value)
 
 
-def _same_number(a: Any, b: Any) -> bool:
-    """Whether two numbers are one, and of one sign where they are zero."""
-    return type(a) is type(b) and a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two constants are one, and of one sign where they are zero."""
+    if type(a) is not type(b) or a != b:
+        return False
+    return type(a) is not float or math.copysign(1.0, a) == math.copysign(1.0, b)
 
 
 class ScheduledFloat(HostNumber):
@@ -207,6 +243,23 @@ def plain(value: Any) -> Any:
     """A host number as what it is at capture, which whoever uses it as a key asks it for; any other
     value itself."""
     return value.value if is_host_number(value) else value
+
+
+def stand_in_of_number(
+    tensor: torch.Tensor, value: Any, index: int, conditions: Conditions, notes: Notes
+) -> HostNumber:
+    """What stands for a number, given the input that it comes in as.
+
+    Args:
+        tensor: 0-dim, float64, of the trace.
+        value: in this call.
+        index: of the number among those that the graph takes.
+    """
+    leaf = ScheduledFloat(tensor.item(), tensor, value, index, conditions, notes)  # type: ignore[arg-type]
+    if not isinstance(value, int):
+        return leaf
+    integer = _compat.record_number(int, (leaf,))
+    return HostNumber(integer, value, leaf.expression, conditions, notes)
 
 
 def is_host_number(value: Any) -> bool:
@@ -285,7 +338,12 @@ def _unary(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: HostNumber, *args: Any) -> Any:
-        if is_torch_file(sys._getframe(1).f_code.co_filename):
+        of_torch = is_torch_file(sys._getframe(1).f_code.co_filename)
+        if function in _TO_INTEGERS and not args and type(self.value) is float:
+            if not of_torch:
+                self.notes.hand_out(leaves_of(self.expression), False)
+            return self.rounded(function)
+        if of_torch:
             return function(self.exactly(), *args)
         return function(self.handed_out(text=function in _TEXTS), *args)
 
@@ -293,6 +351,7 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TEXTS = (str, repr, format)
+_TO_INTEGERS = (int, round, math.trunc)
 
 
 for _compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
@@ -403,8 +462,8 @@ def traced_math() -> Iterator[None]:
 
 
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
-    {*_MATH, *_CHOICES, *_TESTS, builtins.int, operator.neg, operator.pos, operator.abs,
-     operator.floordiv, operator.mod}
+    {*_MATH, *_CHOICES, *_TESTS, builtins.int, builtins.float, operator.neg, operator.pos,
+     operator.abs, operator.floordiv, operator.mod}
 )  # fmt: skip
 """What nodes of numbers may call besides `numbers.ARITHMETIC`."""
 
@@ -435,6 +494,8 @@ def _any_special(value: Any) -> bool:
         return any(map(_any_special, value.values()))
     if isinstance(value, slice):
         return any(map(_any_special, (value.start, value.stop, value.step)))
+    if type(value) is TakenInt:
+        return True
     return is_host_number(value) and type(value.value) is not float
 
 
@@ -449,6 +510,8 @@ def _all_floating(value: Any) -> bool:
 
 
 def _concrete(value: Any) -> Any:
+    if type(value) is TakenInt:
+        return int(value)
     if is_host_number(value):
         return value if type(value.value) is float else value.exactly()
     if type(value) in (list, tuple):

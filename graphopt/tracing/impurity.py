@@ -127,6 +127,8 @@ def line_where(changed: Callable[[], bool], run: Callable[[], object]) -> Source
         nonlocal last
         if found or is_library_file(frame.f_code.co_filename) or inside_step(frame) is None:
             return None
+        if frame.f_code.co_filename == "<string>":  # a method that a data class has generated
+            return None
         if last is not None and changed():
             found.append(last)
         last = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -117,6 +117,9 @@ class Notes(Protocol):
     def decide(self, number: Any, kind: type) -> Any:
         """What a number is in this call; the graph holds where it is that again."""
 
+    def on_host(self, function: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
+        """What a function of numpy's gives, called before the graph runs."""
+
     def refuse(self, error: CaptureError) -> CaptureError:
         """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
 
@@ -185,6 +188,11 @@ class ReadInt(torch.SymInt):
     """What `.item()` of a traced integer tensor gives: usable in arithmetic, not as text."""
 
 
+class TakenInt(ReadInt):
+    """What `int(tensor)` gives: the number itself for functions of torch that need one, such as a
+    size, which the graph holds for alone then."""
+
+
 class ReadBool(torch.SymBool):
     """What `.item()` of a traced boolean tensor gives, and what comparing such numbers does."""
 
@@ -228,9 +236,15 @@ def _reading(name: str, base: type) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> Any:
         if base is torch.SymInt:
             args = with_integers(args)
-        return as_read(original(self, *args))
+        result = as_read(original(self, *args))
+        return taken(result) if type(self) is TakenInt else result
 
     return method
+
+
+def taken(number: Any) -> Any:
+    """The result of `int(tensor)`, of an integer that was read; other numbers themselves."""
+    return noted(TakenInt(number.node)) if type(number) is ReadInt else number
 
 
 def _operators_of(kind: type, base: type) -> Iterator[str]:

@@ -39,6 +39,8 @@ from graphopt.tracing import (
 )
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.decisions import Decider
+from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.impurity import taken_for_a_number
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.packed import Packing
@@ -103,17 +105,27 @@ class Made:
 
     Attributes:
         decider: answers decisions by values; not there before the step runs.
+        calls: the host's part of the step; not there before the step runs.
         refused: an error that the step may have swallowed.
         handed_out: where the step took a setting or count of an optimizer as the number that it is.
     """
 
     def __init__(self, tagger: Tagger, arguments: Collection[int]) -> None:
-        self._tagger, self._arguments = tagger, arguments
+        self._tagger, self._arguments = tagger, set(arguments)
         self.decider: Decider
+        self.calls: HostCalls
         self.handed_out: list[SourceLine | None] = []
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
         self.refused: CaptureError | None = None
+
+    def allow(self, number: int) -> None:
+        """A number that the graph takes, which any code may take as it is."""
+        self._arguments.add(number)
+
+    def on_host(self, function: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
+        """What a function of numpy's gives, called before the graph runs."""
+        return self.calls.apply(function, (*args, *options.values()), tuple(options))
 
     def refuse(self, error: CaptureError) -> CaptureError:
         """Note an error that refuses the step, also where the step swallows it; returns it."""
@@ -335,6 +347,8 @@ class Redirect(TorchFunctionMode):
     def _stand_ins(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._stand_in(value)
+        if is_known(value):
+            return value.for_torch()
         if type(value) is list or type(value) is tuple:
             return type(value)([self._stand_ins(item) for item in value])
         if type(value) is dict:

@@ -13,6 +13,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call, has_gradient
+from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
@@ -126,6 +127,11 @@ class ResultCollector:
             return Constant(value)
         if type(value).__module__ == "numpy" and is_value(value):  # a number, of one type of many
             return Constant(value)
+        if is_known(value):
+            raise CaptureError(
+                f"{what()} is a numpy array, drawn at random or computed from what was drawn",
+                hint="return a tensor: torch.tensor(array), or torch.from_numpy(array)",
+            )
         raise CaptureError(
             f"{what()} is a {type(value).__name__}, neither a tensor nor a constant",
             hint="return tensors, numbers, strings, None or containers of them;"

@@ -22,14 +22,12 @@ from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
+from graphopt.tracing.conversions import converting
 from graphopt.tracing.decisions import Decider
+from graphopt.tracing.draws.calls import Substitutes
+from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.given import GivenContainers
-from graphopt.tracing.host_numbers import (
-    HostNumber,
-    ScheduledFloat,
-    is_host_number,
-    traced_math,
-)
+from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number, traced_math
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
@@ -86,6 +84,7 @@ class StepRun:
     ) -> None:
         self._keyed, self._puts_back = state.keyed_by_tensors(), state.puts_back
         self._values, self._mode = values, mode
+        self.drawn: list[torch.Tensor] = []
         self.call, self.inputs, self.communication = call, inputs, communication
         names = {module: name for name, module in call.named_submodules()}
         self.tagger = Tagger(names)
@@ -120,6 +119,18 @@ class StepRun:
             own = own_inputs(self.inputs, self.call, broadcast=begins_alike)
             decider = Decider(tracer, self.inputs, self._mode, self._values, own, alone)
             self.made.decider = decider
+
+            def added(value: torch.Tensor, stand_in: torch.Tensor) -> None:
+                values.append(value)
+                own.append(True)
+                self.drawn.append(stand_in)
+
+            values, inputs = self._values, self.inputs
+            self.made.calls = HostCalls(
+                *(tracer, self._mode, inputs.drawn, inputs.conditions, self.made, added),
+                outside=self.outside.is_outside,
+                alone=alone,
+            )
             if self.inputs.sizes is not SizesKept.UNKNOWN:
                 stack.enter_context(_compat.sizes_given(self._mode, decider.sized))
             with self.tagger.during("optimizer"):
@@ -259,7 +270,13 @@ class StepRun:
             rebinding = Rebinding(self.call, self.inputs, traced)
             redirect = Redirect(traced, self.tagger, mark, self.made, known, self.finder, rebinding)
             stack.enter_context(redirect)
-            with observed_step(self.call, self.outside):
+            calls = stack.enter_context(self.made.calls)
+            substitute = Substitutes(calls)
+
+            def called(callee: Any, args: Sequence[Any]) -> Any:
+                return converting(callee, args) or substitute(callee, args)
+
+            with observed_step(self.call, self.outside, called):
                 exchanged = self.call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self.call.fn(*args, **kwargs)
@@ -324,7 +341,8 @@ class StepRun:
                 by_id[id(value)] = tensor
                 scheduled.append(tensor)
             else:
-                scheduled.append(self._number(index, tensor, value))
+                conditions = self.inputs.conditions
+                scheduled.append(stand_in_of_number(tensor, value, index, conditions, self.made))
                 self.made.add_number(scheduled[-1])
         for position in self.inputs.user:
             by_id[id(self.call.leaves[position])] = next(supply)
@@ -332,15 +350,6 @@ class StepRun:
             leaf = self.call.leaves[position]
             by_id[id(leaf)].grad = by_id[id(leaf.grad)] = stand_in
         return Traced(by_id, scheduled, gradients)
-
-    def _number(self, index: int, tensor: torch.Tensor, value: Any) -> HostNumber:
-        """What stands for a number, given the input that it comes in as."""
-        conditions = self.inputs.conditions
-        leaf = ScheduledFloat(tensor.item(), tensor, value, index, conditions, self.made)  # type: ignore[arg-type]
-        if not isinstance(value, int):
-            return leaf
-        integer = _compat.record_number(int, (leaf,))
-        return HostNumber(integer, value, leaf.expression, conditions, self.made)
 
     def _gradient_marker(self, traced: Traced) -> reduction.GradientMarker | None:
         if self.communication is None:

@@ -22,6 +22,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing import impurity, strides
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
+from graphopt.tracing.draws.program import HostProgram
 from graphopt.tracing.failures import definition_of, explained, raised_by_step
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.leftovers import (
@@ -79,9 +80,11 @@ def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None)
         assert drawn is not None
         line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
     raise CaptureError(
-        f"it draws from the {drawn.generator} generator, which would happen at capture only",
+        f"it draws from the {drawn.generator} generator in a way that is not seen (in a library, or"
+        " by a function given to another one), which would happen at capture only",
         location=str(line or definition_of(call)),
-        hint="draw outside the step and pass the result, or use torch's random functions",
+        hint="call the function in the step itself, as in random.random(); or draw outside the step"
+        " and pass the result, or use torch's random functions",
     )
 
 
@@ -120,6 +123,7 @@ def _attempt(
 def _traced(
     call: Call, inputs: Inputs, communication: MarkedCommunication | None, state: HostState
 ) -> tuple[RawTrace, Drawn | None]:
+    earlier = inputs.drawing_anew()
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, strides.check, strides.known
@@ -127,8 +131,11 @@ def _traced(
     fakes = [_compat.to_fake(mode, value) for value in values]
     run = StepRun(call, inputs, communication, mode, values, state)
     try:
-        return _run_once(run, call, fakes)
+        found = _run_once(run, call, fakes)
+        _refuse_other_draws(earlier, inputs.drawn, call)
+        return found
     except CaptureError as error:
+        inputs.drawn = earlier
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
         own = raised_by_step(error)
@@ -148,6 +155,7 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
         stack.enter_context(_compat.errors_raised_once())
         generators = GeneratorStates.read()
         graph_module = _compat.make_fx(run)(*fakes)
+        _inputs_first(graph_module)
         refuse_counts(graph_module.graph)
         drawn = generators.advanced()
         _refuse_kept_numbers(run.made, call, _numbers_of(call) | run.kept_numbers)
@@ -156,11 +164,34 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
     assert run.signature is not None
     _refuse_kept_numbers(run.made, call, set())
     run.made.add(run.finder.let_go())
+    fakes = [*fakes, *run.drawn]
     _refuse_kept(run.made, fakes, call)
     first = run.gradients_first
     raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, first)
     raw.handed_out = run.made.handed_out
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
+
+
+def _inputs_first(graph_module: fx.GraphModule) -> None:
+    """Let inputs that a trace has found on its way stand behind the others."""
+    nodes = list(graph_module.graph.nodes)
+    first = next(index for index, node in enumerate(nodes) if node.op != "placeholder")
+    late = [node for node in nodes[first:] if node.op == "placeholder"]
+    for node in late:
+        nodes[first].prepend(node)
+    if late:
+        graph_module.recompile()
+
+
+def _refuse_other_draws(earlier: HostProgram, now: HostProgram, call: Call) -> None:
+    """Refuse a step that draws other random numbers in another trace of the same call."""
+    if earlier.steps and not earlier.repeats(now):
+        raise CaptureError(
+            "two traces of it draw other random numbers from Python's or numpy's generator: it"
+            " reads something that changes between calls",
+            location=str(definition_of(call)),
+            hint="pass what changes as an argument of the step",
+        )
 
 
 def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
@@ -191,8 +222,8 @@ def _refuse_kept_numbers(made: Made, call: Call, known: set[int]) -> None:
     kept = made.kept_number(known)
     if kept is not None:
         raise CaptureError(
-            "it keeps a number that it read from a tensor (`.item()`) outside its return value,"
-            " which would happen at capture only",
+            "it keeps a number that it read from a tensor (`.item()`) or drew at random outside its"
+            " return value, which would happen at capture only",
             location=str(kept[0] or definition_of(call)),
             hint=_KEEP_HINT,
         )

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from graphopt.tracing.capture import CapturedStep
     from graphopt.tracing.inputs import InputSpec
 
-KINDS = ("parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input")
+KINDS = (
+    *("parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"),
+    "draw",
+)
 PHASES = ("forward", "backward", "communication", "optimizer")
 
 

@@ -98,6 +98,7 @@ class StageCapture:
         for ranks in self._ways(call):
             with suppress(NotAsAgreedError), ranks:
                 captured = self._stages.capture(call, ranks)
+                _refuse_draws(captured)
                 proof = self._stages.parallelize(captured)
                 step = self._stages.apply_passes(captured, proof)
                 self._refuse_late(step)
@@ -157,3 +158,13 @@ def _gradients_present(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
+
+
+def _refuse_draws(captured: CapturedStep) -> None:
+    drawn = captured.live.drawn.steps
+    if drawn:
+        raise CaptureError(
+            "it draws random numbers from Python's or numpy's generator",
+            location=drawn[0].line or None,
+            hint="draw outside the stage and pass the result, or use torch's random functions",
+        )

@@ -14,6 +14,7 @@ import torch
 
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import is_host_number, plain
+from graphopt.tracing.numbers import ReadFloat, ReadInt
 from graphopt.tracing.outside.attributes import (
     attribute_place,
     attributes_of,
@@ -92,7 +93,7 @@ class NativeCalls:
 
     def _builtin(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
         record = self._record
-        if callee is type and args and is_host_number(args[0]):
+        if callee is type and args and _is_traced_number(args[0]):
             record.asked_type = record.asked_type or line
         if callee in _CLASS and args:
             read_class(record, args[0], record.path(args[0], type(args[0]).__name__), line)
@@ -328,6 +329,10 @@ class _Variable:
     def is_original(self, token: contextvars.Token[Any]) -> bool:
         """Whether `reset(token)` puts back what was there before the step."""
         return token.old_value is contextvars.Token.MISSING or token.old_value is self._before
+
+
+def _is_traced_number(value: Any) -> bool:
+    return is_host_number(value) or issubclass(type(value), (ReadFloat, ReadInt))
 
 
 def is_untraced(function: types.FunctionType) -> bool:

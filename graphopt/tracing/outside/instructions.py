@@ -10,7 +10,7 @@ import builtins
 import dis
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from types import CellType, CodeType, FrameType
@@ -70,6 +70,14 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
     }
 
 
+Substitute = Callable[[Any, Sequence[Any]], "Callable[..., Any] | None"]
+"""Says what an instruction calls in place of a function with some arguments; None: itself."""
+
+
+def never(callee: Any, args: Sequence[Any]) -> None:
+    """Everything is called itself."""
+
+
 _SLICED = frozenset({list, tuple})
 """Containers part of which is one of their kind."""
 
@@ -77,8 +85,9 @@ _SLICED = frozenset({list, tuple})
 class Instructions:
     """Follows the instructions of observed functions into a record."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, substitute: Substitute = never) -> None:
         self._record = record
+        self._substitute = substitute
         self._calls = NativeCalls(record)
         self._feeding: dict[int, tuple[OutsidePlace, str, SourceLine]] = {}
 
@@ -341,6 +350,9 @@ class Instructions:
     ) -> None:
         callee, args = _called_with(step, operands)
         self._calls.call(callee, args, line, step.discarded)
+        other = self._substitute(callee, args)
+        if other is not None:
+            operands.put(_place_of_callee(step, operands), other)
 
     def _prepare_call(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -357,7 +369,21 @@ class Instructions:
         callee = operands.top(2 + keywords + (sys.version_info >= (3, 13)))
         given = list(operands.top(1).values()) if keywords else []
         self._read_contents(frame, args, line)
-        self._calls.call(callee, [*(args if isinstance(args, (tuple, list)) else ()), *given], line)
+        given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
+        self._calls.call(callee, given, line)
+        other = self._substitute(callee, given)
+        if other is not None:
+            operands.put(2 + keywords + (sys.version_info >= (3, 13)), other)
+
+
+def _place_of_callee(step: OutsideAccess, operands: Operands) -> int:
+    """Where the callee is on the stack."""
+    top = step.argument + int(step.instruction in ("CALL_KW", "CALL_FUNCTION_KW"))
+    if step.instruction in ("CALL_FUNCTION", "CALL_FUNCTION_KW"):
+        return top + 1
+    if sys.version_info >= (3, 13):
+        return top + 2
+    return top + 1 if operands.top(top + 2) is NULL else top + 2
 
 
 def _called_with(step: OutsideAccess, operands: Operands) -> tuple[Any, list[Any]]:

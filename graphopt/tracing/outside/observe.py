@@ -25,7 +25,13 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.functions import called_by_torch
-from graphopt.tracing.outside.instructions import Instructions, OutsideAccess, steps_of
+from graphopt.tracing.outside.instructions import (
+    Instructions,
+    OutsideAccess,
+    Substitute,
+    never,
+    steps_of,
+)
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import is_library_file
 
@@ -44,9 +50,9 @@ _FORGETTING = frozenset(
 class Observer:
     """Follows what functions do into a record."""
 
-    def __init__(self, record: Record, modules: set[int]) -> None:
+    def __init__(self, record: Record, modules: set[int], substitute: Substitute = never) -> None:
         self.record = record
-        self._instructions = Instructions(record)
+        self._instructions = Instructions(record, substitute)
         self._modules = modules
         self.ignored: dict[int, CodeType] = {}
         """Functions of which the observer wants to know nothing more, by their identity: a hash of

@@ -308,7 +308,7 @@ class Record:
             path = path or self._path_of(place, owner)
             read = self.reads.get(identity)
             before = MISSING if read is not None and read.value is MISSING else place.now()
-            self._places[identity] = WrittenPlace(place, before, owner, path)
+            self._places[identity] = WrittenPlace(self._outside(place), before, owner, path)
         if type(place.holder) in _SEQUENCES:
             self._mutated.setdefault(id(place.holder), copy.copy(place.holder))
         if counting and (identity not in self._written or identity in self._derived):
@@ -365,7 +365,7 @@ class Record:
             for key, value in list(table.items()):
                 place, was = OutsidePlace("item", table, key), before.get(key, MISSING)
                 if was is not value and place.identity not in self._places:
-                    yield WrittenPlace(place, was, None, f"{path}[{key_text(key)}]")
+                    yield WrittenPlace(self._outside(place), was, None, f"{path}[{key_text(key)}]")
 
     def is_input(self, place: OutsidePlace) -> bool:
         """Whether the graph takes the number in a place."""

@@ -14,6 +14,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.guard import shown
+from graphopt.tracing.outside.instructions import Substitute, never
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read
 from graphopt.tracing.outside.record import Record, is_container
@@ -39,8 +40,11 @@ def record_for(call: Call, inputs: Iterable[OutsidePlace] = ()) -> Record:
 
 
 @contextmanager
-def observed_step(call: Call, record: Record) -> Iterator[None]:
+def observed_step(call: Call, record: Record, substitute: Substitute = never) -> Iterator[None]:
     """While active, what the step reads outside its arguments goes into `record`.
+
+    Args:
+        substitute: says what the step's instructions call in place of a function.
 
     Raises:
         CaptureError: the step counts outside its arguments, and reads the count.
@@ -59,7 +63,7 @@ def observed_step(call: Call, record: Record) -> Iterator[None]:
         record.reached(leaf, name)
     record.reached(call.fn, getattr(call.fn, "__name__", "the step"))
     record.reached(getattr(call.fn, "__self__", None), "self")
-    with observed(Observer(record, set(map(id, modules)))):
+    with observed(Observer(record, set(map(id, modules)), substitute)):
         yield
     record.finish()
     if record.counted is not None:

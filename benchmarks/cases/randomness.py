@@ -1,0 +1,138 @@
+"""Loops that draw from Python's and numpy's generators in the step, and take plain numbers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .case import STEPS, Case, case, repeated
+
+
+@case
+def mixup_inside() -> Case:
+    """Mixup as its authors wrote it: the coefficient and the order are drawn in the step."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
+                        nn.Linear(288, 4))  # fmt: skip
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+    def mixup_data(x: Tensor, y: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, float]:
+        lam = numpy.random.beta(alpha, alpha) if alpha > 0 else 1
+        index = torch.randperm(x.size()[0])
+        return lam * x + (1 - lam) * x[index, :], y, y[index], lam
+
+    def step(net: Any, optimizer: Any, inputs: Tensor, targets: Tensor) -> float:
+        inputs, targets_a, targets_b, lam = mixup_data(inputs, targets, 1.0)
+        outputs = net(inputs)
+        loss = lam * F.cross_entropy(outputs, targets_a)
+        loss = loss + (1 - lam) * F.cross_entropy(outputs, targets_b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def draw() -> tuple[Tensor, Tensor]:
+        return torch.randn(5, 3, 8, 8), torch.randint(0, 4, (5,))
+
+    return Case(step, repeated(net, optimizer, draw=draw), [net, optimizer])
+
+
+class Decoder(nn.Module):
+    """Decodes word by word, from a given one or its own last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.embedding = nn.GRU(8, 8), nn.Embedding(12, 8)
+        self.rnn, self.out = nn.GRU(8, 8), nn.Linear(8, 12)
+
+    def forward(self, source: Tensor, target: Tensor, teacher_forcing_ratio: float) -> Tensor:
+        _, hidden = self.encoder(self.embedding(source))
+        outputs, word = [], target[0]
+        for t in range(1, target.shape[0]):
+            output, hidden = self.rnn(self.embedding(word)[None], hidden)
+            logits = self.out(output[0])
+            outputs.append(logits)
+            teacher_force = random.random() < teacher_forcing_ratio
+            word = target[t] if teacher_force else logits.argmax(1)
+        return torch.stack(outputs)
+
+
+@case
+def teacher_forcing() -> Case:
+    """Each word of the target is given, or not, by a draw of its own."""
+    model = Decoder()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(model: Any, optimizer: Any, source: Tensor, target: Tensor) -> float:
+        output = model(source, target, 0.5)
+        loss = F.cross_entropy(output.flatten(0, 1), target[1:].flatten(), ignore_index=0)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1)
+        optimizer.step()
+        return loss.item()
+
+    def draw() -> tuple[Tensor, Tensor]:
+        return torch.randint(1, 12, (5, 3)), torch.randint(1, 12, (3, 3))
+
+    return Case(step, repeated(model, optimizer, draw=draw), [model, optimizer])
+
+
+@case
+def gan_with_noise_of_numpy() -> Case:
+    """A generator fed by `Tensor(np.random.normal(…))`, with labels that are flipped at times."""
+    generator = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 6), nn.Tanh())
+    critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1), nn.Sigmoid())
+    optimizers = [torch.optim.Adam(n.parameters(), lr=2e-4) for n in (generator, critic)]
+    tensor = torch.FloatTensor
+
+    def step(nets: Any, optimizers: Any, real: Tensor) -> tuple[float, float]:
+        (generator, critic), (of_generator, of_critic) = nets, optimizers
+        valid, fake = tensor(real.size(0), 1).fill_(0.9), tensor(real.size(0), 1).fill_(0.0)
+        if random.random() < 0.05:
+            valid, fake = fake, valid
+        of_generator.zero_grad()
+        made = generator(tensor(numpy.random.normal(0, 1, (real.shape[0], 4))))
+        g_loss = F.binary_cross_entropy(critic(made), valid)
+        g_loss.backward()
+        of_generator.step()
+        of_critic.zero_grad()
+        d_loss = F.binary_cross_entropy(critic(real), valid)
+        d_loss = (d_loss + F.binary_cross_entropy(critic(made.detach()), fake)) / 2
+        d_loss.backward()
+        of_critic.step()
+        return float(g_loss.detach()), float(d_loss.detach())
+
+    nets = [generator, critic]
+    calls = [(nets, optimizers, torch.rand(5, 6)) for _ in range(STEPS)]
+    return Case(step, calls, [*nets, *optimizers])
+
+
+@case
+def running_loss_as_float() -> Case:
+    """An epoch's average of the loss and its accuracy in plain numbers, over two batches."""
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
+
+    def train(net: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]]) -> Any:
+        total_loss, correct, count = 0.0, 0, 0
+        for x, y in batches:
+            optimizer.zero_grad()
+            out = net(x).log_softmax(dim=-1)
+            loss = F.nll_loss(out, y)
+            loss.backward()
+            optimizer.step()
+            total_loss += float(loss.detach()) * x.size(0)
+            correct += int((out.argmax(dim=-1) == y).sum())
+            count += x.size(0)
+        return total_loss / count, correct / count
+
+    def batches() -> list[tuple[Tensor, Tensor]]:
+        return [(torch.randn(5, 6), torch.randint(0, 3, (5,))) for _ in range(2)]
+
+    calls = [(net, optimizer, batches()) for _ in range(STEPS)]
+    return Case(train, calls, [net, optimizer])

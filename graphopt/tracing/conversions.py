@@ -1,0 +1,87 @@
+"""`float(tensor)` and `int(tensor)` in a step: what `tensor.item()` gives.
+
+`float` itself can give nothing but a float of this call. So that `type(x) is float` and
+`dtype=float` mean what they mean, no name is replaced: where an instruction of the step is about to
+call `float`, it calls a function of this file in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.numbers import (
+    ReadBool,
+    ReadFloat,
+    ReadInt,
+    TakenInt,
+    TracedFloat,
+    as_read,
+    record,
+    taken,
+)
+
+_STANDING_FOR: dict[type, Any] = {ReadFloat: 0.0, ReadInt: 0, TakenInt: 0, ReadBool: False}
+"""Classes of numbers that were read, each with a number of the class that it stands for."""
+
+
+def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What is called in place of a function that converts a value of the trace; None where that is
+    the function itself."""
+    if callee is isinstance and len(args) == 2:
+        return _is_instance if type(args[0]) in _STANDING_FOR else None
+    if len(args) != 1 or (callee is not float and callee is not int):
+        return None
+    value = args[0]
+    if callee is int:
+        return _to_integer(value)
+    if is_known(value):
+        return _of_array if value.size == 1 and value.dtype.kind in "fiu" else None
+    if issubclass(type(value), (TracedFloat, ReadInt)):
+        return _of_number
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return None if _compat.is_transformed(value) else _of_tensor
+    return None
+
+
+def _is_instance(number: Any, kinds: Any) -> bool:
+    return isinstance(number, kinds) or isinstance(_STANDING_FOR[type(number)], kinds)
+
+
+def _to_integer(value: Any) -> Callable[[Any], Any] | None:
+    if issubclass(type(value), ReadInt):
+        return taken
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return None
+    if value.is_floating_point() or value.is_complex() or _compat.is_transformed(value):
+        return None
+    return _integer_of_tensor
+
+
+def _integer_of_tensor(tensor: torch.Tensor) -> Any:
+    return taken(_integer(tensor).item())
+
+
+def _integer(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
+
+
+def _of_tensor(tensor: torch.Tensor) -> Any:
+    return _of_number(_integer(tensor).item())
+
+
+def _of_array(array: Any) -> Any:
+    return array.calls.apply(float, (array,))
+
+
+def _of_number(number: Any) -> Any:
+    if is_host_number(number):
+        return record(float, number) if isinstance(number, int) else number.taken_here()
+    if issubclass(type(number), torch.SymInt):
+        return as_read(torch.sym_float(number))
+    return number if issubclass(type(number), TracedFloat) else float(number)

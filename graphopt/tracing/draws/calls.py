@@ -1,0 +1,145 @@
+"""Which calls of a step draw on the host, or work on what was drawn, and what is called instead.
+
+Asked before each call that the step's own code makes (`outside.instructions`), in whatever way it
+got hold of the function.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphopt.tracing.draws.arguments import any_known, is_known
+from graphopt.tracing.draws.generators import Drawing, drawing_of
+from graphopt.tracing.draws.positions import BY_POSITION
+from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.host_numbers import is_host_number, leaves_of
+
+Substitute = Callable[..., Any]
+
+_LEGACY = frozenset(
+    {torch.Tensor, torch.FloatTensor, torch.DoubleTensor, torch.HalfTensor, torch.BFloat16Tensor}
+    | {torch.LongTensor, torch.IntTensor, torch.ShortTensor, torch.CharTensor, torch.ByteTensor}
+    | {torch.BoolTensor}
+)
+_MAKERS = frozenset({torch.from_numpy, torch.tensor, torch.as_tensor, torch.asarray})
+_MADE = ("array", "asarray", "asanyarray", "ascontiguousarray", "full", "float32", "float64",
+         "int32", "int64")  # fmt: skip
+"""Functions and classes of numpy that make arrays and scalars, and are no functions that arrays
+may answer themselves."""
+
+
+class Substitutes:
+    """What is called in place of a function.
+
+    Args:
+        calls: makes the draws of the trace.
+    """
+
+    def __init__(self, calls: HostCalls) -> None:
+        self._calls = calls
+        self._of_numpy: frozenset[Any] = frozenset()
+
+    def __call__(self, callee: Any, args: Sequence[Any]) -> Substitute | None:
+        """None where the function itself is called.
+
+        Args:
+            args: positional values, the object of a method first, and those of keywords.
+        """
+        if type(callee) is functools.partial:
+            return self._partial(callee, args)
+        drawing = drawing_of(callee, args)
+        if drawing is not None:
+            return self._draw(drawing)
+        if not any_known(args):
+            return None
+        if _is_in(callee, _LEGACY) or _is_in(callee, _MAKERS):
+            return self._tensor(callee) if any(map(self._is_made_on_host, args)) else None
+        if _is_in(callee, self._numpy()):
+            return self._apply(callee)
+        if any(map(is_known, args)) and _is_of_torch(callee):
+            return _with_plain(callee)
+        return None
+
+    def _partial(self, callee: functools.partial[Any], args: Sequence[Any]) -> Substitute | None:
+        given = [*callee.args, *args, *callee.keywords.values()]
+        inner = self(callee.func, given)
+        return None if inner is None else functools.partial(inner, *callee.args, **callee.keywords)
+
+    def _draw(self, drawing: Drawing) -> Substitute:
+        calls = self._calls
+        special = BY_POSITION.get(drawing.name)
+
+        def draw(*args: Any, **options: Any) -> Any:
+            if not drawing.bound:
+                args = args[1:]
+            if drawing.of_state or options.get("out") is not None:
+                raise calls.refused(
+                    f"it uses {drawing.said}, which gives or takes more than random numbers",
+                    "do it outside the step",
+                )
+            if special is not None:
+                return special(calls, drawing, *args, **options)
+            return calls.draw(drawing, (*args, *options.values()), tuple(options))
+
+        return draw
+
+    def _tensor(self, function: Any) -> Substitute:
+        def tensor(*args: Any, **options: Any) -> Any:
+            return self._calls.tensor(function, (*args, *options.values()), tuple(options))
+
+        return tensor
+
+    def _apply(self, function: Any) -> Substitute:
+        def apply(*args: Any, **options: Any) -> Any:
+            return self._calls.apply(function, (*args, *options.values()), tuple(options))
+
+        return apply
+
+    def _is_made_on_host(self, value: Any) -> bool:
+        """Whether an array is among what a tensor is made of, or an integer that is drawn: other
+        numbers are inputs of the graph, which makes the tensor."""
+        if type(value) in (list, tuple):
+            return any_known(value) and any(map(self._is_made_on_host, value))
+        if is_host_number(value):
+            drawn = any(leaf >= self._calls.program.first for leaf in leaves_of(value.expression))
+            return drawn and isinstance(value, int)
+        return is_known(value)
+
+    def _numpy(self) -> frozenset[Any]:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and not self._of_numpy:
+            self._of_numpy = frozenset(getattr(numpy, name) for name in _MADE)
+        return self._of_numpy
+
+
+def _with_plain(function: Any) -> Substitute:
+    def call(*args: Any, **options: Any) -> Any:
+        args = tuple(map(_for_torch, args))
+        return function(*args, **{name: _for_torch(value) for name, value in options.items()})
+
+    return call
+
+
+def _for_torch(value: Any) -> Any:
+    return value.for_torch() if is_known(value) else value
+
+
+def _is_of_torch(callee: Any) -> bool:
+    """Whether a function, or the class that it is a method of, belongs to torch."""
+    owner = getattr(callee, "__objclass__", None) or getattr(callee, "__self__", None)
+    if isinstance(owner, torch.Tensor) or (isinstance(owner, type) and owner.__module__ == "torch"):
+        return True
+    module = getattr(callee, "__module__", None) or ""
+    return str(module).partition(".")[0] == "torch"
+
+
+def _is_in(callee: Any, functions: frozenset[Any]) -> bool:
+    try:
+        return callee in functions
+    except TypeError:  # it has no hash
+        return False

@@ -1,0 +1,178 @@
+"""What runs on the host before a graph does: draws of random numbers, and what numpy makes of them.
+
+0  random.random()                      values of a call: its numbers (learning rates, …),
+1  numpy.random.normal(0, 1, (4, 2))    and then one for each of these calls, in their order
+2  Tensor(%1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphopt.tracing.draws.generators import is_same_state, read_state, write_state
+from graphopt.tracing.host_numbers import evaluate
+
+
+class ArrayConstant:
+    """Gives a numpy array that is among the arguments of a call, with the values that it had at
+    capture."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array.copy()
+
+    def __call__(self) -> Any:
+        return self._array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ArrayConstant) and self._known() == other._known()
+
+    def __hash__(self) -> int:
+        return hash(self._known())
+
+    def _known(self) -> tuple[Any, ...]:
+        return self._array.dtype, self._array.shape, self._array.tobytes()
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """One call.
+
+    Attributes:
+        function: what is called.
+        args: constants and expressions of earlier values.
+        names: keywords that the last of these are given by.
+        generator: from which it draws; None where it draws nothing.
+        said: the call as messages name it.
+        line: of the program.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+    generator: Any = None
+    said: str = ""
+    line: str = ""
+
+    def run(self, values: Sequence[Any]) -> Any:
+        given = [evaluate(each, values) for each in self.args]
+        if not self.names:
+            return self.function(*given)
+        split = len(given) - len(self.names)
+        return self.function(*given[:split], **dict(zip(self.names, given[split:], strict=True)))
+
+
+@dataclass(frozen=True)
+class HostInput:
+    """A value that a graph takes: a number, as 0-dim float64, or a tensor.
+
+    Attributes:
+        index: of the value.
+        fqn: its name.
+    """
+
+    index: int
+    fqn: str
+
+
+@dataclass
+class HostProgram:
+    """The calls of one captured step, in their order.
+
+    Attributes:
+        first: how many numbers are there before.
+        steps: the calls.
+        inputs: what the graph takes.
+        behind_callback: it draws after a function of `graphopt.callback`, which runs later here.
+    """
+
+    first: int = 0
+    steps: list[HostStep] = field(default_factory=list)
+    inputs: list[HostInput] = field(default_factory=list)
+    behind_callback: bool = False
+
+    def generators(self) -> list[Any]:
+        """All that it draws from."""
+        found = {id(step.generator): step.generator for step in self.steps}
+        return [generator for generator in found.values() if generator is not None]
+
+    def run(self, numbers: Sequence[Any]) -> list[Any]:
+        """Draw and compute; the values, behind the numbers."""
+        values = list(numbers)
+        for step in self.steps:
+            values.append(step.run(values))
+        return values
+
+    def tensors(self, values: Sequence[Any]) -> Iterator[torch.Tensor]:
+        """What the graph takes."""
+        for each in self.inputs:
+            yield _as_tensor(values[each.index])
+
+    def tensors_now(self, numbers: Sequence[Any]) -> list[torch.Tensor]:
+        """What the graph would take now. The generators stay as they are."""
+        values = HostValues()
+        try:
+            return list(self.tensors(values.of(self, numbers)))
+        finally:
+            values.undo()
+
+    def repeats(self, other: HostProgram) -> bool:
+        """Whether both do the same."""
+        return self.steps == other.steps and self.inputs == other.inputs
+
+    def said(self, index: int) -> str:
+        """What messages call a value."""
+        step = self.steps[index - self.first]
+        return f"{step.said} at {step.line}" if step.line else step.said
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.requires_grad else value
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+class HostValues:
+    """What one call has drawn so far, which can be put back."""
+
+    def __init__(self) -> None:
+        self._program: HostProgram | None = None
+        self._values: list[Any] = []
+        self._before: list[tuple[Any, Any]] = []
+        self._after: list[tuple[Any, Any]] = []
+
+    def of(self, program: HostProgram, numbers: Sequence[Any]) -> list[Any]:
+        """The values of a program in this call, behind its numbers. What another one has drawn is
+        put back.
+
+        Args:
+            numbers: those of the call that the program begins with.
+        """
+        if self._program is not program:
+            self.undo()
+            if not program.steps:
+                return list(numbers)
+            self._before = [(each, read_state(each)) for each in program.generators()]
+            self._program = program
+            try:
+                self._values = program.run(numbers)
+                watched = program.generators() if program.behind_callback else []
+                self._after = [(each, read_state(each)) for each in watched]
+            except BaseException:
+                self.undo()
+                raise
+        return self._values
+
+    def undo(self) -> None:
+        """Nothing has been drawn."""
+        for generator, state in self._before:
+            write_state(generator, state)
+        self._program, self._values, self._before, self._after = None, [], [], []
+
+    def are_mixed(self) -> bool:
+        """Whether somebody else has drawn meanwhile, from whom the step draws after him in the
+        order of the program."""
+        return any(not is_same_state(read_state(each), state) for each, state in self._after)

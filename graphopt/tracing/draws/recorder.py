@@ -1,0 +1,319 @@
+"""Makes the draws of one trace, and notes them as the program that further calls run.
+
+Each draw is made for real, so that the trace sees what the call would see; when the trace is over
+the generators are put back. Between two draws that are seen a generator has to stay as it is:
+whoever else draws from it is found out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt._compat.untraced import without_overrides
+from graphopt.errors import CaptureError
+from graphopt.host import HostCall
+from graphopt.host.assumptions import Assumption
+from graphopt.tracing.draws.arguments import (
+    Known,
+    UnknownArgumentError,
+    expression_of,
+    is_layout,
+    layout_of,
+    plain,
+)
+from graphopt.tracing.draws.generators import (
+    Drawing,
+    is_global,
+    is_same_state,
+    read_state,
+    write_state,
+)
+from graphopt.tracing.draws.program import HostInput, HostProgram, HostStep
+from graphopt.tracing.host_numbers import (
+    Application,
+    Condition,
+    Conditions,
+    Leaf,
+    leaves_of,
+    same_value,
+    stand_in_of_number,
+)
+from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.source import current_user_line, user_line_of
+
+_SHARING = (torch.from_numpy, torch.as_tensor, torch.asarray)
+"""Functions whose tensor may lie in the memory of the array."""
+
+
+class HostCalls:
+    """The host's part of one trace.
+
+    Args:
+        tracer: records the step.
+        mode: in which it computes.
+        program: to be filled.
+        conditions: of the inputs.
+        notes: told about numbers.
+        added: called with the value and the stand-in of each new input of the graph.
+        outside: says whether an object was there before the step.
+        alone: no other rank runs the same step.
+    """
+
+    def __init__(
+        self,
+        tracer: Any,
+        mode: Any,
+        program: HostProgram,
+        conditions: Conditions,
+        notes: Any,
+        added: Callable[[torch.Tensor, torch.Tensor], None],
+        outside: Callable[[Any], bool],
+        alone: bool,
+    ) -> None:
+        self._tracer, self._mode, self._alone = tracer, mode, alone
+        self.program, self._conditions, self._notes = program, conditions, notes
+        self._added, self._outside = added, outside
+        self._generators: dict[int, tuple[Any, Any]] = {}
+        self._states: dict[int, Any] = {}
+        self._random: set[int] = set()  # values that depend on draws
+        self._continuous: set[int] = set()  # of these, those that are others in each call
+        self._shared: list[torch.Tensor] = []
+        self._symbols: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ the trace begins and ends
+
+    def __enter__(self) -> HostCalls:
+        self._conditions.check = self._check
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._conditions.check = None
+        if isinstance(error, _compat.data_dependent_errors()):
+            self._refuse_number(error)
+        unseen = [g for g, _ in self._generators.values() if not self._is_as_left(g)]
+        for generator, before in reversed(self._generators.values()):  # two may share a state
+            write_state(generator, before)
+        if error is None and unseen:
+            raise self._unseen()
+        if error is None and len(self._shared) > 1:
+            self._refuse_written()
+
+    def _refuse_number(self, error: BaseException) -> None:
+        """Say that it was a number drawn, where an operator has asked for the value of one."""
+        asked = set(re.findall(r"\w+", str(error)))
+        for symbol, index in self._symbols.items():
+            if symbol in asked:
+                line = user_line_of(error)
+                raise CaptureError(
+                    f"it gives a random number ({self.program.said(index)}) to what takes a plain"
+                    " one, which is another one in each call",
+                    location=None if line is None else str(line),
+                    hint="draw outside the step and pass the result; or compute with tensors",
+                ) from error
+
+    def _is_as_left(self, generator: Any) -> bool:
+        return is_same_state(read_state(generator), self._states[id(generator)])
+
+    def _unseen(self) -> CaptureError:
+        return self.refused(
+            "it draws random numbers from Python's or numpy's generator in a way that is not seen"
+            " (from a library's own code, or by a function that is given to another one), besides"
+            " draws that are seen",
+            "draw in the step itself, or outside the step, and pass the result",
+        )
+
+    def refused(self, reason: str, hint: str) -> CaptureError:
+        """The step cannot be captured, even if it swallows the error."""
+        line = current_user_line()
+        error = CaptureError(reason, location=None if line is None else str(line), hint=hint)
+        refused: CaptureError = self._notes.refuse(error)
+        return refused
+
+    # ------------------------------------------------------------------ calls
+
+    def draw(self, drawing: Drawing, args: Sequence[Any], names: Sequence[str] = ()) -> Any:
+        """Draw now, and in every call."""
+        generator = drawing.generator
+        known = self._generators.get(id(generator))
+        if known is None and not (is_global(generator) or self._outside(generator)):
+            raise self.refused(
+                f"it draws from a {type(generator).__name__} that it makes itself",
+                "make the generator outside the step; or draw there, and pass the result",
+            )
+        if known is None:
+            self._generators[id(generator)] = (generator, read_state(generator))
+        elif not self._is_as_left(generator):
+            raise self._unseen()
+        try:
+            index, value = self._step(drawing.function, args, names, generator, drawing.said)
+        finally:
+            self._states[id(generator)] = read_state(generator)
+        if not drawing.is_discrete:
+            self._continuous.add(index)
+        self.program.behind_callback |= self._behind_callback()
+        return self._given(index, value)
+
+    def _behind_callback(self) -> bool:
+        targets = (node.target for node in self._tracer.graph.nodes)
+        return any(isinstance(t, HostCall) and not isinstance(t, Assumption) for t in targets)
+
+    def apply(
+        self, function: Callable[..., Any], args: Sequence[Any], names: Sequence[str] = ()
+    ) -> Any:
+        """Compute with what has been drawn, now and in every call.
+
+        Args:
+            names: keywords that the last of `args` are given by.
+        """
+        self._refuse_written()
+        index, value = self._step(function, args, names)
+        return self._given(index, value)
+
+    def _step(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        names: Sequence[str],
+        generator: Any = None,
+        said: str = "",
+    ) -> tuple[int, Any]:
+        place = current_user_line()
+        line = "" if place is None else f"{place.file}:{place.line}"
+        try:
+            expressions = tuple(map(expression_of, args))
+        except UnknownArgumentError as error:
+            what = said or getattr(function, "__name__", "a function of numpy")
+            raise self.refused(
+                f"{what} is given {error}, and random numbers of Python and numpy are drawn before"
+                " the graph runs",
+                "draw with numbers that are known then, or with torch's random functions, or"
+                " outside the step, and pass the result",
+            ) from None
+        named = dict(zip(names, args[len(args) - len(names) :], strict=True))
+        given = [plain(each) for each in args[: len(args) - len(names)]]
+        with _compat.without_modes():
+            value = function(*given, **{name: plain(each) for name, each in named.items()})
+        index = self.program.first + len(self.program.steps)
+        said = said or getattr(function, "__name__", "a number that numpy computes")
+        self.program.steps.append(
+            HostStep(function, expressions, tuple(names), generator, said, line)
+        )
+        sources = set(chain.from_iterable(map(leaves_of, expressions)))
+        if generator is not None or not self._random.isdisjoint(sources):
+            self._random.add(index)
+        if generator is None and not self._continuous.isdisjoint(sources):
+            self._continuous.add(index)
+        return index, value
+
+    # ------------------------------------------------------------------ results
+
+    def _given(self, index: int, value: Any) -> Any:
+        """What the step gets for a value."""
+        from graphopt.tracing.draws.arrays import HostArray, is_of_numpy
+
+        if value is None:
+            return None
+        if type(value) is float or (type(value) is int and is_exact(value)):
+            return self._number(index, value)
+        if is_of_numpy(value):
+            array = HostArray(self, index, value)
+            self._notes.add_number(array)
+            return array
+        if type(value) in (list, tuple):
+            items = range(len(value))
+            return type(value)(self.apply(_item, (Known(Leaf(index), value), i)) for i in items)
+        if type(value) in (bool, int, str, bytes):
+            return self.by_value(Leaf(index), value)
+        raise self.refused(
+            f"{self.program.said(index)} gives a {type(value).__name__}",
+            "draw numbers or arrays, or draw outside the step",
+        )
+
+    def by_value(self, expression: Any, value: Any) -> Any:
+        """A value that the graph holds for alone."""
+        self._conditions.add(Condition(same_value, expression, value, True))
+        return value
+
+    def _number(self, index: int, value: Any) -> Any:
+        with _compat.without_modes():
+            tensor = torch.tensor(value, dtype=torch.float64, device="cpu")
+        stand_in = self._input(index, tensor)
+        self._notes.allow(index)
+        with without_overrides():
+            number = stand_in_of_number(stand_in, value, index, self._conditions, self._notes)
+        self._notes.add_number(number)
+        self._symbols[str(number.node.expr)] = index
+        return number
+
+    def tensor(
+        self, function: Callable[..., Any], args: Sequence[Any], names: Sequence[str] = ()
+    ) -> torch.Tensor:
+        """A tensor that a torch function makes of an array, now and in every call."""
+        self._refuse_written()
+        index, value = self._step(function, args, names)
+        if not isinstance(value, torch.Tensor):
+            raise self.refused("it makes no tensor of an array", "draw outside the step")
+        with _compat.without_modes():
+            requires_grad, layout, value = value.requires_grad, layout_of(value), value.detach()
+        term = Application(layout_of, (Leaf(index),))
+        self._conditions.add(Condition(same_value, term, layout, True))
+        stand_in = self._input(index, value)
+        if function in _SHARING:
+            self._shared.append(stand_in)
+        return stand_in.detach().requires_grad_() if requires_grad else stand_in
+
+    def _input(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        said = self.program.steps[index - self.program.first].said
+        name = f"{said} {len(self.program.inputs)}"
+        with without_overrides():
+            stand_in = _compat.add_input(self._tracer, self._mode, value, name)
+        self.program.inputs.append(HostInput(index, name))
+        self._added(value, stand_in)
+        return stand_in
+
+    def _refuse_written(self) -> None:
+        """Refuse to go on with arrays where a tensor over the memory of one has been updated."""
+        if any(tensor._version for tensor in self._shared):
+            raise self.refused(
+                "it updates a tensor in place that lies in the memory of a drawn numpy array, and"
+                " goes on with the array",
+                "let the tensor be a copy: torch.tensor(array)",
+            )
+
+    # ------------------------------------------------------------------ conditions
+
+    def _check(self, condition: Condition) -> None:
+        """Look at a condition before it becomes one of the graph."""
+        expressions = (condition.left, condition.right)
+        drawn = [
+            leaf
+            for leaf in chain.from_iterable(map(leaves_of, expressions))
+            if leaf in self._random
+        ]
+        if not drawn or (condition.compare is same_value and is_layout(condition.left)):
+            return
+        what = self.program.said(drawn[0])
+        if not self._alone:
+            raise self.refused(
+                f"it decides by a random number ({what}), which may be another one on each rank",
+                "decide outside the step, by a number that all ranks have alike, and pass the"
+                " decision; or choose between values with torch.where",
+            )
+        exact = condition.compare is same_value and type(condition.right) is float
+        if exact and not self._continuous.isdisjoint(drawn):
+            raise self.refused(
+                f"it takes a random number ({what}) for a plain number, which is another one in"
+                " each call",
+                "compute with it, or compare it with another number; turn it into text in"
+                " graphopt.callback(function, number), or return it from the step",
+            )
+
+
+def _item(values: Sequence[Any], position: int) -> Any:
+    return values[position]
