@@ -70,7 +70,9 @@ def _own(value: Any) -> Any:
         return hash(str(state))
     if isinstance(value, numpy.random.Generator):
         return hash(str(value.bit_generator.state))
-    if isinstance(value, (Mapping, list, tuple, set, frozenset, deque, bytearray)):
+    if isinstance(value, (set, frozenset)):  # of tensors, it goes by their addresses
+        return sorted(map(repr, map(_key, value)))
+    if isinstance(value, (Mapping, list, tuple, deque, bytearray)):
         return [_key(key) for key in value]  # in order
     return None
 
