@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from refusal import Snapshot, fresh, refused
-from twins import World
+from twins import Twins, World
 from zoo import MLP, MODELS, train_step
 
 CASE = MODELS["mlp"]
@@ -100,9 +100,16 @@ class Counting(torch.optim.SGD):
 
 
 def test_optimizer_that_counts_in_an_attribute() -> None:
-    model = MLP()
-    w = World(train_step, [model], [Counting(model.parameters())])
-    assert "optimizer.count (1 became 2)" in str(refused(train_step, w))
+    def build() -> World:
+        model = MLP()
+        return World(train_step, [model], [Counting(model.parameters())])
+
+    twins = Twins(build)
+    for number in range(5):
+        twins.step(*CASE.batch(number))
+    twins.finish(captures=1)
+    for w in (twins.eager, twins.captured):
+        assert isinstance(w.optimizer, Counting) and w.optimizer.count == 6
 
 
 # Optimizers and scalers

@@ -76,7 +76,6 @@ def set_attribute(owner: Any, value: Any) -> None:
 
 
 KEPT: dict[str, Keep] = {
-    "float": lambda loss, rate: table.update(loss=float(loss)),  # HERE
     "writer of text": lambda loss, rate: writer.add_text(loss.item()),
     "text of a list": lambda loss, rate: history.append(str([loss.item()])),  # HERE
     "queue": lambda loss, rate: waiting.put(-loss.item()),  # HERE
@@ -96,7 +95,6 @@ KEPT: dict[str, Keep] = {
     "format of the learning rate": lambda loss, rate: history.append(format(rate, ".3f")),  # HERE
     "JSON of the learning rate": lambda loss, rate: history.append(json.dumps([rate])),  # HERE
     "hash of the learning rate": lambda loss, rate: history.append(hash(rate)),  # HERE
-    "learning rate as a float": lambda loss, rate: history.append(float(rate)),  # HERE
     "rounded learning rate": lambda loss, rate: history.append(round(rate, 3)),  # HERE
     "fraction of the learning rate": lambda loss, rate: history.append(rate.hex()),  # HERE
     "logged learning rate": lambda loss, rate: logging.getLogger("t").error("%s", rate),  # HERE
@@ -132,6 +130,7 @@ KEPT_IN_EACH_CALL: dict[str, Keep] = {
     "list": lambda loss, rate: history.append(loss.item()),
     "list of a list": lambda loss, rate: history.append(loss.reshape(1).tolist()),
     "item of a dict": lambda loss, rate: table.update(loss=loss.item()),
+    "float": lambda loss, rate: table.update(loss=float(loss.detach())),
     "writer": lambda loss, rate: writer.add_scalar("loss", loss.item(), 3),
     "attribute": lambda loss, rate: set_attribute(writer, loss.item()),
     "class attribute": lambda loss, rate: set_attribute(Writer, loss.item()),
@@ -145,6 +144,7 @@ KEPT_IN_EACH_CALL: dict[str, Keep] = {
     "rounded": lambda loss, rate: history.append(round(loss.item())),
     "root": lambda loss, rate: history.append(math.sqrt(loss.item())),
     "learning rate": lambda loss, rate: history.append(rate),
+    "learning rate as a float": lambda loss, rate: history.append(float(rate)),
     "tensor": lambda loss, rate: history.append(loss.detach()),
     "global": in_a_global,
 }

@@ -152,11 +152,12 @@ def test_padding_is_a_decision() -> None:
 
 
 def test_a_step_whose_decisions_cannot_be_followed(caplog: Any) -> None:
-    """It counts besides: the model finds out that it is traced, and computes up to rounding."""
-    seen: list[int] = []
+    """It changes a set besides: the model finds out that it is traced, and computes up to
+    rounding."""
+    seen: set[int] = set()
 
     def counting(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
-        seen.append(1)
+        seen.symmetric_difference_update({1})
         return train_step(model, optimizer, batch)
 
     twins = Twins(lambda: build(llama, counting), exact=False)

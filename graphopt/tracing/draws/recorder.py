@@ -279,7 +279,7 @@ class HostCalls:
 
     def _refuse_written(self) -> None:
         """Refuse to go on with arrays where a tensor over the memory of one has been updated."""
-        if any(tensor._version for tensor in self._shared):
+        if any(map(_compat.may_be_written, self._shared)):
             raise self.refused(
                 "it updates a tensor in place that lies in the memory of a drawn numpy array, and"
                 " goes on with the array",

@@ -27,6 +27,7 @@ from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import OutsidePlace, filled, is_value, key_text
 from graphopt.tracing.outside.record import Record, is_container, viewed
 from graphopt.tracing.replace import original
+from graphopt.tracing.source import is_library_file
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
 _CHANGING = frozenset(
@@ -93,7 +94,8 @@ class NativeCalls:
 
     def _builtin(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
         record = self._record
-        if callee is type and args and _is_traced_number(args[0]):
+        asked = callee is type and bool(args) and _is_traced_number(args[0])
+        if asked and not is_library_file(line.file):  # `copy` asks, and goes on with either
             record.asked_type = record.asked_type or line
         if callee in _CLASS and args:
             read_class(record, args[0], record.path(args[0], type(args[0]).__name__), line)
