@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -152,12 +153,12 @@ def test_padding_is_a_decision() -> None:
 
 
 def test_a_step_whose_decisions_cannot_be_followed(caplog: Any) -> None:
-    """It changes a set besides: the model finds out that it is traced, and computes up to
+    """It changes a queue besides: the model finds out that it is traced, and computes up to
     rounding."""
-    seen: set[int] = set()
+    seen: deque[int] = deque()
 
     def counting(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
-        seen.symmetric_difference_update({1})
+        seen.appendleft(1)
         return train_step(model, optimizer, batch)
 
     twins = Twins(lambda: build(llama, counting), exact=False)
