@@ -128,6 +128,8 @@ def test_a_value_that_is_kept(kept: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 KEPT_IN_EACH_CALL: dict[str, Keep] = {
     "list": lambda loss, rate: history.append(loss.item()),
+    "several": lambda loss, rate: history.extend([loss.item(), 3]),
+    "several of a queue": lambda loss, rate: ends.extend((rate, "text")),
     "list of a list": lambda loss, rate: history.append(loss.reshape(1).tolist()),
     "item of a dict": lambda loss, rate: table.update(loss=loss.item()),
     "float": lambda loss, rate: table.update(loss=float(loss.detach())),

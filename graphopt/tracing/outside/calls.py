@@ -169,6 +169,9 @@ class NativeCalls:
             self.store_item(bound, args[0])
         elif name == "append" and len(args) == 1:
             record.mutated(bound, args[0])
+        elif name == "extend" and len(args) == 1 and type(args[0]) in (list, tuple):
+            for each in args[0]:
+                record.mutated(bound, each)
         elif name in _ADDING or (discarded and name in _CHANGING - _BY_CONTENTS):
             record.mutated(bound)
             if name == "clear":
