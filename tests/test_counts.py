@@ -8,8 +8,10 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -496,6 +498,37 @@ def test_integers_beyond_float64(start: int) -> None:
     with pytest.raises(graphopt.CaptureError, match=r"state\.step"):
         compiled(x, y)
     assert state.step == count
+
+
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [
+        *[(2**53 - 2, 1), (2**70, 1), ("", "x"), ((), (1,)), (1j, 1), (True, True)],
+        *[(Fraction(1, 3), 1), (numpy.float64(0.5), 1), (numpy.int64(5), 1)],
+    ],
+    ids=str,
+)
+def test_what_nobody_reads_and_no_input_can_be(start: Any, more: Any) -> None:
+    """It changes in every call, or is refused and left alone: it changed at capture only."""
+    net, kept = Network(), {"": start}
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if start is True:
+            kept[""] ^= more
+        else:
+            kept[""] += more
+        return net.train(x, y)
+
+    compiled, x, y = graphopt.compile(step), torch.randn(5, 4), torch.randint(0, 3, (5,))
+    expected = start
+    for _ in range(5):
+        try:
+            compiled(x, y)
+        except graphopt.CaptureError:
+            break
+        expected = expected ^ more if start is True else expected + more
+        assert (type(kept[""]), kept[""]) == (type(expected), expected)
+    assert kept[""] == expected
 
 
 def test_another_object_in_the_place_is_counted_in() -> None:

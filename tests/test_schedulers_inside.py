@@ -122,6 +122,12 @@ def test_on_ranks(two_ranks: Pool) -> None:
     assert one[2::4] == alone[2::4]
 
 
+def sets_rate_before(trained: Trained, x: Tensor) -> Any:
+    for group in trained.optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+    return trained.step(x)
+
+
 def reads_rate(trained: Trained, x: Tensor) -> Any:
     return trained.step(x), trained.optimizer.param_groups[0]["lr"] * 2
 
@@ -165,6 +171,15 @@ def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> N
         run(trained, torch.ones(4, 3))
     assert trained.left() == before
     assert not trained.optimizer.state
+
+
+def test_a_rate_that_the_step_sets_before_is_not_seen_by_a_scheduler() -> None:
+    """It computed with the rate that the call began with, and its rate was lost behind the step."""
+    trained = Trained("adam", "one cycle")
+    before = trained.left()
+    with pytest.raises(graphopt.CaptureError, match="before the step of a OneCycleLR"):
+        graphopt.compile(sets_rate_before)(trained, torch.ones(4, 3))
+    assert trained.left() == before
 
 
 def test_what_is_read_before_is_as_it_was() -> None:

@@ -118,7 +118,7 @@ def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
         return place.is_item or _is_traced(value, numbers=True, tensors=False)
     if not is_plain(value):
         return False
-    if not reads or record.is_told(place):
+    if not reads or (record.is_told(place) and type(written.before) not in (int, float)):
         return True
     return written.before is MISSING and record.counts_in(place)
 

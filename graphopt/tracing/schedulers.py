@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -31,13 +31,16 @@ _SCHEDULED = ("lr", "momentum", "betas")
 
 
 @contextmanager
-def traced_schedulers() -> Iterator[None]:
+def traced_schedulers(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
     """While active, stepping a scheduler records a call of it.
+
+    Args:
+        groups: of the optimizers, as the step finds them.
 
     Raises:
         CaptureError: the step uses what a scheduler has changed before, or a rate is a tensor.
     """
-    stepped = _Stepped()
+    stepped = _Stepped(groups)
     classes = [c for c in _subclasses(LRScheduler) if "step" in vars(c)]
     # Set for the whole trace: what is observed of a step's objects includes their classes.
     LRScheduler.__getattribute__ = stepped.read  # type: ignore[method-assign]
@@ -70,10 +73,15 @@ def _recording(step: Callable[..., Any], stepped: _Stepped) -> Callable[..., Non
 
 
 class _Stepped:
-    """The schedulers that a trace has stepped, and the settings that they will change."""
+    """The schedulers that a trace has stepped, and the settings that they will change.
 
-    def __init__(self) -> None:
+    Args:
+        groups: see `traced_schedulers`.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
         self.name = ""
+        self._found = {id(group): dict(group) for group in groups}
         self._schedulers: dict[int, Any] = {}
         self._settings: list[tuple[dict[str, Any], str, Any, Unknown]] = []
         self.read = self._reader()
@@ -101,6 +109,13 @@ class _Stepped:
                 f"it steps a {self.name}, which changes {key!r} of a parameter group, a tensor",
                 location=str(current_user_line()),
                 hint="call scheduler.step() outside the step, after it",
+            )
+        if self._found.get(id(group), group).get(key) is not value:
+            raise CaptureError(
+                f"it sets {key!r} of a parameter group before the step of a {self.name}, which is"
+                " not traced and would not see it",
+                location=str(current_user_line()),
+                hint="set it in the scheduler, or outside the step",
             )
         unknown = Unknown(key, self.name)
         self._settings.append((group, key, value, unknown))

@@ -249,7 +249,7 @@ class StepRun:
             bare = [entry.tensor for entry in self.inputs.module_tensors if entry.bare]
             stack.callback(self._find_owners, bare)  # also where the step is refused
             stack.enter_context(impurity.no_output())
-            stack.enter_context(traced_schedulers())
+            stack.enter_context(traced_schedulers(group for _, _, group in self._groups()))
             stack.enter_context(inference_as_no_grad())
             stack.enter_context(impurity.no_loading())
             stack.enter_context(traced_scaling(self.finder, _compat.fake_mode_of(self._values)))

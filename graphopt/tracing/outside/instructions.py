@@ -9,18 +9,18 @@ from __future__ import annotations
 import builtins
 import dis
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
-import torch
-
 from graphopt._compat.frames import NULL, Operands
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import plain
+from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.counting import counting_pairs
@@ -108,10 +108,12 @@ class Instructions:
             pending, record.pending = record.pending, None
         for each in pending[:-1]:
             record.read(*each)
-        value = pending[-1][0].now() if pending else None
-        if isinstance(value, torch.Tensor):
-            record.read(*pending[-1])  # not a count: an operator takes it
-        elif pending:
+        if not pending:
+            return
+        value = pending[-1][0].now()
+        if not _may_count(value):
+            record.read(*pending[-1])
+        else:
             if value is MISSING and type(pending[-1][0].holder) is defaultdict:  # begins to count
                 record.read(*pending[-1])
             self._feeding[id(frame)] = pending[-1]
@@ -474,3 +476,11 @@ _HANDLERS.update(
     for name in dis.opmap
     if name.startswith(("BINARY_", "INPLACE_")) and name not in _HANDLERS
 )
+
+
+def _may_count(value: Any) -> bool:
+    """Whether an input of a graph may be what a place holds in which a step counts; or a list whose
+    end takes its place. Others are read: operators take tensors, and a text that grows is another
+    one in each call."""
+    kinds = (list, deque, *SYMBOLIC)
+    return value is MISSING or is_exact(value) or isinstance(value, kinds)
