@@ -44,7 +44,7 @@ from graphopt.tracing.rewriting import (
     expanded_write,
     is_expanded,
 )
-from graphopt.tracing.tagging import tagged
+from graphopt.tracing.tagging import KEYS, tagged
 from graphopt.tracing.trace import RawTrace
 
 aten = torch.ops.aten
@@ -85,6 +85,7 @@ def functionalize(raw: RawTrace) -> Functional:
     with without_autocast():
         graph_module = _compat.make_fx(run)(*inputs)
     graph = graph_module.graph
+    _tag_arithmetic(graph)
     split_waits(graph)
     remove_identities(graph)
     keep_apart(raw.graph_module.graph, graph)
@@ -101,6 +102,15 @@ def functionalize(raw: RawTrace) -> Functional:
     graph.lint()
     graph_module.recompile()
     return Functional(graph_module, updated)
+
+
+def _tag_arithmetic(graph: fx.Graph) -> None:
+    """Arithmetic of sizes and of integers that were read is recorded when it is used, perhaps as a
+    result: it belongs to what it computes with."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "phase" not in node.meta:
+            for source in node.all_input_nodes[:1]:
+                node.meta.update({key: source.meta[key] for key in KEYS if key in source.meta})
 
 
 def _is_profiling(node: fx.Node) -> bool:
