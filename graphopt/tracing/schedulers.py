@@ -127,7 +127,7 @@ class _Stepped:
         for group, key, value, unknown in self._settings:
             changed = changed if group.get(key) is unknown else key
             dict.__setitem__(group, key, value)
-        self._schedulers, self._settings = {}, []
+        self._found, self._schedulers, self._settings = {}, {}, []
         return changed
 
     def _reader(self) -> Callable[[Any, str], Any]:
