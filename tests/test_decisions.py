@@ -348,7 +348,7 @@ def test_what_each_branch_keeps(keep: Callable[[Kept, bool], Any]) -> None:
     "keep",
     [
         lambda kept, bad: kept["set"].add("bad" if bad else "good"),
-        lambda kept, bad: kept["list"].extend([bad]),
+        lambda kept, bad: kept["list"].insert(0, bad),
     ],
 )
 def test_what_each_branch_keeps_is_refused(keep: Callable[[Kept, bool], Any]) -> None:
