@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import fx
 
@@ -20,11 +20,6 @@ def find_nodes(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> list[fx
 def graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
     """The graph of a graph module, or the graph itself."""
     return graph.graph if isinstance(graph, fx.GraphModule) else graph
-
-
-def placeholders(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The inputs of a graph, in their order."""
-    return (node for node in graph.nodes if node.op == "placeholder")
 
 
 def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -31,13 +31,10 @@ def answered_as_in_eager(noticed: Callable[[], None]) -> Iterator[None]:
     """
 
     def is_fake(tensor: Any) -> bool:
-        if _caller(2) in _FOR_A_WARNING:
+        if sys._getframe(2).f_code.co_name in _FOR_A_WARNING:
             return True
         noticed()
         return False
-
-    def _caller(depth: int) -> str:
-        return sys._getframe(depth + 1).f_code.co_name
 
     modules = [(sys.modules.get(module), name) for module, name in _QUESTIONS]
     with replaced(*((m, name, is_fake) for m, name in modules if hasattr(m, name))):

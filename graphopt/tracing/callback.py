@@ -67,7 +67,7 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
         _refuse_arrays(tensors)
         place = place_of(sys._getframe(1), is_around_step)
         call = HostCall(original(fn), tensors, every, place)
-        call(*map(_detached, call.take_values()))
+        record(call)
         return
     call = HostCall(fn, tensors, every)
     graphs = {value.graph for value in call.values if isinstance(value, fx.Node)}
@@ -78,6 +78,11 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
         call.place = place_of(sys._getframe(1))
         call.counts = _counts.of(call.place)
     call(*call.take_values())
+
+
+def record(call: HostCall) -> None:
+    """Let a call be a node of the graph that is being traced, with what it is given."""
+    call(*map(_detached, call.take_values()))
 
 
 _counts = EagerCounts()

@@ -30,7 +30,6 @@ from graphopt.graph_utils import (
     without_autocast,
     written,
 )
-from graphopt.graph_utils.nodes import placeholders
 from graphopt.tracing.numbers import ARITHMETIC
 from graphopt.tracing.signature import Computed, Constant, StateResult
 from graphopt.tracing.trace import RawTrace
@@ -82,7 +81,7 @@ class Creation:
     ) -> list[tuple[StateResult, Any]] | None:
         """The state, made of the live inputs; None where a kernel makes another kind of tensor than
         the trace says."""
-        values = dict(zip(placeholders(graph_module.graph), inputs, strict=True))
+        values = dict(zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True))
         entries = {(s.optimizer, s.owner, s.key): value for s, value in self.constants}
         # Of fake tensors, as of a device that is not there, the state is fake as well.
         fake = _compat.fake_mode_of([v for v in inputs if isinstance(v, torch.Tensor)])

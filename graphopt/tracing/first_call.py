@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import is_operator
-from graphopt.graph_utils.nodes import placeholders
 from graphopt.tracing.call import Call
 from graphopt.tracing.compare import NodeLabels, difference_of, significant
 from graphopt.tracing.creation import Creation
@@ -88,7 +87,7 @@ def _are_dropped(raw: RawTrace, inputs: Inputs, gradients: set[int]) -> bool:
     start = len(inputs.placeholders) + len(inputs.states)
     replaced = {result.owner for result in raw.signature.gradients}
     owners = {id(entry): index for index, entry in enumerate(inputs.module_tensors)}
-    nodes = list(placeholders(raw.graph_module.graph))
+    nodes = raw.graph_module.graph.find_nodes(op="placeholder")
     return all(
         not nodes[index].users and owners[id(inputs.gradients[index - start].owner)] in replaced
         for index in gradients
@@ -207,7 +206,7 @@ class _FirstLabels(NodeLabels):
         self.copied: dict[_StateKey, Any] = {}
         self._copies, self._names = creation.copies, names
         self._private, self._dropped = creation.private(), dropped
-        for position, node in enumerate(placeholders(graph)):
+        for position, node in enumerate(graph.find_nodes(op="placeholder")):
             self.of[node] = ("input", position)
 
     def passes_over(self, node: fx.Node, position: int) -> bool:
@@ -254,7 +253,9 @@ class _NextLabels(NodeLabels):
         self.copied: dict[_StateKey, Any] = {}
         self.numbers: dict[int, float] = {}
         self._zeros: set[fx.Node] = set()
-        self._position = {node: index for index, node in enumerate(placeholders(graph))}
+        self._position = {
+            node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))
+        }
         inputs = 0
         for node, index in self._position.items():
             if index in states:
@@ -324,7 +325,7 @@ class _NextLabels(NodeLabels):
 
     def _is_positive(self, factor: Any) -> bool:
         if isinstance(factor, fx.Node) and is_operator(factor.target, "aten::_local_scalar_dense"):
-            source = self._position.get(factor.args[0], -1)  # type: ignore[arg-type]
+            source = self._position.get(factor.args[0], -1)
             factor = self.numbers.get(source)
         return type(factor) in (int, float) and 0 < factor < math.inf
 

@@ -23,6 +23,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.tracing.numbers import (
+    COMPARISONS,
     Notes,
     ReadBool,
     ReadInt,
@@ -354,7 +355,7 @@ _TEXTS = (str, repr, format)
 _TO_INTEGERS = (int, round, math.trunc)
 
 
-for _compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+for _compare in COMPARISONS:
     setattr(HostNumber, f"__{_compare.__name__}__", _comparison(_compare))
 for _function in (operator.neg, operator.pos, operator.abs):
     setattr(HostNumber, f"__{_function.__name__}__", _unary(_function))

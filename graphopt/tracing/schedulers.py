@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
+from graphopt.tracing.callback import record
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import current_user_line
 
@@ -62,14 +63,13 @@ def _recording(step: Callable[..., Any], stepped: _Stepped) -> Callable[..., Non
         _compat.mark_stepped(self.optimizer)
         step(self, *args)
 
-    def record(self: Any, *args: Any, **kwargs: Any) -> None:
+    def stepped_in_every_call(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         called = behind_optimizer if _compat.has_stepped(vars(self)["optimizer"]) else step
         stepped.add(self)
-        call = HostCall(MethodType(called, self), bound.args[1:])
-        call(*map(_detached, call.take_values()))
+        record(HostCall(MethodType(called, self), bound.args[1:]))
 
-    return record
+    return stepped_in_every_call
 
 
 class _Stepped:
@@ -176,10 +176,6 @@ def _used(what: str, scheduler: str) -> CaptureError:
         location=str(current_user_line()),
         hint="step the scheduler last, and read from it before, or outside the step",
     )
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _subclasses(parent: type) -> set[type]:
