@@ -1,82 +1,35 @@
 """What an instruction of a Python function reads from outside the step, and what it writes.
 
-Asked before the instruction is executed, with its operands (`_compat.frames`). Names of
-instructions are those of Python 3.10 to 3.13.
+Asked before the instruction is executed, with its operands (`_compat.frames`). Which method is
+asked for which instruction says `accesses`.
 """
 
 from __future__ import annotations
 
 import builtins
-import dis
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import pairwise
-from types import CellType, CodeType, FrameType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from types import CellType, FrameType
+from typing import Any
 
 from graphopt._compat.frames import NULL, Operands
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import plain
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
+from graphopt.tracing.outside.callees import (
+    Substitute,
+    called_with,
+    expanded_call,
+    never,
+    place_of_callee,
+)
 from graphopt.tracing.outside.calls import NativeCalls
-from graphopt.tracing.outside.counting import counting_pairs
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record, is_container, viewed
-
-
-class OutsideAccess(NamedTuple):
-    """One instruction that may read or write outside.
-
-    Attributes:
-        feeding: it loads a value that only goes into a store to the same place.
-        counting: it is that store.
-        discarded: it is a call whose result nothing uses.
-    """
-
-    handler: str
-    instruction: str
-    name: Any
-    argument: int
-    offset: int
-    feeding: bool
-    counting: bool
-    discarded: bool
-
-
-@lru_cache(maxsize=4096)
-def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
-    """The instructions of a function that are looked at, by offset."""
-    instructions = list(dis.get_instructions(code))
-    feeding, counting = counting_pairs(instructions)
-    visible = [i for i in instructions if i.opname != "CACHE"]
-    discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
-    return {
-        i.offset: OutsideAccess(
-            "_in_place" if _is_in_place(i) else _HANDLERS[i.opname],
-            i.opname,
-            i.argval,
-            i.arg or 0,
-            i.offset,
-            i.offset in feeding,
-            i.offset in counting,
-            i.offset in discarded,
-        )
-        for i in instructions
-        if i.opname in _HANDLERS
-    }
-
-
-Substitute = Callable[[Any, Sequence[Any]], "Callable[..., Any] | None"]
-"""Says what an instruction calls in place of a function with some arguments; None: itself."""
-
-
-def never(callee: Any, args: Sequence[Any]) -> None:
-    """Everything is called itself."""
-
 
 _SLICED = frozenset({list, tuple})
 """Containers part of which is one of their kind."""
@@ -350,11 +303,11 @@ class Instructions:
     def _call(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        callee, args = _called_with(step, operands)
+        callee, args = called_with(step, operands)
         self._calls.call(callee, args, line, step.discarded)
         other = self._substitute(callee, args)
         if other is not None:
-            operands.put(_place_of_callee(step, operands), other)
+            operands.put(place_of_callee(step, operands), other)
 
     def _prepare_call(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -366,46 +319,14 @@ class Instructions:
     def _call_expanded(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        keywords = step.argument & 1
-        args = operands.top(1 + keywords)
-        callee = operands.top(2 + keywords + (sys.version_info >= (3, 13)))
-        given = list(operands.top(1).values()) if keywords else []
+        place, args, given = expanded_call(step, operands)
+        callee = operands.top(place)
         self._read_contents(frame, args, line)
         given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
         self._calls.call(callee, given, line)
         other = self._substitute(callee, given)
         if other is not None:
-            operands.put(2 + keywords + (sys.version_info >= (3, 13)), other)
-
-
-def _place_of_callee(step: OutsideAccess, operands: Operands) -> int:
-    """Where the callee is on the stack."""
-    top = step.argument + int(step.instruction in ("CALL_KW", "CALL_FUNCTION_KW"))
-    if step.instruction in ("CALL_FUNCTION", "CALL_FUNCTION_KW"):
-        return top + 1
-    if sys.version_info >= (3, 13):
-        return top + 2
-    return top + 1 if operands.top(top + 2) is NULL else top + 2
-
-
-def _called_with(step: OutsideAccess, operands: Operands) -> tuple[Any, list[Any]]:
-    """The callee and its arguments, the object of a method first."""
-    count = step.argument
-    top = int(step.instruction in ("CALL_KW", "CALL_FUNCTION_KW"))  # above all: names of keywords
-    args = [operands.top(top + place) for place in range(count, 0, -1)]
-    first, second = operands.top(top + count + 1), NULL
-    if step.instruction not in ("CALL_FUNCTION", "CALL_FUNCTION_KW"):
-        second = operands.top(top + count + 2)
-    if sys.version_info >= (3, 13):
-        return second, (args if first is NULL else [first, *args])
-    return (first, args) if second is NULL else (second, [first, *args])
-
-
-def _is_in_place(instruction: dis.Instruction) -> bool:
-    name = instruction.opname
-    return name.startswith("INPLACE_") or (
-        name == "BINARY_OP" and instruction.argrepr.endswith("=")
-    )
+            operands.put(place, other)
 
 
 def _called(frame: FrameType, value: Any) -> str:
@@ -414,68 +335,6 @@ def _called(frame: FrameType, value: Any) -> str:
         if local is value:
             return name
     return type(value).__name__
-
-
-_HANDLERS = {
-    "LOAD_GLOBAL": "_global",
-    "LOAD_NAME": "_name",
-    "LOAD_DEREF": "_cell",
-    "LOAD_CLASSDEREF": "_cell",
-    "LOAD_FROM_DICT_OR_DEREF": "_cell",
-    "STORE_GLOBAL": "_set_global",
-    "DELETE_GLOBAL": "_set_global",
-    "STORE_DEREF": "_set_cell",
-    "LOAD_ATTR": "_attribute",
-    "LOAD_METHOD": "_attribute",
-    "LOAD_SUPER_ATTR": "_super",
-    "IMPORT_FROM": "_attribute",
-    "IMPORT_NAME": "_import",
-    "STORE_ATTR": "_set_attribute",
-    "DELETE_ATTR": "_set_attribute",
-    "BINARY_SUBSCR": "_item",
-    "STORE_SUBSCR": "_set_item",
-    "DELETE_SUBSCR": "_delete_item",
-    "BINARY_SLICE": "_slice",
-    "BINARY_OP": "_two",
-    "COMPARE_OP": "_compared",
-    "IS_OP": "_same_object",
-    "CONTAINS_OP": "_contains",
-    "GET_ITER": "_items",
-    "GET_YIELD_FROM_ITER": "_items",
-    "FOR_ITER": "_next",
-    "UNPACK_SEQUENCE": "_items",
-    "UNPACK_EX": "_items",
-    "LIST_EXTEND": "_items",
-    "SET_UPDATE": "_items",
-    "DICT_UPDATE": "_items",
-    "DICT_MERGE": "_items",
-    "FORMAT_VALUE": "_contents",
-    "FORMAT_SIMPLE": "_contents",
-    "CONVERT_VALUE": "_contents",
-    "TO_BOOL": "_truth",
-    "UNARY_NOT": "_truth",
-    "GET_LEN": "_truth",
-    "MATCH_SEQUENCE": "_items",
-    "MATCH_MAPPING": "_items",
-    "MATCH_CLASS": "_class_pattern",
-    "CALL": "_call",
-    "PRECALL": "_prepare_call",
-    "CALL_KW": "_call",
-    "CALL_FUNCTION": "_call",
-    "CALL_METHOD": "_call",
-    "CALL_FUNCTION_KW": "_call",
-    "CALL_FUNCTION_EX": "_call_expanded",
-}
-_HANDLERS.update(
-    (name, "_truth")
-    for name in dis.opmap
-    if name.startswith(("POP_JUMP", "JUMP_IF")) and "NONE" not in name
-)
-_HANDLERS.update(
-    (name, "_two")
-    for name in dis.opmap
-    if name.startswith(("BINARY_", "INPLACE_")) and name not in _HANDLERS
-)
 
 
 def _may_count(value: Any) -> bool:

@@ -22,16 +22,12 @@ from graphopt import _compat
 from graphopt._compat import frames
 from graphopt._compat.untraced import OwnTracer, UntracedOperators
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.outside.accesses import OutsideAccess, steps_of
 from graphopt.tracing.outside.attributes import read_function, read_method
+from graphopt.tracing.outside.callees import Substitute, never
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.functions import called_by_torch
-from graphopt.tracing.outside.instructions import (
-    Instructions,
-    OutsideAccess,
-    Substitute,
-    never,
-    steps_of,
-)
+from graphopt.tracing.outside.instructions import Instructions
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import is_library_file
 

@@ -13,8 +13,8 @@ from graphopt.tracing.besides import Besides, CarriedPlace, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.outside.attributes import read_method
+from graphopt.tracing.outside.callees import Substitute, never
 from graphopt.tracing.outside.guard import shown
-from graphopt.tracing.outside.instructions import Substitute, never
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read
 from graphopt.tracing.outside.record import Record, is_container

@@ -1,0 +1,124 @@
+"""Which instructions of a Python function may read or write outside the step, and which method of
+`instructions.Instructions` follows each. Names of instructions are those of Python 3.10 to 3.13.
+"""
+
+from __future__ import annotations
+
+import dis
+from functools import lru_cache
+from itertools import pairwise
+from types import CodeType
+from typing import Any, NamedTuple
+
+from graphopt.tracing.outside.counting import counting_pairs
+
+
+class OutsideAccess(NamedTuple):
+    """One instruction that may read or write outside.
+
+    Attributes:
+        feeding: it loads a value that only goes into a store to the same place.
+        counting: it is that store.
+        discarded: it is a call whose result nothing uses.
+    """
+
+    handler: str
+    instruction: str
+    name: Any
+    argument: int
+    offset: int
+    feeding: bool
+    counting: bool
+    discarded: bool
+
+
+@lru_cache(maxsize=4096)
+def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
+    """The instructions of a function that are looked at, by offset."""
+    instructions = list(dis.get_instructions(code))
+    feeding, counting = counting_pairs(instructions)
+    visible = [i for i in instructions if i.opname != "CACHE"]
+    discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
+    return {
+        i.offset: OutsideAccess(
+            "_in_place" if _is_in_place(i) else _HANDLERS[i.opname],
+            i.opname,
+            i.argval,
+            i.arg or 0,
+            i.offset,
+            i.offset in feeding,
+            i.offset in counting,
+            i.offset in discarded,
+        )
+        for i in instructions
+        if i.opname in _HANDLERS
+    }
+
+
+def _is_in_place(instruction: dis.Instruction) -> bool:
+    name = instruction.opname
+    return name.startswith("INPLACE_") or (
+        name == "BINARY_OP" and instruction.argrepr.endswith("=")
+    )
+
+
+_HANDLERS = {
+    "LOAD_GLOBAL": "_global",
+    "LOAD_NAME": "_name",
+    "LOAD_DEREF": "_cell",
+    "LOAD_CLASSDEREF": "_cell",
+    "LOAD_FROM_DICT_OR_DEREF": "_cell",
+    "STORE_GLOBAL": "_set_global",
+    "DELETE_GLOBAL": "_set_global",
+    "STORE_DEREF": "_set_cell",
+    "LOAD_ATTR": "_attribute",
+    "LOAD_METHOD": "_attribute",
+    "LOAD_SUPER_ATTR": "_super",
+    "IMPORT_FROM": "_attribute",
+    "IMPORT_NAME": "_import",
+    "STORE_ATTR": "_set_attribute",
+    "DELETE_ATTR": "_set_attribute",
+    "BINARY_SUBSCR": "_item",
+    "STORE_SUBSCR": "_set_item",
+    "DELETE_SUBSCR": "_delete_item",
+    "BINARY_SLICE": "_slice",
+    "BINARY_OP": "_two",
+    "COMPARE_OP": "_compared",
+    "IS_OP": "_same_object",
+    "CONTAINS_OP": "_contains",
+    "GET_ITER": "_items",
+    "GET_YIELD_FROM_ITER": "_items",
+    "FOR_ITER": "_next",
+    "UNPACK_SEQUENCE": "_items",
+    "UNPACK_EX": "_items",
+    "LIST_EXTEND": "_items",
+    "SET_UPDATE": "_items",
+    "DICT_UPDATE": "_items",
+    "DICT_MERGE": "_items",
+    "FORMAT_VALUE": "_contents",
+    "FORMAT_SIMPLE": "_contents",
+    "CONVERT_VALUE": "_contents",
+    "TO_BOOL": "_truth",
+    "UNARY_NOT": "_truth",
+    "GET_LEN": "_truth",
+    "MATCH_SEQUENCE": "_items",
+    "MATCH_MAPPING": "_items",
+    "MATCH_CLASS": "_class_pattern",
+    "CALL": "_call",
+    "PRECALL": "_prepare_call",
+    "CALL_KW": "_call",
+    "CALL_FUNCTION": "_call",
+    "CALL_METHOD": "_call",
+    "CALL_FUNCTION_KW": "_call",
+    "CALL_FUNCTION_EX": "_call_expanded",
+}
+_HANDLERS.update(
+    (name, "_truth")
+    for name in dis.opmap
+    if name.startswith(("POP_JUMP", "JUMP_IF")) and "NONE" not in name
+)
+_HANDLERS.update(
+    (name, "_two")
+    for name in dis.opmap
+    if name.startswith(("BINARY_", "INPLACE_")) and name not in _HANDLERS
+)

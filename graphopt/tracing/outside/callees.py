@@ -1,0 +1,64 @@
+"""What a call instruction calls: where the callee and its arguments lie on the interpreter's stack.
+
+From below, `CALL` of three arguments finds
+
+                         function                method
+    3.10 CALL_FUNCTION   callee, a, b, c
+    3.10 CALL_METHOD     NULL, callee, a, b, c   callee, object, a, b, c
+    3.11, 3.12           NULL, callee, a, b, c   callee, object, a, b, c
+    3.13                 callee, NULL, a, b, c   callee, object, a, b, c
+
+with the names of keyword arguments on top where there are any.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from graphopt._compat.frames import NULL, Operands
+from graphopt.tracing.outside.accesses import OutsideAccess
+
+Substitute = Callable[[Any, Sequence[Any]], "Callable[..., Any] | None"]
+"""Says what an instruction calls in place of a function with some arguments; None: itself."""
+
+_NAMED = ("CALL_KW", "CALL_FUNCTION_KW")
+"""Calls with names of keywords above all else."""
+_PLAIN = ("CALL_FUNCTION", "CALL_FUNCTION_KW")
+"""Calls that are never of a method."""
+
+
+def never(callee: Any, args: Sequence[Any]) -> None:
+    """Everything is called itself."""
+
+
+def place_of_callee(step: OutsideAccess, operands: Operands) -> int:
+    """Where the callee is on the stack."""
+    top = step.argument + int(step.instruction in _NAMED)
+    if step.instruction in _PLAIN:
+        return top + 1
+    if sys.version_info >= (3, 13):
+        return top + 2
+    return top + 1 if operands.top(top + 2) is NULL else top + 2
+
+
+def called_with(step: OutsideAccess, operands: Operands) -> tuple[Any, list[Any]]:
+    """The callee and its arguments, the object of a method first."""
+    count = step.argument
+    top = int(step.instruction in _NAMED)
+    args = [operands.top(top + place) for place in range(count, 0, -1)]
+    first, second = operands.top(top + count + 1), NULL
+    if step.instruction not in _PLAIN:
+        second = operands.top(top + count + 2)
+    if sys.version_info >= (3, 13):
+        return second, (args if first is NULL else [first, *args])
+    return (first, args) if second is NULL else (second, [first, *args])
+
+
+def expanded_call(step: OutsideAccess, operands: Operands) -> tuple[int, Any, list[Any]]:
+    """`function(*args, **keywords)`: where the callee is on the stack, `args`, and the values of
+    `keywords`."""
+    keywords = step.argument & 1
+    place = 2 + keywords + int(sys.version_info >= (3, 13))
+    return place, operands.top(1 + keywords), list(operands.top(1).values()) if keywords else []
