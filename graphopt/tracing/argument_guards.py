@@ -1,0 +1,97 @@
+"""Guards on the arguments of a call: where its tensors and constants stand, their kinds and values,
+and which of them are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphopt import _compat
+from graphopt.tracing.call import Call
+from graphopt.tracing.guard_values import (
+    describe,
+    gradient_kind,
+    is_plain,
+    same_constant,
+    tensor_kind,
+)
+from graphopt.tracing.inputs import ArgumentNumber, Inputs
+from graphopt.tracing.tensor_guards import TensorGuards
+
+
+class ArgumentGuards:
+    """What a graph is specialized on about arguments, but modules and optimizers.
+
+    Args:
+        tensors: know which storages the model has.
+    """
+
+    def __init__(self, call: Call, inputs: Inputs, tensors: TensorGuards) -> None:
+        self._tensors = tensors
+        self._treespec = call.treespec
+        self._positions = _positions(call)
+        self._constants = [call.leaves[position] for position in call.constants]
+        numbers = (n for n in inputs.hyperparameters if isinstance(n, ArgumentNumber))
+        self._numbers = {number.position for number in numbers}
+        user = set(inputs.user)
+        self._user = [
+            (p, tensor_kind(call.leaves[p]), gradient_kind(call.leaves[p])) for p in inputs.user
+        ]
+        entries = {id(entry.tensor): entry for entry in inputs.module_tensors}
+        self._shared = [(p, entries[id(call.leaves[p])]) for p in call.tensors if p not in user]
+        self._aliases = _aliases(call, tensors.storages())
+
+    def same_structure(self, call: Call) -> bool:
+        """Whether arguments of the same sorts stand at the same positions."""
+        same = call.treespec is self._treespec or call.treespec == self._treespec
+        return same and _positions(call) == self._positions
+
+    def constant_mismatch(self, call: Call) -> str | None:
+        """The first constant that has become another one."""
+        for value, position in zip(self._constants, call.constants, strict=True):
+            if position not in self._numbers and not same_constant(call.leaves[position], value):
+                return f"argument {call.names[position]} became {call.leaves[position]!r}"
+        return None
+
+    def shape_mismatch(self, call: Call) -> str | None:
+        """The first tensor that is of another kind than captured."""
+        for position, kind, gradient in self._user:
+            now = tensor_kind(call.leaves[position])
+            if now != kind:
+                return f"argument {call.names[position]}: {describe(kind, now)}"
+            if gradient_kind(call.leaves[position]) != gradient:
+                return f"the gradient of argument {call.names[position]} came, went or changed"
+        if _aliases(call, self._tensors.storages()) != self._aliases:
+            return "which tensor arguments are the same changed"
+        return None
+
+    def identity_mismatch(self, call: Call) -> str | None:
+        """The first tensor of a module that is an argument, where another one is given now."""
+        for position, entry in self._shared:
+            if call.leaves[position] is not entry.live():
+                return f"argument {call.names[position]} is another tensor"
+        return None
+
+    def same_objects(self, call: Call) -> bool:
+        """Whether a call is given the same objects, besides tensors and plain values."""
+        if call.constants != self._positions[3]:
+            return False
+        given = zip(self._constants, call.constants, strict=True)
+        return all(is_plain(value) or call.leaves[at] is value for value, at in given)
+
+
+def _positions(call: Call) -> tuple[list[Any], ...]:
+    return (call.modules, call.optimizers, call.tensors, call.constants, call.repeats)
+
+
+def _aliases(call: Call, module_storages: frozenset[int]) -> tuple[int, ...]:
+    """For each tensor argument the first position of the same tensor, of the same storage, and
+    whether a module has its storage."""
+    first: dict[Any, int] = {}
+    found = []
+    for position in call.tensors:
+        tensor = call.leaves[position]
+        key = _compat.storage_key(tensor)
+        found.append(first.setdefault(id(tensor), position))
+        found.append(first.setdefault(("storage", key), position))
+        found.append(key in module_storages)
+    return tuple(found)

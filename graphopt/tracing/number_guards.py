@@ -1,0 +1,57 @@
+"""Guards on the numbers that a graph takes: their types, and what the step has asked of them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from graphopt.tracing.call import Call
+from graphopt.tracing.host_numbers import EXACT, first_leaf
+from graphopt.tracing.inputs import ArgumentNumber, Inputs
+
+
+class NumberGuards:
+    """The hyperparameters of a step, and the random numbers that it draws on the host."""
+
+    def __init__(self, call: Call, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._types = [type(number.read(call)) for number in inputs.hyperparameters]
+        self._read: tuple[weakref.ref[Call], list[Any]] | None = None
+
+    def of(self, call: Call) -> list[Any]:
+        """The hyperparameters of a call that fits, in order."""
+        found, self._read = self._read, None
+        if found is not None and found[0]() is call:  # another thread may have asked since
+            return found[1]
+        return [number.read(call) for number in self._inputs.hyperparameters]
+
+    def mismatch(self, call: Call) -> str | None:
+        """The first number that is of another kind, or no longer as the step has asked."""
+        numbers = self._inputs.hyperparameters
+        values = [number.read(call) for number in numbers]
+        self._read = weakref.ref(call), values
+        for number, value, kind in zip(numbers, values, self._types, strict=True):
+            if type(value) is not kind or (kind is int and abs(value) >= EXACT):
+                return f"{_called(number)} became {value!r}"
+        return self._changed_answer(call, values)
+
+    def _changed_answer(self, call: Call, values: list[Any]) -> str | None:
+        """The first number of which a condition no longer holds."""
+        numbers, drawn = self._inputs.hyperparameters, self._inputs.drawn
+        try:
+            values = call.drawn.of(drawn, values)
+        except Exception as error:  # as the step itself raises it
+            return f"a random number became {error!r}"
+        for condition in self._inputs.conditions.all:
+            if not condition.holds(values):
+                index = first_leaf(condition.left)
+                index = first_leaf(condition.right) if index is None else index
+                assert index is not None
+                named = _called(numbers[index]) if index < len(numbers) else drawn.said(index)
+                return f"{named} became {values[index]!r}"
+        return None
+
+
+def _called(number: Any) -> str:
+    """What a message calls a number."""
+    return f"argument {number.fqn}" if isinstance(number, ArgumentNumber) else str(number.fqn)

@@ -1,0 +1,145 @@
+"""Guards on the parameters, buffers and tensor attributes of modules: identity of those that cannot
+be inputs, gradients, attributes that a program has set on them, and which share storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.tracing.call import Call, has_gradient
+from graphopt.tracing.guard_values import same_constant, tensor_kind
+from graphopt.tracing.inputs import Inputs, ModuleTensor, Storage
+
+
+class TensorGuards:
+    """The module tensors of a step; what is registered is looked at by `object_guards`."""
+
+    def __init__(self, call: Call, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._moving = [inputs.module_tensors[index] for index in inputs.rebound]
+        moving = set(map(id, self._moving))
+        self._fixed_storages = frozenset(
+            _compat.storage_key(h.tensor) for h in inputs.module_tensors if id(h) not in moving
+        )
+        self._rebindable = [
+            (entry, entry.slots[0], tensor_kind(entry.tensor))
+            for entry in inputs.module_tensors
+            if entry.rebindable
+        ]
+        self._note_marks()
+        self._attributes = list(_attribute_slots(call, inputs))
+        self._sharing = _sharing(call, inputs) if self._rebindable else []
+        self._storages = [(h, _layout(h)) for h in inputs.placeholders if isinstance(h, Storage)]
+        self._parameters = [
+            entry
+            for entry in inputs.module_tensors
+            if entry.kind == "parameter" or entry.tensor.requires_grad
+        ]
+        self._gradients = self._gradients_now()
+
+    def _note_marks(self) -> None:
+        """Note the attributes of tensors. The dictionaries themselves: to ask a late parameter for
+        its own would be a use of it."""
+        marks = [(entry, vars(entry.tensor)) for entry in self._inputs.module_tensors]
+        inside = {(id(owner), key) for _, (owner, key), _ in self._rebindable}
+        self._marked = [
+            (entry, now, {key: _INPUT if (id(now), key) in inside else now[key] for key in now})
+            for entry, now in marks
+            if now
+        ]
+        self._unmarked = [attributes for _, attributes in marks if not attributes]
+
+    def storages(self) -> frozenset[int]:
+        """The storages of all module tensors; some get others in each call."""
+        if not self._moving:
+            return self._fixed_storages
+        return self._fixed_storages | {_compat.storage_key(h.tensor) for h in self._moving}
+
+    def gradient_mismatch(self) -> str | None:
+        """The first gradient that has come or gone."""
+        now = self._gradients_now()
+        if now == self._gradients:
+            return None
+        index = next(i for i, there in enumerate(now) if there is not self._gradients[i])
+        what = "exists now" if now[index] else "is gone"
+        return f"{self._parameters[index].fqn}.grad {what}"
+
+    def mismatch(self, call: Call) -> str | None:
+        """The first tensor that is no longer as captured."""
+        for entry, (owner, key), kind in self._rebindable:
+            tensor = owner.get(key)
+            if not isinstance(tensor, torch.Tensor) or tensor_kind(tensor) != kind:
+                return f"{entry.fqn} became {tensor!r}"
+        if any(self._unmarked):
+            return "a parameter or buffer got an attribute"
+        for entry, now, marks in self._marked:
+            if not _same_marks(now, marks):
+                return f"attributes of {entry.fqn} changed"
+        for entry, owner, key in self._attributes:
+            if owner.get(key) is not entry.tensor:
+                return f"{entry.fqn} became another tensor"
+        return self._changed_storage(call)
+
+    def _changed_storage(self, call: Call) -> str | None:
+        if self._rebindable and _sharing(call, self._inputs) != self._sharing:
+            return f"{self._rebindable[0][0].fqn} or another such tensor shares storage otherwise"
+        for holder, layout in self._storages:
+            if _layout(holder) != layout:
+                return f"{holder.fqn} no longer shares storage as it did"
+        return None
+
+    def _gradients_now(self) -> list[bool]:
+        """For each parameter, and each tensor like one, whether it has a gradient."""
+        return [_has_gradient(entry) for entry in self._parameters]
+
+
+_INPUT: Any = object()
+"""Stands for an attribute of a parameter that is an input, which may be another in each call."""
+
+
+def _has_gradient(entry: ModuleTensor) -> bool:
+    if not entry.rebindable:
+        return entry.tensor.grad is not None
+    owner, key = entry.slots[0]
+    return isinstance(owner.get(key), torch.Tensor) and has_gradient(owner[key])
+
+
+def _layout(holder: Storage) -> list[int]:
+    """Where the members of a storage lie: their offsets, -1 for one that has left it."""
+    first = _compat.storage_key(holder.members[0].live())
+    return [
+        int(tensor.storage_offset()) if _compat.storage_key(tensor) == first else -1
+        for tensor in (member.live() for member in holder.members)
+    ]
+
+
+def _same_marks(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether a tensor has the attributes that a program had set on it."""
+    return now.keys() == before.keys() and all(
+        value is _INPUT or now[name] is value or same_constant(now[name], value)
+        for name, value in before.items()
+    )
+
+
+def _attribute_slots(
+    call: Call, inputs: Inputs
+) -> Iterator[tuple[ModuleTensor, dict[str, Any], str]]:
+    """Attributes, other than parameters and buffers, whose tensor has other places, too."""
+    registered = {
+        id(table) for _, module in call.named_submodules() for table in _compat.own_tables(module)
+    }
+    for entry in inputs.module_tensors:
+        for owner, key in entry.slots:
+            if not entry.rebindable and id(owner) not in registered:
+                yield entry, owner, key
+
+
+def _sharing(call: Call, inputs: Inputs) -> list[int]:
+    """Which of the tensors that may be others in each call share storage."""
+    tensors = [entry.live() for entry in inputs.module_tensors if entry.rebindable]
+    tensors += [call.leaves[position] for position in inputs.user]
+    first: dict[int, int] = {}
+    return [first.setdefault(_compat.storage_key(t), i) for i, t in enumerate(tensors)]
