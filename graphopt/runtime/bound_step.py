@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
-from operator import is_
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from graphopt import _compat
-from graphopt._compat.late import put_gradient, without_torch_function
+from graphopt._compat.late import without_torch_function
 from graphopt.budget import Cause
 from graphopt.errors import AssumptionFailedError, GraphOptError
-from graphopt.graph_utils import without_autocast, written
+from graphopt.graph_utils import without_autocast
 from graphopt.host.assumptions import Answer
 from graphopt.host.running import HostRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
@@ -28,13 +24,13 @@ from graphopt.ranks.failures import check_usable
 from graphopt.runtime.agreed import Agreed
 from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.generators import DrawnGenerators
-from graphopt.runtime.late import LateTensors, settle, warn_of_held
+from graphopt.runtime.input_values import InputValues
+from graphopt.runtime.late_updates import LateUpdates
 from graphopt.runtime.moved_apart import MovedApart, put_back
 from graphopt.runtime.results import StepResults
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
-from graphopt.tracing.inputs import Storage, as_tensor
 
 logger = logging.getLogger("graphopt")
 
@@ -85,33 +81,16 @@ class BoundStep:
         self.answers = tuple(captured.live.answers)
         self.tries = Tries()
         self._generators = DrawnGenerators(module.graph if self.answers else None)
-        inputs = captured.live
-        self._holders = inputs.placeholders
-        self._replaceable = [
-            (index, holder)
-            for index, holder in enumerate(self._holders)
-            if isinstance(holder, Storage) or holder.rebindable
-        ]
-        self._tensors: list[Any] = [
-            None if isinstance(holder, Storage) else holder.tensor for holder in self._holders
-        ]
-        dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
-        if self.answers:  # a failed step must leave them
-            dead = set()
-        self._gradients = [(g.owner, id(g.owner) in dead) for g in inputs.gradients]
-        self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._inputs = InputValues(captured, guards)
         self._lock = threading.RLock()
         self._running = False
         self.groups = group_names(module.graph)
         self._step = 0
-        self._warned, self._collects = False, True
-        self._stream: torch.cuda.Stream | None = None
         self._left: Left | None = None
-        self._late = _updated_late(module)
         self._apart = MovedApart(captured)
         self._results = StepResults(captured)
         reference = weakref.ref(self)
-        self._unsettled = LateTensors(lambda: _finish_unasked(reference))
+        self._late = LateUpdates(captured, module, guards, lambda: _finish_unasked(reference))
 
     @property
     def failures(self) -> int:
@@ -138,11 +117,12 @@ class BoundStep:
             check_usable(self.groups)
             if self.agreed is not None:
                 self.agreed.hear()
-            leave = self._may_leave_in_flight()
+            leave = self._late.may_be_left(self.flush, known=not self.answers)
             with without_torch_function():
                 moved = self._apart.move()
-                flat = self.values(call)
-            settle(flat, besides=self._unsettled)
+                flat = self._late.own(self._inputs.of_state())
+                flat += self._inputs.of_call(call)
+            self._late.settle_others(flat)
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step, call)
             self._running = True
@@ -165,7 +145,7 @@ class BoundStep:
                 raise
             finally:
                 self._running = False
-                self._watch_flight()
+                self._late.watch()
             self._step, self.tries.failures = step, 0
             with without_torch_function():
                 if state is not None:
@@ -208,58 +188,8 @@ class BoundStep:
         votes, agreement = (
             (self.agreed.votes, self.agreed.agreement) if self.agreed else (None,) * 2
         )
-        mixed = call.drawn.are_mixed
-        return HostRun(lambda: self._storages(flat), rank, step, votes, agreement, mixed)
-
-    def _storages(self, flat: list[Any]) -> frozenset[int]:
-        """The storages among `flat` that the step may be updating."""
-        inputs = self.captured.live
-        others = len(inputs.hyperparameters) + len(inputs.user) + len(inputs.drawn.inputs)
-        state = flat[: len(flat) - others]
-        return frozenset(map(_compat.storage_key, filter(_is_tensor, state)))
-
-    def _may_leave_in_flight(self) -> bool:
-        """Whether all uses of what this call would update late can be seen; they are from now on,
-        until it is updated."""
-        if not self._late:
-            return True
-        if self.answers:  # another graph may have to run in this call
-            return False
-        names, tensors = zip(*self._late_tensors(), strict=True)
-        if self.module.in_flight:
-            if all(map(is_, tensors, self._unsettled.tensors)):
-                return True
-            self.flush()  # other tensors have taken their place
-        held = self._unsettled.arm(tensors)
-        if held is not None and self._collects:
-            gc.collect()  # capturing has left garbage, which holds what it has looked at
-            held = self._unsettled.arm(tensors)
-        self._collects = False
-        if held is None:
-            return True
-        if not self._warned:
-            warn_of_held(names[held], self._consequence())
-        self._warned = True
-        if self.module.flush_communicates:
-            self._unsettled.arm(tensors, anyway=True)
-        return self.module.flush_communicates
-
-    def _late_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that are updated late, with their names."""
-        holders, states = self._holders, self.guards.states
-        for index in self._late:
-            if index >= len(holders):
-                state = index - len(holders)
-                yield self.captured.live.states[state].fqn, states[state]
-                continue
-            holder = holders[index]
-            members = holder.members if isinstance(holder, Storage) else [holder]
-            yield from ((member.fqn, member.live()) for member in members)
-
-    def _consequence(self) -> str:
-        if self.module.flush_communicates:
-            return "it is late until the next call, or flush() on every rank"
-        return "it is updated in its own step, and no update overlaps with the next one"
+        mixed, inputs = call.drawn.are_mixed, self._inputs
+        return HostRun(lambda: inputs.updated_storages(flat), rank, step, votes, agreement, mixed)
 
     def _raise_explained(
         self,
@@ -273,13 +203,6 @@ class BoundStep:
         if failure is not None:
             raise failure from error
 
-    def _watch_flight(self) -> None:
-        self._stream = _stream_of(self._unsettled.tensors)
-        if not self.module.in_flight:
-            self._unsettled.disarm()
-        elif not self._unsettled.armed:  # an update failed: whoever uses its tensors is told
-            self._unsettled.arm([tensor for _, tensor in self._late_tensors()], anyway=True)
-
     def flush(self) -> None:
         """Do late work that is in flight.
 
@@ -291,21 +214,13 @@ class BoundStep:
                 return
             self._running = True
             try:
-                if self.module.in_flight:
-                    with (
-                        _compat.without_modes(),  # leaving inference mode turns grad mode on
-                        torch.no_grad(),
-                        without_autocast(),
-                        _on(self._stream),
-                    ):
-                        self.module.flush()
+                self._late.run()
             except BaseException as error:
                 self._raise_explained(error, self._step + 1)
                 raise
             finally:
                 self._running = False
-                if not self.module.in_flight:
-                    self._unsettled.disarm()
+                self._late.release()
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -322,8 +237,7 @@ class BoundStep:
 
     def drop(self) -> None:
         """Forget late work that is in flight."""
-        self.module.drop_flight()
-        self._unsettled.disarm()
+        self._late.drop()
 
     def finish_unasked(self) -> bool:
         """Flush because somebody reads state, which must not wait for other ranks.
@@ -340,66 +254,7 @@ class BoundStep:
         self.flush()
         return not self.module.in_flight
 
-    def values(self, call: Call) -> list[Any]:
-        """The inputs of the graph as they are now, in order."""
-        inputs = self.captured.live
-        flat = [*self._tensors, *self.guards.states]
-        for index, holder in self._replaceable:
-            flat[index] = holder.base() if isinstance(holder, Storage) else holder.live()
-        flat = self._unsettled.own(flat)
-        for owner, dead in self._gradients:
-            parameter = owner.live()
-            flat.append(None if dead else parameter.grad)
-            if dead:
-                put_gradient(parameter, None)
-        flat.extend(call.leaves[position].grad for position in inputs.argument_gradients)
-        numbers = self.guards.numbers_of(call)
-        flat.extend(map(self._as_tensor, count(), numbers))
-        flat.extend(call.leaves[position] for position in inputs.user)
-        flat.extend(inputs.drawn.tensors(call.drawn.of(inputs.drawn, numbers)))
-        return flat
-
-    def _as_tensor(self, index: int, value: Any) -> torch.Tensor:
-        """A hyperparameter as a tensor: that of the last call, if nobody has written to it."""
-        known, tensor = self._numbers.get(index, (None, None))
-        if tensor is None or known is not value or _compat.may_be_written(tensor):
-            tensor = as_tensor(value)
-            self._numbers[index] = value, tensor
-        return tensor
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
 
 def _finish_unasked(reference: weakref.ref[BoundStep]) -> bool:
     step = reference()
     return step is None or step.finish_unasked()
-
-
-def _updated_late(module: IterGraphModule) -> list[int]:
-    """The placeholders of the graph that late nodes update, by position."""
-    late = {state for node in module.graph.late for state in written(node)}
-    placeholders = (node for node in module.graph.nodes if node.op == "placeholder")
-    return [index for index, node in enumerate(placeholders) if node in late]
-
-
-def _stream_of(tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream | None:
-    """The CUDA stream on which a step has just run; None on other devices."""
-    device = tensors[0].device if tensors else None
-    return (
-        torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
-    )
-
-
-@contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Work on the stream of the step, whose kernels may still read what is updated; the stream of
-    whoever asked for it waits for that."""
-    if stream is None:
-        yield
-        return
-    asking = torch.cuda.current_stream(stream.device)
-    with torch.cuda.stream(stream):
-        yield
-    asking.wait_stream(stream)

@@ -21,6 +21,7 @@ from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.optimizer_state import (
     OfNone,
     distinct_states,
@@ -31,7 +32,6 @@ from graphopt.tracing.optimizer_state import (
 )
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.placed import Added, Placed
-from graphopt.tracing.redirect import Made
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.signature import (
     AppendedResult,
@@ -93,7 +93,7 @@ class ResultCollector:
         inputs: Inputs,
         traced: Traced,
         flat: Sequence[torch.Tensor],
-        made: Made,
+        made: ObtainedValues,
         left_storages: Collection[int],
     ) -> None:
         self.call, self.inputs, self.traced, self.made = call, inputs, traced, made

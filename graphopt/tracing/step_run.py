@@ -34,11 +34,12 @@ from graphopt.tracing.keyed import identified, keyed_by_stand_ins
 from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.placed import note_counted, take_added, take_placed
 from graphopt.tracing.rebinding import Rebinding
-from graphopt.tracing.redirect import Made, Redirect
+from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.result_collector import (
     Ran,
@@ -91,7 +92,7 @@ class StepRun:
         numbers_given = enumerate(inputs.hyperparameters)
         kinds = (ArgumentNumber, PlacedNumber)
         arguments = {i for i, number in numbers_given if isinstance(number, kinds)}
-        self.made = Made(self.tagger, arguments)
+        self.made = ObtainedValues(self.tagger, arguments)
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.kept_numbers: set[int] = set()

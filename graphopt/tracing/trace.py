@@ -32,9 +32,9 @@ from graphopt.tracing.leftovers import (
     drawn_from,
     keeps_plain_values,
 )
+from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.redirect import Made
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.step_run import MarkedCommunication, StepRun
@@ -194,7 +194,7 @@ def _refuse_other_draws(earlier: HostProgram, now: HostProgram, call: Call) -> N
         )
 
 
-def _refuse_kept(made: Made, fakes: list[torch.Tensor], call: Call) -> None:
+def _refuse_kept(made: ObtainedValues, fakes: list[torch.Tensor], call: Call) -> None:
     """Refuse a step that keeps a traced tensor somewhere (in a list it closes over, say)."""
     kept = made.kept({id(fake) for fake in fakes})
     if kept is None:
@@ -217,7 +217,7 @@ def _numbers_of(call: Call) -> set[int]:
     return known
 
 
-def _refuse_kept_numbers(made: Made, call: Call, known: set[int]) -> None:
+def _refuse_kept_numbers(made: ObtainedValues, call: Call, known: set[int]) -> None:
     """Refuse a step that keeps a number it read from a tensor, anywhere but in `known`."""
     kept = made.kept_number(known)
     if kept is not None:

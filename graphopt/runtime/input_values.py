@@ -1,0 +1,76 @@
+"""The inputs of a captured graph in a call: the tensors and numbers as they are now, in order."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt._compat.late import put_gradient
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.guards import Guards
+from graphopt.tracing.inputs import Storage, as_tensor
+
+
+class InputValues:
+    """The inputs of one captured graph."""
+
+    def __init__(self, captured: CapturedStep, guards: Guards) -> None:
+        self._inputs = inputs = captured.live
+        self._guards = guards
+        holders = inputs.placeholders
+        self._replaceable = [
+            (index, holder)
+            for index, holder in enumerate(holders)
+            if isinstance(holder, Storage) or holder.rebindable
+        ]
+        self._tensors: list[Any] = [
+            None if isinstance(holder, Storage) else holder.tensor for holder in holders
+        ]
+        dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
+        if inputs.answers:  # a failed step must leave them
+            dead = set()
+        self._gradients = [(g.owner, id(g.owner) in dead) for g in inputs.gradients]
+        self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def of_state(self) -> list[Any]:
+        """The first inputs: module tensors and optimizer state."""
+        values = [*self._tensors, *self._guards.states]
+        for index, holder in self._replaceable:
+            values[index] = holder.base() if isinstance(holder, Storage) else holder.live()
+        return values
+
+    def of_call(self, call: Call) -> list[Any]:
+        """The inputs behind those: gradients, numbers and arguments. Gradients that the step drops
+        unread are dropped here."""
+        values: list[Any] = []
+        for owner, dead in self._gradients:
+            parameter = owner.live()
+            values.append(None if dead else parameter.grad)
+            if dead:
+                put_gradient(parameter, None)
+        inputs = self._inputs
+        values.extend(call.leaves[position].grad for position in inputs.argument_gradients)
+        numbers = self._guards.numbers_of(call)
+        values.extend(map(self._as_tensor, count(), numbers))
+        values.extend(call.leaves[position] for position in inputs.user)
+        values.extend(inputs.drawn.tensors(call.drawn.of(inputs.drawn, numbers)))
+        return values
+
+    def updated_storages(self, values: list[Any]) -> frozenset[int]:
+        """The storages among all inputs that the step may be updating."""
+        inputs = self._inputs
+        others = len(inputs.hyperparameters) + len(inputs.user) + len(inputs.drawn.inputs)
+        state = values[: len(values) - others]
+        return frozenset(_compat.storage_key(v) for v in state if isinstance(v, torch.Tensor))
+
+    def _as_tensor(self, index: int, value: Any) -> torch.Tensor:
+        """A hyperparameter as a tensor: that of the last call, if nobody has written to it."""
+        known, tensor = self._numbers.get(index, (None, None))
+        if tensor is None or known is not value or _compat.may_be_written(tensor):
+            tensor = as_tensor(value)
+            self._numbers[index] = value, tensor
+        return tensor
