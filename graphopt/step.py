@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-import logging
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-import torch.distributed as dist
 
-from graphopt.budget import MODE, Cause, dropped
 from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
-from graphopt.parallel import OverRanks, Parallel, resolve
-from graphopt.ranks.processes import announce
+from graphopt.runtime.budget import MODE, Cause
+from graphopt.runtime.captured_graphs import CapturedGraphs
+from graphopt.runtime.communication import Communication
 from graphopt.runtime.eager import Fallback
+from graphopt.runtime.recaptures import Recaptures
 from graphopt.stages import stages_for
 
 if TYPE_CHECKING:
@@ -26,16 +25,13 @@ if TYPE_CHECKING:
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, Report
+    from graphopt.parallel import Parallel
+    from graphopt.runtime.agreed import Agreed
     from graphopt.runtime.bound_step import BoundStep, Tries
     from graphopt.runtime.branch import Begun
-    from graphopt.runtime.joint_capture import JointCapture
     from graphopt.stages.auto import AutoPipeline
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
-
-logger = logging.getLogger("graphopt")
-
-_SHAPES_BEFORE_ADVICE = 8
 
 
 class TrainStep:
@@ -74,16 +70,12 @@ class TrainStep:
         if type(max_graphs) is not int or max_graphs < 1:
             raise TypeError(f"max_graphs is a positive number of graphs, not {max_graphs!r}")
         functools.update_wrapper(self, fn)
-        self._max_graphs = max_graphs
-        self._fn = fn
-        self._parallel = parallel
-        self._sync = True
+        self._fn, self._name = fn, getattr(fn, "__qualname__", repr(fn))
         self._calls = 0
-        self._entries: list[BoundStep] = []
+        self._entries = CapturedGraphs(self._name, max_graphs)
         self._stages = stages_for(pipeline, lower, verify)
-        self._fallback = Fallback(getattr(fn, "__qualname__", repr(fn)), fallback)
-        if parallel is None or isinstance(parallel, OverRanks):
-            announce(None if parallel is None else parallel.group)
+        self._fallback = Fallback(self._name, fallback)
+        self._communication = Communication(fn, parallel)
         self._counts: TimesReached | None = None
         self.reset()
 
@@ -93,18 +85,14 @@ class TrainStep:
         Late work of the last call is finished first; if that call failed in the middle of updating
         parameters, it is dropped: load a checkpoint then.
         """
-        for entry in self._entries:
-            if entry.module.resumable:
-                entry.flush()
-            else:
-                entry.drop()
-        self._entries = []
+        self._entries.finish()
+        self._entries.forget()
+        self._recaptures = Recaptures(self._name)
         self._fallback.forget()
         self._stages = self._stages.anew()
         self._captured = 0
         self._held: frozenset[str] = frozenset()
-        self._joint_capture: JointCapture | None = None
-        self._shape_captures = 0
+        self._communication.forget()
         self._retried: Tries | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,29 +111,18 @@ class TrainStep:
             raise
 
     def _called(self, call: Call) -> Any:
-        mode = self._mode()
+        mode = self._communication.mode()
         entry = self._known(call, mode)
         if entry is None:
-            self._land()
+            self._entries.land()
             entry = self._captured_or_refused(call, mode)
         return self._run_eagerly(call) if entry is None else self._run(entry, call)
 
     def _known(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
-        """The graph that holds for a call, which is the one used last from now on. First those are
-        asked whose branch the last call did not take for the first time."""
-        from graphopt.runtime.sharing import in_order
-
+        """The graph that holds for a call. First those are asked whose branch the last call did not
+        take for the first time."""
         retried, self._retried = self._retried, None
-        for entry in in_order(self._entries, retried):
-            bound = call.using(entry.captured.besides)
-            if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
-                continue
-            if entry is not self._entries[0]:
-                self._land()
-                self._entries.remove(entry)
-                self._entries.insert(0, entry)
-            return entry
-        return None
+        return self._entries.known(call, mode, retried)
 
     def _run(self, entry: BoundStep, call: Call, begun: Begun | None = None) -> Any:
         from graphopt.tracing.casts import note_casts
@@ -167,9 +144,9 @@ class TrainStep:
         one, and changed nothing."""
         from graphopt.runtime.sharing import begun, learn
 
-        mode, left = self._mode(), entry.take_left()
+        mode, left = self._communication.mode(), entry.take_left()
         call = call.deciding((*entry.answers_before(failed.index), failed.found))
-        self._land()
+        self._entries.land()
         other = self._known(call, mode)
         going_on = begun(left, entry, other, call, self._calls)
         cause = Cause.of_branch(failed.place, failed.found)
@@ -189,53 +166,27 @@ class TrainStep:
         Args:
             branch: the decision that goes another way than before, where that is why.
         """
-        with self._failures_told() as parallel:
+        communication = self._communication
+        with communication.failures_told(self._calls) as parallel:
             try:
                 return self._capture(call, mode, branch)
             except BaseException as error:
-                alone = self._joint_capture is not None and self._joint_capture.alone
-                if not self._fallback.take(error, call, parallel, alone):
+                if not self._fallback.take(error, call, parallel, communication.alone):
                     raise
-            self._entries = []
+            self._entries.forget()
             return None
 
     def _run_eagerly(self, call: Call) -> Any:
         call.drawn.undo()
-        with self._failures_told() as parallel:
-            return self._fallback.run(call, parallel, self._sync, self._calls, self._join)
-
-    @contextmanager
-    def _failures_told(self) -> Iterator[Parallel]:
-        """While active, a failure is told to ranks that run their step meanwhile. Gives how this
-        rank communicates."""
-        from graphopt import _compat
-        from graphopt.ranks.failures import tell
-
-        parallel = resolve(self._parallel)
-        try:
-            yield parallel
-        except BaseException as error:
-            if isinstance(parallel, OverRanks):
-                tell(_compat.group_or_default(parallel.group), self._calls, error)
-            raise
-
-    def _join(self, call: Call, parallel: OverRanks) -> None:
-        self._joint().join(call, parallel)
-
-    def _land(self) -> None:
-        """Flush before another graph runs, which other ranks may not do now."""
-        if any(entry.needs_all_ranks for entry in self._entries):
-            raise GraphOptError(
-                "another graph is needed for this call while a collective of the last step is still"
-                " to be launched, which needs all ranks\n"
-                "  hint:  call flush() of the training step on every rank first"
-            )
-        self.flush()
+        communication, step = self._communication, self._calls
+        with communication.failures_told(step) as parallel:
+            averaging, join = communication.averaging, communication.join
+            return self._fallback.run(call, parallel, averaging, step, join)
 
     def __del__(self) -> None:
-        for entry in vars(self).get("_entries", ()):  # not there where __init__ raised
-            if entry.module.in_flight:
-                entry.close()
+        entries = vars(self).get("_entries")  # not there where __init__ raised
+        if entries is not None:
+            entries.close()
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -255,17 +206,13 @@ class TrainStep:
         Raises:
             GraphOptError: a call failed in the middle of updating parameters.
         """
-        for entry in self._entries:
-            entry.flush()
+        self._entries.flush()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """While active, gradients stay local to the rank and accumulate, as DDP's `no_sync`."""
-        before, self._sync = self._sync, False
-        try:
+        with self._communication.no_sync():
             yield
-        finally:
-            self._sync = before
 
     @property
     def captures(self) -> tuple[CapturedStep, ...]:
@@ -317,51 +264,63 @@ class TrainStep:
 
         print(graph_text(self.graph_module))
 
-    def _mode(self) -> tuple[Any, ...]:
-        """How this call communicates: part of what a graph is specialized on."""
-        parallel = resolve(self._parallel)
-        if not isinstance(parallel, OverRanks):
-            ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-            return ("own communication", ranks)
-        from graphopt import _compat
-
-        group = _compat.group_or_default(parallel.group)
-        return ("averaged" if self._sync else "no_sync", group.group_name, group.size())
-
     def _capture(self, call: Call, mode: tuple[Any, ...], branch: Cause | None) -> BoundStep:
-        from graphopt.host import share_counts
-        from graphopt.host.counts import TimesReached
-        from graphopt.iter_graph import IterGraphModule
-        from graphopt.runtime.agreed import Ranks
-        from graphopt.runtime.bound_step import BoundStep
-        from graphopt.runtime.sharing import join_branch
-        from graphopt.tracing.besides import Besides
         from graphopt.tracing.draws.generators import undisturbed
-        from graphopt.tracing.guards import Guards
-        from graphopt.tracing.placed import changing
 
-        cause = self._log_branch(branch) if branch else self._log_capture(call, mode)
-        parallel = resolve(self._parallel)
-        self._entries = [entry for entry in self._entries if entry.captured.lasting]
+        cause = self._say_why(call, mode, branch)
+        self._entries.keep_lasting()
         settled = {entry.captured.fingerprint for entry in self._entries}
-        ways: Iterable[Ranks] = [Ranks(settled)]
-        if isinstance(parallel, OverRanks):
-            ways = self._joint().ways(call, parallel, self._sync, mode, settled)
+        ways = self._communication.ways(call, mode, settled)
         try:
-            self._make_room(cause)
+            self._entries.make_room(cause)
         except CaptureError:
             with next(iter(ways)):  # which tells ranks that have come to agree
                 raise
-        places = changing(entry.captured.found for entry in self._entries)
-        if cause is not None and cause.kind != MODE and self._entries:
-            places += self._entries[0].guards.counted_for(call)
-        call = call.using(call.besides.joined(Besides(carried=places))) or call
+        call = self._with_counted(call, cause)
         call.drawn.undo()
         with undisturbed():
             captured, agreed = self._stages.compile(call, ways)
+        call = call.using(captured.besides) or call
+        entry = self._bound(call, mode, captured, agreed)
+        entry.cause = cause
+        self._entries.add(entry)
+        for position in call.modules:
+            end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
+            end.atexit = False
+        return entry
+
+    def _say_why(self, call: Call, mode: tuple[Any, ...], branch: Cause | None) -> Cause | None:
+        """Say why a step is captured. Returns that, where it has been captured before."""
+        if branch is not None:
+            self._recaptures.of_branch(branch)
+            return branch
+        if not self._entries:
+            self._recaptures.first()
+            return None
+        return self._recaptures.of_call(call, mode, self._entries[0].guards)
+
+    def _with_counted(self, call: Call, cause: Cause | None) -> Call:
+        """A call with the places as inputs whose numbers the step is known to change."""
+        from graphopt.tracing.besides import Besides
+        from graphopt.tracing.placed import changing
+
+        places = changing(entry.captured.found for entry in self._entries)
+        if cause is not None and cause.kind != MODE and self._entries:
+            places += self._entries[0].guards.counted_for(call)
+        return call.using(call.besides.joined(Besides(carried=places))) or call
+
+    def _bound(
+        self, call: Call, mode: tuple[Any, ...], captured: CapturedStep, agreed: Agreed | None
+    ) -> BoundStep:
+        """What was captured for a call, ready to be called."""
+        from graphopt.host import share_counts
+        from graphopt.host.counts import TimesReached
+        from graphopt.iter_graph import IterGraphModule
+        from graphopt.runtime.bound_step import BoundStep
+        from graphopt.tracing.guards import Guards
+
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)
-        call = call.using(captured.besides) or call
         self._counts = self._counts or TimesReached()
         share_counts(module.graph, self._counts)
         captured.effects.apply()
@@ -371,23 +330,7 @@ class TrainStep:
             agreed.guards = guards
         self._captured += 1
         self._warn_of_held(captured, agreed is not None)
-        entry = BoundStep(captured, module, guards, agreed, self._captured)
-        entry.cause = cause
-        join_branch(entry, self._entries)
-        self._entries.insert(0, entry)
-        self._drop_unusable()
-        for position in call.modules:
-            end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
-            end.atexit = False
-        return entry
-
-    def _make_room(self, cause: Cause | None) -> None:
-        """Drop a graph where there are as many as may be kept."""
-        name = getattr(self._fn, "__qualname__", repr(self._fn))
-        causes = [entry.cause for entry in self._entries]
-        position = dropped(causes, cause, self._max_graphs, name)
-        if position is not None:
-            self._entries.pop(position).close()
+        return BoundStep(captured, module, guards, agreed, self._captured)
 
     def _warn_of_held(self, captured: CapturedStep, communicates: bool) -> None:
         from graphopt.runtime.late import warn_of_held
@@ -398,79 +341,13 @@ class TrainStep:
             names = ", ".join(sorted(new))
             warn_of_held(names, "its update stays in its own step until reset() of this step")
 
-    def _drop_unusable(self) -> None:
-        """Drop the graphs whose models are gone or whose collectives the ranks have changed."""
-        for entry in self._entries:
-            if not _is_usable(entry) and entry.module.in_flight:
-                entry.close()  # a layer or another model may live on
-        self._entries = list(filter(_is_usable, self._entries))
-
-    def _joint(self) -> JointCapture:
-        if self._joint_capture is None:
-            from graphopt.runtime.joint_capture import JointCapture
-
-            topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
-            self._joint_capture = JointCapture(topic)
-        return self._joint_capture
-
-    def _log_branch(self, branch: Cause) -> Cause:
-        name = getattr(self._fn, "__qualname__", repr(self._fn))
-        logger.info("capturing %s again: %s: %s", name, branch.name, branch.said)
-        return branch
-
-    def _log_capture(self, call: Call, mode: tuple[Any, ...]) -> Cause | None:
-        """Say why a step is captured. Returns that, where it has been captured before."""
-        name = getattr(self._fn, "__qualname__", repr(self._fn))
-        if not self._entries:
-            logger.info("capturing %s", name)
-            return None
-        guards = self._entries[0].guards
-        call = call.using(guards.besides) or call
-        reasons = list(guards.structure_mismatches(call, mode))
-        shape = None if reasons else guards.shape_mismatch(call)
-        local = None if reasons else guards.local_mismatch(call)
-        structure = "; ".join(reasons)
-        reasons += filter(None, [shape, local])
-        logger.info("capturing %s again: %s", name, "; ".join(reasons))
-        if shape is not None:
-            self._shape_captures += 1
-            if self._shape_captures == _SHAPES_BEFORE_ADVICE:
-                logger.warning(
-                    "%s was captured again for new shapes %d times, each for itself: pad the"
-                    " batch, or sort it into buckets of a few lengths (the last change: %s)",
-                    name,
-                    _SHAPES_BEFORE_ADVICE,
-                    shape,
-                )
-            return Cause.of_shape(shape)
-        return Cause(MODE, "", structure) if local is None else Cause.of_value(local)
-
 
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:
     """Drop the graphs of a model that has just been freed, and with them its parameters."""
     step = reference()
     if step is not None:
-        step._drop_unusable()
-        if step._joint_capture is not None:
-            step._joint_capture.forget_dead()
-
-
-def _is_usable(entry: BoundStep) -> bool:
-    """Whether the models of a cached graph exist and the ranks still agree on its collectives."""
-    return entry.guards.may_fit() and (entry.agreed is None or entry.agreed.current)
-
-
-def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
-    from graphopt._compat.late import without_torch_function
-
-    guards = entry.guards
-    with without_torch_function():  # to look at a tensor's kind is no use of it
-        return (
-            entry.captured.lasting
-            and guards.structure_mismatch(call, mode) is None
-            and guards.shape_mismatch(call) is None
-            and guards.local_mismatch(call) is None
-        )
+        step._entries.drop_unusable()
+        step._communication.forget_dead()
 
 
 @overload

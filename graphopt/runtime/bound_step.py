@@ -12,7 +12,6 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.late import without_torch_function
-from graphopt.budget import Cause
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
 from graphopt.host.assumptions import Answer
@@ -23,6 +22,7 @@ from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
 from graphopt.runtime.agreed import Agreed
 from graphopt.runtime.branch import Begun, Branch, Left
+from graphopt.runtime.budget import Cause
 from graphopt.runtime.generators import DrawnGenerators
 from graphopt.runtime.input_values import InputValues
 from graphopt.runtime.late_updates import LateUpdates
@@ -120,8 +120,7 @@ class BoundStep:
             leave = self._late.may_be_left(self.flush, known=not self.answers)
             with without_torch_function():
                 moved = self._apart.move()
-                flat = self._late.own(self._inputs.of_state())
-                flat += self._inputs.of_call(call)
+                flat = self.values(call)
             self._late.settle_others(flat)
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step, call)
@@ -155,6 +154,10 @@ class BoundStep:
                 returned = self._results.put(call, flat, results)
             host.end()
             return returned
+
+    def values(self, call: Call) -> list[Any]:
+        """The inputs of the graph as they are now, in order."""
+        return self._late.own(self._inputs.of_state()) + self._inputs.of_call(call)
 
     def _before_drawing(self, begun: Begun | None) -> tuple[DrawnGenerators, list[torch.Tensor]]:
         """The generators that a call draws from, and what they are before it; they go on from where

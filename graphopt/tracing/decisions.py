@@ -26,13 +26,13 @@ from graphopt._compat.sizes import (
     unknown_places,
     with_sizes,
 )
-from graphopt.budget import WITHOUT_BRANCHES
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_collective, without_autocast
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.ir.operators import is_marker
+from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing import recurrent
 from graphopt.tracing.alike import depends_on, is_alike, reached_by
 from graphopt.tracing.call import SizesKept

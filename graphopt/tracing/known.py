@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.budget import WITHOUT_BRANCHES
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import without_autocast
 from graphopt.host.assumptions import Assumption
 from graphopt.ir.operators import operator_of, written
+from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing.source import current_user_line
 
 _EXACT = """

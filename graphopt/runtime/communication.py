@@ -1,0 +1,115 @@
+"""How a training step communicates: over which ranks, whether gradients are averaged, how the ranks
+agree on its graphs, and how they learn that one has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from graphopt.parallel import OverRanks, Parallel, resolve
+from graphopt.ranks.processes import announce
+
+if TYPE_CHECKING:
+    from graphopt.runtime.agreed import Ranks
+    from graphopt.runtime.joint_capture import JointCapture
+    from graphopt.tracing.call import Call
+
+
+class Communication:
+    """How one training step communicates.
+
+    Args:
+        fn: the step.
+        parallel: as given to `graphopt.compile`.
+
+    Attributes:
+        averaging: gradients are averaged over the ranks; not so within `no_sync`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], parallel: Parallel | None) -> None:
+        self._fn, self._parallel = fn, parallel
+        self.averaging = True
+        self._joint_capture: JointCapture | None = None
+        if parallel is None or isinstance(parallel, OverRanks):
+            announce(None if parallel is None else parallel.group)
+
+    def mode(self) -> tuple[Any, ...]:
+        """How a call communicates now: part of what a graph is specialized on."""
+        parallel = resolve(self._parallel)
+        if not isinstance(parallel, OverRanks):
+            ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+            return ("own communication", ranks)
+        from graphopt import _compat
+
+        group = _compat.group_or_default(parallel.group)
+        return ("averaged" if self.averaging else "no_sync", group.group_name, group.size())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """While active, gradients stay local to the rank."""
+        before, self.averaging = self.averaging, False
+        try:
+            yield
+        finally:
+            self.averaging = before
+
+    @contextmanager
+    def failures_told(self, step: int) -> Iterator[Parallel]:
+        """While active, a failure is told to ranks that run their step meanwhile. Gives how this
+        rank communicates.
+
+        Args:
+            step: which call of the training step it is, counted from 1.
+        """
+        from graphopt import _compat
+        from graphopt.ranks.failures import tell
+
+        parallel = resolve(self._parallel)
+        try:
+            yield parallel
+        except BaseException as error:
+            if isinstance(parallel, OverRanks):
+                tell(_compat.group_or_default(parallel.group), step, error)
+            raise
+
+    def ways(self, call: Call, mode: tuple[Any, ...], settled: set[str]) -> Iterable[Ranks]:
+        """How this rank may come to agree with others on a new graph.
+
+        Args:
+            settled: fingerprints of the graphs that there are.
+        """
+        from graphopt.runtime.agreed import Ranks
+
+        parallel = resolve(self._parallel)
+        if isinstance(parallel, OverRanks):
+            return self._joint().ways(call, parallel, self.averaging, mode, settled)
+        return [Ranks(settled)]
+
+    def join(self, call: Call, parallel: OverRanks) -> None:
+        """Make all ranks start from the same values, once for each module."""
+        self._joint().join(call, parallel)
+
+    @property
+    def alone(self) -> bool:
+        """Whether other ranks may go on with a graph while this one has none."""
+        return self._joint_capture is not None and self._joint_capture.alone
+
+    def forget(self) -> None:
+        """Let the ranks agree anew."""
+        self._joint_capture = None
+
+    def forget_dead(self) -> None:
+        """Forget what concerns models that have been freed."""
+        if self._joint_capture is not None:
+            self._joint_capture.forget_dead()
+
+    def _joint(self) -> JointCapture:
+        if self._joint_capture is None:
+            from graphopt.runtime.joint_capture import JointCapture
+
+            topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
+            self._joint_capture = JointCapture(topic)
+        return self._joint_capture

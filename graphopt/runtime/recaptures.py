@@ -1,0 +1,67 @@
+"""Why a training step is captured again, and what its user is told of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from graphopt.runtime.budget import MODE, Cause
+
+if TYPE_CHECKING:
+    from graphopt.tracing.call import Call
+    from graphopt.tracing.guards import Guards
+
+logger = logging.getLogger("graphopt")
+
+_SHAPES_BEFORE_ADVICE = 8
+
+
+class Recaptures:
+    """Says in the log why a step is captured.
+
+    Args:
+        name: of the step.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._for_shapes = 0
+
+    def first(self) -> None:
+        """It has not been captured before."""
+        logger.info("capturing %s", self._name)
+
+    def of_branch(self, branch: Cause) -> None:
+        """A decision goes another way than in all graphs."""
+        logger.info("capturing %s again: %s: %s", self._name, branch.name, branch.said)
+
+    def of_call(self, call: Call, mode: tuple[Any, ...], guards: Guards) -> Cause:
+        """Find out why a call needs another graph.
+
+        Args:
+            mode: how the call communicates.
+            guards: of the graph used last.
+        """
+        call = call.using(guards.besides) or call
+        reasons = list(guards.structure_mismatches(call, mode))
+        shape = None if reasons else guards.shape_mismatch(call)
+        local = None if reasons else guards.local_mismatch(call)
+        structure = "; ".join(reasons)
+        reasons += filter(None, [shape, local])
+        logger.info("capturing %s again: %s", self._name, "; ".join(reasons))
+        if shape is not None:
+            self._advise(shape)
+            return Cause.of_shape(shape)
+        return Cause(MODE, "", structure) if local is None else Cause.of_value(local)
+
+    def _advise(self, shape: str) -> None:
+        """Warn, once, of a step that is captured for each of many shapes."""
+        self._for_shapes += 1
+        if self._for_shapes == _SHAPES_BEFORE_ADVICE:
+            logger.warning(
+                "%s was captured again for new shapes %d times, each for itself: pad the"
+                " batch, or sort it into buckets of a few lengths (the last change: %s)",
+                self._name,
+                _SHAPES_BEFORE_ADVICE,
+                shape,
+            )
