@@ -49,7 +49,7 @@ def number_dtypes(body: fx.Graph, kinds: Sequence[Kind]) -> dict[int, torch.dtyp
         The dtype for each position of a number among the inputs.
     """
     precise = any(k.dtype is torch.float64 and k.shape for k in kinds if k is not NUMBER)
-    inputs = [node for node in body.nodes if node.op == "placeholder"]
+    inputs = body.find_nodes(op="placeholder")
     return {
         index: torch.float64
         if precise or any(map(is_fused_optimizer, inputs[index].users))

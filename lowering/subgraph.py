@@ -160,7 +160,7 @@ def _with_numbers(compiled: Compiled, numbers: dict[int, torch.dtype]) -> Compil
 def _written_inputs(graph: fx.Graph) -> list[int]:
     """Positions of the inputs that a region updates in place."""
     states = {state for node in graph.nodes for state in written(node)}
-    placeholders = (node for node in graph.nodes if node.op == "placeholder")
+    placeholders = graph.find_nodes(op="placeholder")
     return [index for index, node in enumerate(placeholders) if node in states]
 
 

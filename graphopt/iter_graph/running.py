@@ -205,7 +205,7 @@ def _take_from_flight(graph_module: fx.GraphModule) -> None:
     """Let a graph take its carried values from a `WorkInFlight`, and report the groups that it has
     done."""
     graph = graph_module.graph
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         flight = graph.placeholder("flight")
     position = {node: index for index, node in enumerate(graph.nodes)}

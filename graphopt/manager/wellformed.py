@@ -71,7 +71,7 @@ def _was_moved(node: fx.Node, before: Snapshot) -> bool:
 
 
 def _placeholders(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
-    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    nodes = gm.graph.find_nodes(op="placeholder")
     targets = [node.target for node in nodes]
     if targets == before.placeholders:
         return

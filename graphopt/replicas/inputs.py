@@ -22,7 +22,7 @@ def random_inputs(graph: fx.Graph, count: int, seed: int) -> list[list[Any]]:
         TypeError: a placeholder has no metadata of a tensor or number.
     """
     draw = torch.Generator().manual_seed(seed)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     rows = [_row(node, count, draw) for node in placeholders]
     return [[row[replica] for row in rows] for replica in range(count)]
 

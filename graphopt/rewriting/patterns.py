@@ -170,7 +170,7 @@ def _functional(traced: fx.GraphModule, mode: Any) -> fx.GraphModule:
     """The graph without updates in place, as a captured step has them."""
     if not any(operator_of(node).writes for node in traced.graph.nodes):
         return traced
-    inputs = [n.meta["val"].detach() for n in traced.graph.nodes if n.op == "placeholder"]
+    inputs = [n.meta["val"].detach() for n in traced.graph.find_nodes(op="placeholder")]
 
     def run(*flat: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad(), _compat.functional_mode():
@@ -200,7 +200,7 @@ def _pattern(
             f"{_name(function)} makes a constant of its own, such as torch.tensor(…)",
             hint="make it a parameter, or use an operator that takes a number",
         )
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     outputs = list(get_output(graph).args[0])  # type: ignore[arg-type]
     return Pattern(
         graph,

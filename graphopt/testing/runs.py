@@ -40,7 +40,7 @@ def run(
     """
     size = _compat.fake_world_size() or 1
     module = _own(graph_module)
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    placeholders = module.graph.find_nodes(op="placeholder")
     if disturbed:
         inputs = [_disturbed(value, node) for node, value in zip(placeholders, inputs, strict=True)]
     values = [inputs_of_rank(placeholders, inputs, rank) for rank in range(size)]

@@ -130,7 +130,7 @@ def _drop_profiling(graph: fx.Graph) -> None:
 
 def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
     """Append `copy_` into each updated input and set `output((results, updates, carried))`."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     output = get_output(graph)
     values = list(cast(Any, output.args[0]))
     split = len(values) - len(updated)
@@ -190,7 +190,7 @@ def name_placeholders(graph: fx.Graph, inputs: Sequence[tuple[str, str]]) -> lis
     metadata; returns the identifiers chosen."""
     taken: set[str] = set()
     chosen = []
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     for node, (kind, name) in zip(placeholders, inputs, strict=True):
         node.meta.update(kind=kind, fqn=name)
         identifier = _identifier(name, taken)

@@ -93,7 +93,7 @@ def note_dead_gradients(
 def note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signature) -> None:
     """Mark inputs that the step returns themselves, or is given a second time as an argument:
     whoever has them may read them at any time."""
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
     given = {_storage(node) for node in placeholders if node.meta["kind"] == "user_input"}
     for node in placeholders:
         if _storage(node) in given:
@@ -122,7 +122,7 @@ def mark_inputs(
     graph_module: fx.GraphModule, inputs: Inputs, names: Set[str], as_what: str
 ) -> None:
     """Set a key of the metadata of inputs that have one of these names."""
-    placeholders = (node for node in graph_module.graph.nodes if node.op == "placeholder")
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
     for node, holder in zip(placeholders, [*inputs.placeholders, *inputs.states], strict=False):
         members = holder.members if isinstance(holder, Storage) else [holder]
         if not names.isdisjoint(member.fqn for member in members):

@@ -83,7 +83,7 @@ class KnownValues:
     def _constant(self, node: fx.Node) -> torch.Tensor | None:
         """What an input or a constant holds, None where that is unknown."""
         if node.op == "placeholder":
-            placeholders = [n for n in self._tracer.graph.nodes if n.op == "placeholder"]
+            placeholders = self._tracer.graph.find_nodes(op="placeholder")
             return _compat.value_of(self._live[placeholders.index(node)])
         if node.op == "get_attr":
             return _compat.value_of(getattr(self._tracer.root, str(node.target)))

@@ -109,7 +109,7 @@ def _at(node: fx.Node) -> str:
 
 
 def _placeholders(graph: fx.Graph, inputs: Sequence[InputSpec]) -> Iterator[str]:
-    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    nodes = graph.find_nodes(op="placeholder")
     if [node.target for node in nodes] != [spec.placeholder for spec in inputs]:
         yield "the placeholders are not the inputs that the graph was captured with, in their order"
         return

@@ -289,7 +289,7 @@ class _Evaluator:
             raise NotDecidedError(
                 f"it calls the module {node.target}, whose graph is unknown", node, foreign=True
             )
-        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+        inputs = body.graph.find_nodes(op="placeholder")
         given = dict(zip((str(n.target) for n in inputs), self._read(arguments), strict=False))
         found = replace(self._found, results=[], carried=[], states={}, nodes={}, aliases={})
         outer = self._graph.owning_module if self._outer is None else self._outer

@@ -149,7 +149,7 @@ class _Drain:
 
     def __init__(self, drain: fx.GraphModule, terms: Terms) -> None:
         self._module, self.terms = drain, terms
-        self._inputs = [node for node in drain.graph.nodes if node.op == "placeholder"]
+        self._inputs = drain.graph.find_nodes(op="placeholder")
         self._known: list[tuple[list[Any], Evaluation]] = []
 
     def of(self, given: dict[str, Any]) -> Evaluation:

@@ -137,7 +137,7 @@ def same_nodes(
     before: fx.Graph, after: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
     """The pairs that do the same; placeholders are found by their targets."""
-    inputs = {node.target: node for node in before.nodes if node.op == "placeholder"}
+    inputs = {node.target: node for node in before.find_nodes(op="placeholder")}
     same: dict[fx.Node, fx.Node] = {}
     for node in after.nodes:
         old = inputs.get(node.target) if node.op == "placeholder" else correspondence.get(node)

@@ -233,7 +233,7 @@ def _runs(before: fx.Graph, after: fx.Graph, *, positive: bool) -> list[list[tor
     with torch.random.fork_rng([]), torch.no_grad(), without_autocast():
         for graph in (before, after):
             torch.manual_seed(0)
-            held = [n.meta["val"] for n in before.nodes if n.op == "placeholder"]
+            held = [n.meta["val"] for n in before.find_nodes(op="placeholder")]
             inputs = [_random(value, positive) for value in held]
             torch.manual_seed(1)
             found.append(list(fx.GraphModule(torch.nn.Module(), graph)(*inputs)))

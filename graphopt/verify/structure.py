@@ -46,7 +46,7 @@ def _other_placements(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> Iterato
 
 def interface(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
     """The graph takes the same inputs and returns as much as before."""
-    old, new = ([n for n in g.nodes if n.op == "placeholder"] for g in (before, after))
+    old, new = (g.find_nodes(op="placeholder") for g in (before, after))
     if [node.target for node in old] != [node.target for node in new]:
         yield Problem("the placeholders are not those of the graph before, in the same order")
     else:

@@ -134,7 +134,7 @@ def _groups(graphs: Sequence[fx.Graph]) -> Mapping[str, Sequence[int]]:
 
 
 def _is_small(graph: fx.Graph, count: int) -> bool:
-    held = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
+    held = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
     size = sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
     return (
         count <= _MOST_REPLICAS and len(graph.nodes) <= _MOST_NODES and size * count <= _MOST_BYTES
@@ -146,7 +146,7 @@ def _run(
 ) -> dict[str, Any]:
     """What some iterations return and leave, by name."""
     step = ReplicatedStep(gm, Lockstep(len(inputs), groups, callbacks=False))
-    names = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
+    names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
     found = {}
     with torch.random.fork_rng():
         for iteration in range(_ITERATIONS):
