@@ -21,6 +21,9 @@ BESIDE := --jobs=2 --no-print-directory
 # files is that of tests/conftest.py.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
+# Tests start many processes, each of which would compile all of graphopt again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help demo docs test test-all check test-alone test-all-alone check-alone check-newest lint \
 	clean

@@ -115,11 +115,12 @@ class Pool:
         assert self._folder is not None
         for rank in ranks:
             os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(DUMP_SECONDS)
-        return {
-            rank: "no answer in time\n" + _stack_file(self._folder.name, rank).read_text()
-            for rank in ranks
-        }
+        files = {rank: _stack_file(self._folder.name, rank) for rank in ranks}
+        deadline = time.monotonic() + DUMP_SECONDS
+        while time.monotonic() < deadline and not all(f.stat().st_size for f in files.values()):
+            time.sleep(0.05)
+        time.sleep(0.2)  # they are written line by line
+        return {rank: "no answer in time\n" + file.read_text() for rank, file in files.items()}
 
 
 def _receive(connection: Connection) -> tuple[bool, Any]:

@@ -245,9 +245,13 @@ def test_group_of_some_ranks(three_ranks: Pool) -> None:
 def test_a_hung_rank_is_reported() -> None:
     """The pool itself: a rank that waits for ever fails its test with a traceback."""
     with pool(2) as ranks:
-        assert ranks.run(int) == [0, 1]  # they are there
+        assert ranks.run(number_of) == [0, 1]  # they are there, and have imported this module
         with pytest.raises(RankError, match="wait_for_ever"):
-            ranks.run(wait_for_ever, timeout=6)
+            ranks.run(wait_for_ever, timeout=2)
+
+
+def number_of(rank: int) -> int:
+    return rank
 
 
 def wait_for_ever(rank: int) -> None:

@@ -216,7 +216,7 @@ def test_numbers_are_those_of_the_call() -> None:
         compiled(optimizer, scale)
     (entry,) = compiled._entries
     first, second = (Call(step, (optimizer, scale), {}) for scale in (4.5, 5.5))
-    mode = compiled._mode()
+    mode = compiled._communication.mode()
     bound = [call.using(entry.captured.besides) for call in (first, second)]
     for call in bound:
         assert call is not None

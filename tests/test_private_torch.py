@@ -77,7 +77,9 @@ def kept_in_self(tree: ast.AST) -> set[str]:
     return {n.attr for n in stores if isinstance(n.value, ast.Name) and n.value.id == "self"}
 
 
-TORCHS = frozenset().union(*map(private_names, CLASSES))
+@cache
+def names_of_torch() -> frozenset[str]:
+    return frozenset().union(*map(private_names, CLASSES))
 
 
 class Uses:
@@ -150,7 +152,7 @@ class Uses:
         known = dotted(owner, self._local) or ""
         if known.startswith("torch.ops") or ast.unparse(owner).startswith(("aten", "c10d")):
             return False  # an operator
-        return name not in OF_PYTHON and name in TORCHS and name not in self._own
+        return name not in OF_PYTHON and name in names_of_torch() and name not in self._own
 
 
 def uses_in(module: str) -> list[tuple[int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import and_
 from typing import Any
 
@@ -286,8 +287,8 @@ def by_a_part(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
 def _on_rank(
     rank: int, step: Step, compiled: bool, pipeline: str, uneven: bool
 ) -> tuple[list[Any], list[int], list[bool]]:
-    """What every call leaves on one rank, how many reductions it launches, and whether an
-    assumption fails."""
+    """What every call leaves on one rank; of one that is compiled, how many reductions it launches,
+    and whether an assumption fails."""
     torch.manual_seed(0)
     model = Net()
     optimizer = OPTIMIZERS["momentum"](model)
@@ -298,11 +299,14 @@ def _on_rank(
     for call, x in enumerate(batches(20, seed=rank)):
         # Another length on one rank, for which it has graphs of its own.
         x = x[:5] if uneven and rank == 1 and call % 4 == 2 else x
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        profiled = torch.profiler.profile(activities=activities) if compiled else nullcontext()
+        with profiled as profile:
             result = run(used, optimizer, x)
-        names = [e.name for e in profile.events()]
-        failures.append("c10d::allreduce_" in names)  # by which ranks say that they go on
-        launched.append(sum(name.startswith("_c10d_functional::all_reduce") for name in names))
+        if profile is not None:
+            names = [e.name for e in profile.events()]
+            failures.append("c10d::allreduce_" in names)  # by which ranks say that they go on
+            launched.append(sum(name.startswith("_c10d_functional::all_reduce") for name in names))
         left += [result, *left_by(model, optimizer)]
     return left, launched, failures
 
