@@ -52,63 +52,75 @@ class TracedWork:
 def functional_collectives() -> AbstractContextManager[None]:
     """While active, in-place collectives of `torch.distributed` are functional ones; those without
     a functional form are refused."""
-    functional = torch.ops._c10d_functional
-
-    def finish(destination: torch.Tensor, launched: torch.Tensor, async_op: bool) -> Any:
-        work = TracedWork(destination, launched)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-    def all_reduce(
-        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        named = _compat.group_or_default(group).group_name
-        return finish(tensor, functional.all_reduce(tensor, _name(op), named), async_op)
-
-    def broadcast(
-        tensor: torch.Tensor,
-        src: int | None = None,
-        group: Any = None,
-        async_op: bool = False,
-        group_src: int | None = None,
-    ) -> Any:
-        process_group = _compat.group_or_default(group)
-        root = dist.get_group_rank(process_group, src or 0) if group_src is None else group_src
-        launched = functional.broadcast(tensor, root, process_group.group_name)
-        return finish(tensor, launched, async_op)
-
-    def all_gather_into_tensor(
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        process_group = _compat.group_or_default(group)
-        launched = functional.all_gather_into_tensor(
-            input_tensor, process_group.size(), process_group.group_name
-        )
-        return finish(output_tensor, launched, async_op)
-
-    def reduce_scatter_tensor(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        process_group = _compat.group_or_default(group)
-        launched = functional.reduce_scatter_tensor(
-            input, _name(op), process_group.size(), process_group.group_name
-        )
-        return finish(output, launched, async_op)
-
-    supported = (all_reduce, broadcast, all_gather_into_tensor, reduce_scatter_tensor)
     return replaced(
-        *((dist, function.__name__, function) for function in supported),
+        *((dist, name, function) for name, function in _SUPPORTED.items()),
         *((dist, name, _refusal(name)) for name in _UNSUPPORTED),
     )
+
+
+def _all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    named = _compat.group_or_default(group).group_name
+    launched = torch.ops._c10d_functional.all_reduce(tensor, _name(op), named)
+    return _finish(tensor, launched, async_op)
+
+
+def _broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    process_group = _compat.group_or_default(group)
+    root = dist.get_group_rank(process_group, src or 0) if group_src is None else group_src
+    launched = torch.ops._c10d_functional.broadcast(tensor, root, process_group.group_name)
+    return _finish(tensor, launched, async_op)
+
+
+def _all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    process_group = _compat.group_or_default(group)
+    launched = torch.ops._c10d_functional.all_gather_into_tensor(
+        input_tensor, process_group.size(), process_group.group_name
+    )
+    return _finish(output_tensor, launched, async_op)
+
+
+def _reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    process_group = _compat.group_or_default(group)
+    launched = torch.ops._c10d_functional.reduce_scatter_tensor(
+        input, _name(op), process_group.size(), process_group.group_name
+    )
+    return _finish(output, launched, async_op)
+
+
+_SUPPORTED: dict[str, Callable[..., Any]] = {
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+}
+"""By the name of a function of `torch.distributed`, what stands for it."""
+
+
+def _finish(destination: torch.Tensor, launched: torch.Tensor, async_op: bool) -> Any:
+    work = TracedWork(destination, launched)
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def _refusal(name: str) -> Callable[..., Any]:
