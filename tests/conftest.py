@@ -52,10 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left alone at the end. What takes long is `slow`. Of a test's cases, some are `full`
     (`sliced`), and some are left out (`covering`)."""
     seconds = durations.listed()
-    items.sort(key=lambda item: -seconds.get(item.path.stem, 0.0))
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if f"{item.path.stem}::{item.name.partition('[')[0]}" in seconds:
+        if _function(item) in seconds:
             item.add_marker("slow")
         cases[item.nodeid.partition("[")[0]].append(item)
     left_out = [item for each in cases.values() for item in _left_out(each, config)]
@@ -63,6 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
+    whole = "not full" not in config.getoption("markexpr")
+    longest: dict[str, float] = defaultdict(float)
+    for item in items:
+        if whole or item.get_closest_marker("full") is None:
+            longest[item.path.stem] += seconds.get(_function(item), durations.TYPICAL)
+    items.sort(key=lambda item: -longest[item.path.stem])
+
+
+def _function(item: pytest.Item) -> str:
+    """A test by the name under which its duration is listed."""
+    return f"{item.path.stem}::{item.name.partition('[')[0]}"
 
 
 def _left_out(cases: list[pytest.Item], config: pytest.Config) -> list[pytest.Item]:

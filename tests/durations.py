@@ -1,11 +1,12 @@
-"""How long tests take, from a record of pytest's: what `tests/durations.txt` holds.
+"""How long tests take, from records of pytest's: what `tests/durations.txt` holds.
 
     .venv/bin/python -m pytest --junitxml record.xml
     .venv/bin/python tests/durations.py record.xml > tests/durations.txt
 
-A line is the seconds that all tests of a file take, or those of one case of a test on average,
-where that is more than `QUICK`. tests/conftest.py lets the longest files begin, and `make check`
-leave out the tests that are listed.
+A line is the seconds that one case of a test takes on average, where that is more than `QUICK`.
+Further records, in which the machine may have done less beside, count where they say less.
+tests/conftest.py lets the longest files begin, and `make check` leave out the tests that are
+listed.
 """
 
 from __future__ import annotations
@@ -13,34 +14,42 @@ from __future__ import annotations
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
 QUICK = 0.3
+TYPICAL = 0.1
+"""Seconds of a case that is not listed, about."""
 LISTED = Path(__file__).with_suffix(".txt")
 
 
 def listed() -> dict[str, float]:
-    """Seconds by `test_file`, and by `test_file::test_function`."""
+    """Seconds by `test_file::test_function`."""
     lines = (line.split() for line in LISTED.read_text().splitlines())
     return {name: float(seconds) for seconds, name in lines}
 
 
-def recorded(path: Path) -> Iterator[tuple[str, float]]:
-    """The same, of a record."""
-    files: dict[str, float] = defaultdict(float)
+def recorded(path: Path) -> dict[str, float]:
+    """The same, of all tests of a record."""
     functions: dict[str, list[float]] = defaultdict(list)
     for case in ElementTree.parse(path).iter("testcase"):
         file = case.attrib["classname"].rpartition(".")[2]
-        seconds = float(case.attrib["time"])
-        files[file] += seconds
-        functions[f"{file}::{case.attrib['name'].partition('[')[0]}"].append(seconds)
-    means = {name: mean(each) for name, each in functions.items()}
-    yield from files.items()
-    yield from ((name, seconds) for name, seconds in means.items() if seconds > QUICK)
+        functions[f"{file}::{case.attrib['name'].partition('[')[0]}"].append(
+            float(case.attrib["time"])
+        )
+    return {name: mean(each) for name, each in functions.items()}
+
+
+def least(record: dict[str, float], *others: dict[str, float]) -> dict[str, float]:
+    """Of all tests of a record, where others have them as well."""
+    return {
+        name: min([seconds, *(other.get(name, seconds) for other in others)])
+        for name, seconds in record.items()
+    }
 
 
 if __name__ == "__main__":
-    for name, seconds in sorted(recorded(Path(sys.argv[1])), key=lambda each: -each[1]):
-        print(f"{seconds:.1f} {name}")
+    found = least(*(recorded(Path(path)) for path in sys.argv[1:]))
+    for name, seconds in sorted(found.items(), key=lambda each: -each[1]):
+        if seconds > QUICK:
+            print(f"{seconds:.1f} {name}")

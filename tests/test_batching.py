@@ -74,6 +74,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: str(value))
 def test_looping_optimizers(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
