@@ -32,6 +32,8 @@ _ALIKE = frozenset({"parameter", "optimizer_state"})
 """Kinds of inputs that all ranks have alike."""
 _FUNCTIONAL_CHECK = "aten::_amp_foreach_non_finite_check_and_unscale"
 _CHECK = f"{_FUNCTIONAL_CHECK}_"
+_CheckOperands = tuple[list[fx.Node], fx.Node, fx.Node]
+"""Gradients, where it is noted whether all are finite, and the scale."""
 
 
 def own_inputs(inputs: Inputs, call: Call, *, broadcast: bool) -> list[bool]:
@@ -137,11 +139,13 @@ def _note(node: fx.Node, own: set[Any]) -> None:
             own -= _marks(node) | _marks(destination)
             return
     if is_operator(node.target, _CHECK):
-        _note_check(node, own)
+        gradients, found, _ = cast(_CheckOperands, node.args)
+        _note_check(node, gradients, found, own)
         return
     check = node.args[0] if node.target is operator.getitem else node
     if isinstance(check, fx.Node) and is_operator(check.target, _FUNCTIONAL_CHECK):
-        _note_checked(node, check, own)
+        if node is not check:  # one of its two results: scaled gradients, or what is noted
+            _note_check(check, [] if node.args[1] == 1 else [node], node, own)
         return
     if draws(node) or depends_on(node, own):
         own |= reached_by(node)
@@ -157,23 +161,19 @@ def reached_by(node: fx.Node) -> set[Any]:
     return _marks(node).union(*map(_marks, _written(node)))
 
 
-def _note_check(node: fx.Node, own: set[Any]) -> None:
+def _note_check(check: fx.Node, scaled: Sequence[fx.Node], noted: fx.Node, own: set[Any]) -> None:
     """Gradients are scaled, and it is noted whether all of them are finite, which does not depend
-    on the scale."""
-    gradients, found, scale = cast(tuple[list[fx.Node], fx.Node, fx.Node], node.args)
-    if any(not own.isdisjoint(_marks(gradient)) for gradient in gradients):
-        own |= _marks(found)
+    on the scale.
+
+    Args:
+        scaled: what the scaled gradients are in.
+        noted: where it is noted.
+    """
+    gradients, found, scale = cast(_CheckOperands, check.args)
+    if any(not own.isdisjoint(_marks(arg)) for arg in (*gradients, found)):
+        own |= _marks(noted)
     if not own.isdisjoint(_marks(scale)):
-        own.update(*map(_marks, gradients))
-
-
-def _note_checked(node: fx.Node, check: fx.Node, own: set[Any]) -> None:
-    """The same where the check writes to nothing: it gives scaled gradients, and what is noted."""
-    gradients, found, scale = cast(tuple[list[fx.Node], fx.Node, fx.Node], check.args)
-    if node is not check:
-        of_scale = [] if node.args[1] == 1 else [scale]
-        if any(not own.isdisjoint(_marks(arg)) for arg in (*gradients, found, *of_scale)):
-            own |= _marks(node)
+        own.update(*map(_marks, scaled))
 
 
 def _overwrites_all(copy: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphopt.tracing import host_numbers
 from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import Application, is_host_number
 
@@ -86,13 +87,11 @@ def plain(value: Any) -> Any:
     """An argument as it is in this call."""
     if is_known(value):
         return value.plain
-    if is_host_number(value):
-        return value.value
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     if type(value) is slice:
         return slice(plain(value.start), plain(value.stop), plain(value.step))
-    return value
+    return host_numbers.plain(value)
 
 
 def _listed(*values: Any) -> list[Any]:
