@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
-from graphopt.runtime.budget import MODE, Cause
+from graphopt.runtime.budget import Cause
 from graphopt.runtime.captured_graphs import CapturedGraphs
 from graphopt.runtime.communication import Communication
 from graphopt.runtime.eager import Fallback
@@ -276,7 +276,7 @@ class TrainStep:
         except CaptureError:
             with next(iter(ways)):  # which tells ranks that have come to agree
                 raise
-        call = self._with_counted(call, cause)
+        call = self._entries.with_counted(call, cause)
         call.drawn.undo()
         with undisturbed():
             captured, agreed = self._stages.compile(call, ways)
@@ -298,16 +298,6 @@ class TrainStep:
             self._recaptures.first()
             return None
         return self._recaptures.of_call(call, mode, self._entries[0].guards)
-
-    def _with_counted(self, call: Call, cause: Cause | None) -> Call:
-        """A call with the places as inputs whose numbers the step is known to change."""
-        from graphopt.tracing.besides import Besides
-        from graphopt.tracing.placed import changing
-
-        places = changing(entry.captured.found for entry in self._entries)
-        if cause is not None and cause.kind != MODE and self._entries:
-            places += self._entries[0].guards.counted_for(call)
-        return call.using(call.besides.joined(Besides(carried=places))) or call
 
     def _bound(
         self, call: Call, mode: tuple[Any, ...], captured: CapturedStep, agreed: Agreed | None

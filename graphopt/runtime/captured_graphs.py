@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from graphopt.errors import GraphOptError
-from graphopt.runtime.budget import Cause, dropped
+from graphopt.runtime.budget import MODE, Cause, dropped
 
 if TYPE_CHECKING:
     from graphopt.runtime.bound_step import BoundStep, Tries
@@ -81,6 +81,20 @@ class CapturedGraphs(Sequence["BoundStep"]):
         position = dropped(causes, cause, self._most, self._name)
         if position is not None:
             self._entries.pop(position).close()
+
+    def with_counted(self, call: Call, cause: Cause | None) -> Call:
+        """A call with the places as inputs whose numbers the step is known to change.
+
+        Args:
+            cause: why another graph is needed for it.
+        """
+        from graphopt.tracing.besides import Besides
+        from graphopt.tracing.placed import changing
+
+        places = changing(entry.captured.found for entry in self._entries)
+        if cause is not None and cause.kind != MODE and self._entries:
+            places += self._entries[0].guards.counted_for(call)
+        return call.using(call.besides.joined(Besides(carried=places))) or call
 
     def drop_unusable(self) -> None:
         """Drop the graphs whose models are gone or whose collectives the ranks have changed."""
