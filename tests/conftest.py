@@ -16,6 +16,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
+# Modules are imported and tests are collected: millions of objects, of which none is garbage.
+gc.set_threshold(50_000, 50, 100)
+
 import torch
 from hypothesis import settings
 
@@ -111,7 +114,7 @@ def _left_to_itself() -> None:
     """Leave out of garbage collections what the files before made; within a file, collect
     seldom."""
     frozen.set_aside()
-    gc.set_threshold(10_000)
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)

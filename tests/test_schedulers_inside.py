@@ -100,6 +100,7 @@ def _left(optimizer: str, scheduler: str, compiled: bool, data: int = 0) -> tupl
     return found, len(run.captures) if compiled else 0
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_every_call_is_eager_s(optimizer: str, scheduler: str) -> None:
