@@ -16,9 +16,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
-# Modules are imported and tests are collected: millions of objects, of which none is garbage.
-gc.set_threshold(50_000, 50, 100)
-
 import torch
 from hypothesis import settings
 
@@ -27,6 +24,9 @@ import frozen
 import slices
 from deep import watch_captures
 from gloo import Pool, pool
+
+# Test modules are imported and their tests collected: millions of objects, and no garbage.
+gc.set_threshold(50_000, 50, 100)
 
 # Capturing takes as long as it takes, and a failure must come back on the next run.
 settings.register_profile("graphopt", deadline=None, derandomize=True)
