@@ -364,11 +364,6 @@ def keeps_the_array(x: Tensor) -> Any:
     return x
 
 
-def keeps_the_number(x: Tensor) -> Any:
-    KEPT.append(random.random())
-    return x
-
-
 def changes_the_array(x: Tensor) -> Any:
     array = numpy.random.rand(4, 3)
     array += 1  # HERE
@@ -430,7 +425,6 @@ KEPT: list[Any] = []
 REFUSED: list[tuple[Callable[[Tensor], Any], str]] = [
     (returns_the_array, "a numpy array"),
     (keeps_the_array, "drew at random"),
-    (keeps_the_number, "drew at random"),
     (changes_the_array, "writes into it"),
     (writes_into_another_array, "hands it to code that is not followed"),
     (goes_on_with_memory_that_was_changed, "in place"),
@@ -443,6 +437,41 @@ REFUSED: list[tuple[Callable[[Tensor], Any], str]] = [
     (draws_unseen, "in a way that is not seen"),
     (draws_unseen_besides, "in a way that is not seen"),
 ]
+
+
+KEEPS: dict[str, Callable[[list[Any], Any], None]] = {
+    "a number": lambda kept, generators: kept.append(random.random()),
+    "an integer": lambda kept, generators: kept.append(random.randint(1, 5)),
+    "a number of numpy": lambda kept, generators: kept.append(numpy.random.rand()),
+    "one of a private generator": lambda kept, generators: kept.append(generators.python.random()),
+    "what is computed from it": lambda kept, generators: kept.append(2 * random.random() + 1),
+    "several": lambda kept, generators: kept.extend([random.random(), random.random()]),
+}
+
+
+def keeping(keep: Callable[[list[Any], Private], None], compiled: bool) -> tuple[Any, ...]:
+    """Losses, what the list has, and where the generators are after all calls."""
+    model, optimizer = seeded()
+    kept: list[Any] = []
+    private = Private()
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        keep(kept, private)
+        return loss.detach()
+
+    run = graphopt.compile(step) if compiled else step
+    losses = [run(torch.ones(4, 3)).item() for _ in range(COUNT)]
+    return losses, kept, list(map(type, kept)), states(), private.states()
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_numbers_are_kept_in_a_list(name: str) -> None:
+    found = [keeping(KEEPS[name], compiled) for compiled in (True, False)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.sliced(6)
@@ -458,7 +487,8 @@ def test_refused(use: Callable[[Tensor], Any], word: str) -> None:
         graphopt.compile(step)(model, torch.ones(4, 3))
     assert word in str(caught.value)
     assert states() == before
-    assert not KEPT
+    kept, KEPT[:] = list(KEPT), []
+    assert not kept
     marked = marked_lines(use)
     if len(marked) == 1:
         assert f"test_draws.py:{marked[0]} " in str(caught.value)

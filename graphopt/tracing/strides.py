@@ -15,7 +15,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import is_pointwise, tensors_in
-from graphopt.ir.operators import fused_optimizer, row
+from graphopt.ir.operators import row
 from graphopt.tracing import recurrent, scratch, small
 from graphopt.tracing.layouts import Items, Layout, described, layouts, leaves
 from graphopt.tracing.scratch import Call
@@ -102,34 +102,6 @@ def _made(mode: Any, found: Any) -> Any:
         return found.value
     meta = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")
     return _compat.fake_like(mode, meta, found.device)
-
-
-def check(func: Any, args: Any, kwargs: Any) -> None:
-    """Before an operator, whose kernel may run.
-
-    Raises:
-        RuntimeError: a fused optimizer is given tensors that do not belong together, which neither
-            its shape rule nor its kernel looks at.
-    """
-    if fused_optimizer(func) is not None:
-        _check_entries(func, args, kwargs)
-
-
-def _check_entries(func: Any, args: Any, kwargs: Any) -> None:
-    """The tensors of each entry are of one shape; kernels write as far as the first one reaches."""
-    names = [argument.name for argument in _compat.schema_of(func).arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    lists = {n: v for n, v in given.items() if isinstance(v, (list, tuple)) and v}
-    if any(_compat.has_symbolic_shape(tensor) for each in lists.values() for tensor in each):
-        return
-    steps = lists.pop("state_steps", ())
-    shapes = {name: [tensor.shape for tensor in each] for name, each in lists.items()}
-    first = shapes["self"]
-    for name, found in shapes.items():
-        if found != first:
-            raise RuntimeError(f"{func}: shapes of {name} are not those of what is updated")
-    if steps and [tensor.numel() for tensor in steps] != [1] * len(first):
-        raise RuntimeError(f"{func}: there is not one number in each of state_steps")
 
 
 def _is_plain_number(size: object) -> bool:

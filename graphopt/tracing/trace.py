@@ -19,7 +19,7 @@ from graphopt._compat.ctc import register_ctc_shapes
 from graphopt.errors import CaptureError
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.source import SourceLine
-from graphopt.tracing import impurity, strides
+from graphopt.tracing import impurity, strides, trusted
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.program import HostProgram
@@ -126,7 +126,7 @@ def _traced(
     earlier = inputs.drawing_anew()
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
-        strides.corrected, strides.check, strides.known
+        strides.corrected, trusted.check, strides.known
     )
     fakes = [_compat.to_fake(mode, value) for value in values]
     run = StepRun(call, inputs, communication, mode, values, state)

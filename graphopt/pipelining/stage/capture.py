@@ -25,7 +25,8 @@ from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.strides import check, corrected
+from graphopt.tracing.strides import corrected
+from graphopt.tracing.trusted import check
 
 
 @dataclass(frozen=True)
