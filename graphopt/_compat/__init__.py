@@ -71,6 +71,7 @@ from graphopt._compat.groups import (
     start_fake_group,
 )
 from graphopt._compat.modules import (
+    floats_of_statistics,
     is_compiled_module,
     is_fsdp,
     module_call_code,
@@ -207,6 +208,7 @@ __all__ = [
     "is_constant",
     "is_fake",
     "is_fake_mode_on",
+    "floats_of_statistics",
     "is_fsdp",
     "is_profiling",
     "is_recording",

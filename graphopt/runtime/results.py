@@ -50,8 +50,14 @@ class StepResults:
         appended = [
             [self._value(item, flat, results) for item in each.items] for each in signature.appended
         ]
+        selected = [
+            (each, *(self._value(part, flat, results) for part in (each.key, each.recipe)))
+            for each in signature.selected
+        ]
         for placeholder, computed in signature.data.items():
             flat[placeholder].data = results[computed.index]
+        for position, shape in signature.reshaped.items():
+            call.leaves[position].as_strided_(*shape)
         for gradient in signature.gradients:
             value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:
@@ -67,6 +73,8 @@ class StepResults:
             left.place.write(value)
         for added, items in zip(signature.appended, appended, strict=True):
             added.container.extend(items)
+        for result, key, value in selected:
+            result.container[key][result.position] = value
         for change, items in changes:
             make_change(call.given, change, items)
         for setting in signature.settings:

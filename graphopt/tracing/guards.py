@@ -246,7 +246,11 @@ class Guards:
         numbers = self.inputs.hyperparameters
         values = [number.read(call) for number in numbers]
         self._numbers = weakref.ref(call), values
-        for number, value, kind in zip(numbers, values, self.number_types, strict=True):
+        kinds = zip(numbers, values, self.number_types, strict=True)
+        for index, (number, value, kind) in enumerate(kinds):
+            if type(value) is not kind and index in self.inputs.unread:
+                if isinstance(value, float) and issubclass(kind, float):
+                    continue
             if type(value) is not kind or (kind is int and abs(value) >= EXACT):
                 return f"{_called(number)} became {value!r}"
         drawn = self.inputs.drawn

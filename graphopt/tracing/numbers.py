@@ -44,15 +44,31 @@ class TracedFloat(torch.SymFloat):
         """The same number among integers, where it is one in each call."""
         return None
 
+    def __divmod__(self, other: Any) -> Any:
+        return _quotient(self, other)
 
-def _forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+    def __rdivmod__(self, other: Any) -> Any:
+        return _quotient(other, self)
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """`divmod(a, b)`."""
+    parts = record(operator.floordiv, a, b), record(operator.mod, a, b)
+    return NotImplemented if NotImplemented in parts else parts
+
+
+def forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+    """A method that records an operator of a number and another one."""
+
     def method(self: TracedFloat, other: Any) -> Any:
         return record(function, self, other)
 
     return method
 
 
-def _reflected(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+def reflected(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+    """The same with the other one on the left."""
+
     def method(self: TracedFloat, other: Any) -> Any:
         return record(function, other, self)
 
@@ -60,8 +76,8 @@ def _reflected(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any
 
 
 for _function in ARITHMETIC:
-    setattr(TracedFloat, f"__{_function.__name__}__", _forward(_function))
-    setattr(TracedFloat, f"__r{_function.__name__}__", _reflected(_function))
+    setattr(TracedFloat, f"__{_function.__name__}__", forward(_function))
+    setattr(TracedFloat, f"__r{_function.__name__}__", reflected(_function))
 
 
 def record(function: Callable[..., Any], *args: Any) -> Any:
@@ -281,7 +297,7 @@ def _deciding(name: str, kind: type, base: type) -> Callable[[Any], Any]:
 
 for _base, _kind in _READ.items():
     _kind.__bool__ = _deciding("__bool__", bool, _base)  # type: ignore[attr-defined]
-for _name, _division in (("truediv", _forward), ("rtruediv", _reflected)):
+for _name, _division in (("truediv", forward), ("rtruediv", reflected)):
     setattr(ReadInt, f"__{_name}__", _division(operator.truediv))
 for _name in ("__index__", "__int__"):
     setattr(ReadInt, _name, _deciding(_name, int, torch.SymInt))

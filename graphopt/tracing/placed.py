@@ -29,6 +29,7 @@ from graphopt.tracing.besides import CarriedPlace, Finder
 from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.number_tuples import leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
@@ -98,10 +99,20 @@ def _is_left_alone(written: WrittenPlace) -> bool:
 
 def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any) -> None:
     """The step finds `before` in a place, which it has used, and leaves a value: where both are
-    numbers, the place becomes an input."""
-    is_number = isinstance(value, SYMBOLIC) or type(value) in (int, float)
-    if is_exact(before) and is_number and not same(before, value):
+    numbers, or tuples of numbers, the place becomes an input."""
+    if _are_counts(before, value) and not same(before, value):
         finder.carries(path, place, counted=True)
+
+
+def _are_counts(before: Any, value: Any) -> bool:
+    if is_exact(before):
+        return _is_number(value)
+    found, left = leaves_of(before, is_exact), leaves_of(value, _is_number)
+    return found is not None and left is not None and found[1] == left[1]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, SYMBOLIC) or type(value) in (int, float)
 
 
 def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:

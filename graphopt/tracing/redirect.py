@@ -28,6 +28,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing import (
+    averages,
     constants,
     copies,
     fused,
@@ -323,6 +324,8 @@ class Redirect(TorchFunctionMode):
             return _all_alike(_COMPARISONS[func], args, kwargs)
         elif func in fused.FUNCTIONS:
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
+        elif averages.takes(func, args, kwargs):
+            return averages.call_with_symbol(self._tracer, func, args, kwargs)
         elif recurrent.is_on_cudnn(func, args):
             raise recurrent.refused(func)
         elif self._packing.takes(func, args):

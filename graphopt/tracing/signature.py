@@ -140,6 +140,17 @@ class AppendedResult:
     items: tuple[Recipe, ...]
 
 
+@dataclass(frozen=True)
+class SelectedResult:
+    """What the step has left in a list that a number of the call selects:
+    `container[key][position]`."""
+
+    container: list[Any]
+    key: Recipe
+    position: int
+    recipe: Recipe
+
+
 @dataclass
 class Signature:
     """How the results of one graph become the effects of one step.
@@ -152,10 +163,11 @@ class Signature:
         stepped: optimizers whose `step` ran.
         settings: numbers of parameter groups that the step changes.
         containers: lists and dictionaries among the arguments that it changes.
-        placed, appended: what it leaves outside its arguments.
+        placed, appended, selected: what it leaves outside its arguments.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
+        reshaped: sizes and strides of arguments that get others in place, by position.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
     """
 
@@ -171,8 +183,10 @@ class Signature:
     containers: list[ContainerResult] = field(default_factory=list)
     placed: list[PlacedResult] = field(default_factory=list)
     appended: list[AppendedResult] = field(default_factory=list)
+    selected: list[SelectedResult] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
+    reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""
@@ -184,6 +198,8 @@ class Signature:
         yield from (leaf for each in self.placed for leaf in leaves_of(each.recipe))
         for appended in self.appended:
             yield from (leaf for item in appended.items for leaf in leaves_of(item))
+        for each in self.selected:
+            yield from (each.key, *leaves_of(each.recipe))
         for container in self.containers:
             yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
 
