@@ -46,9 +46,12 @@ class StepResults:
             (each.change, [self._value(item, flat, results) for _, item in each.change.items])
             for each in signature.containers
         ]
-        placed = [self._value(each.recipe, flat, results) for each in signature.placed]
+        placed = [
+            (each.now(), self._value(each.recipe, flat, results)) for each in signature.placed
+        ]
         appended = [
-            [self._value(item, flat, results) for item in each.items] for each in signature.appended
+            (each.now(), [self._value(item, flat, results) for item in each.items])
+            for each in signature.appended
         ]
         selected = [
             (each, *(self._value(part, flat, results) for part in (each.key, each.recipe)))
@@ -69,10 +72,10 @@ class StepResults:
             write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
         for attribute, value in zip(signature.attributes, attributes, strict=True):
             attribute.attributes[attribute.name] = value
-        for left, value in zip(signature.placed, placed, strict=True):
-            left.place.write(value)
-        for added, items in zip(signature.appended, appended, strict=True):
-            added.container.extend(items)
+        for place, value in placed:
+            place.write(value)
+        for container, items in appended:
+            container.extend(items)
         for result, key, value in selected:
             result.container[key][result.position] = value
         for change, items in changes:

@@ -64,7 +64,9 @@ def _give(kernel: fx.Node, factor: fx.Node | None) -> None:
 
 def _position(target: Any) -> int | None:
     """Where an operator takes the number; None where it takes none."""
-    if not isinstance(target, _compat.OpOverload) or "batch_norm" not in _compat.operator_name(target):
+    if not isinstance(target, _compat.OpOverload) or "batch_norm" not in _compat.operator_name(
+        target
+    ):
         return None
     names = _names(target)
     return next((names.index(name) for name in _FACTORS if name in names), None)

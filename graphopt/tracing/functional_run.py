@@ -101,7 +101,9 @@ class RawGraphRunner(fx.Interpreter):
         if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
         if averages.takes(target, args, kwargs):
-            return averages.call_with_symbol(self._tracer, partial(self._call, target), args, kwargs)
+            return averages.call_with_symbol(
+                self._tracer, partial(self._call, target), args, kwargs
+            )
         if target in recurrent.KERNEL_OF_GRAPHS:
             return recurrent.KERNEL_OF_GRAPHS[target](*args, **kwargs)
         if fused_optimizer(target) is not None:

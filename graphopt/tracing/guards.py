@@ -248,9 +248,8 @@ class Guards:
         self._numbers = weakref.ref(call), values
         kinds = zip(numbers, values, self.number_types, strict=True)
         for index, (number, value, kind) in enumerate(kinds):
-            if type(value) is not kind and index in self.inputs.unread:
-                if isinstance(value, float) and issubclass(kind, float):
-                    continue
+            if index in self.inputs.unread and _are_floats(value, kind):
+                continue
             if type(value) is not kind or (kind is int and abs(value) >= EXACT):
                 return f"{_called(number)} became {value!r}"
         drawn = self.inputs.drawn
@@ -309,6 +308,10 @@ def _has_gradient(entry: ModuleTensor) -> bool:
         return entry.tensor.grad is not None
     owner, key = entry.slots[0]
     return isinstance(owner.get(key), torch.Tensor) and has_gradient(owner[key])
+
+
+def _are_floats(value: object, kind: type) -> bool:
+    return isinstance(value, float) and issubclass(kind, float)
 
 
 def _called(number: Any) -> str:

@@ -1,6 +1,6 @@
 """Tuples of numbers that a step finds in a place outside, and leaves others of:
 
-    self.state = self.state._replace(count=self.state.count + 1)
+self.state = self.state._replace(count=self.state.count + 1)
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` of symbolic floats and Python numbers, as one node."""
     if any(isinstance(arg, torch.SymInt) for arg in args):
         return _record_among_integers(function, args)
-    if not all(isinstance(arg, (torch.SymFloat, int, float)) for arg in args):
+    # What says of itself that it is a float, as an array of one does, answers for itself.
+    if not all(issubclass(type(arg), (torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
     if all(issubclass(type(arg), torch.SymFloat) or type(arg) in _PLAIN for arg in args):
         return untraced(_record, function, args)
@@ -93,7 +94,7 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
 
 def _record_among_integers(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """`function(*args)`, where one of the numbers is a symbolic integer."""
-    if not all(isinstance(arg, (torch.SymInt, torch.SymFloat, int, float)) for arg in args):
+    if not all(issubclass(type(arg), (torch.SymInt, torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
     integers = with_integers(args)
     floats = any(isinstance(arg, (torch.SymFloat, float)) for arg in integers)

@@ -192,9 +192,11 @@ class ResultCollector:
                 *self._attributes(before),
                 *self._attributes_of_others(holders),
             ],
-            placed=[PlacedResult(each.place, self._nest(each.value)) for each in ran.placed],
+            placed=[
+                PlacedResult(each.place, self._nest(each.value), each.within) for each in ran.placed
+            ],
             appended=[
-                AppendedResult(each.container, tuple(map(self._nest, each.items)))
+                AppendedResult(each.container, tuple(map(self._nest, each.items)), each.within)
                 for each in ran.added
             ],
             selected=[

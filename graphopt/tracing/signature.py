@@ -126,18 +126,39 @@ class AttributeResult:
 
 @dataclass(frozen=True)
 class PlacedResult:
-    """What the step has left in a place outside its arguments."""
+    """What the step has left in a place outside its arguments.
+
+    Attributes:
+        within: where each call finds the container that the place is an item of; None where it is
+            the same one in each call.
+    """
 
     place: OutsidePlace
     recipe: Recipe
+    within: OutsidePlace | None = None
+
+    def now(self) -> OutsidePlace:
+        """The place in this call, before it puts anything anywhere."""
+        if self.within is None:
+            return self.place
+        return OutsidePlace(self.place.kind, self.within.now(), self.place.key)
 
 
 @dataclass(frozen=True)
 class AppendedResult:
-    """What the step has appended to a list or queue outside its arguments."""
+    """What the step has appended to a list or queue outside its arguments.
+
+    Attributes:
+        within: as of `PlacedResult`.
+    """
 
     container: Any
     items: tuple[Recipe, ...]
+    within: OutsidePlace | None = None
+
+    def now(self) -> Any:
+        """The list or queue in this call, before it puts anything anywhere."""
+        return self.container if self.within is None else self.within.now()
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,9 @@ class StepRun:
             bare = [entry.tensor for entry in self.inputs.module_tensors if entry.bare]
             stack.callback(self._find_owners, bare)  # also where the step is refused
             stack.enter_context(impurity.no_output())
-            stack.enter_context(traced_schedulers((group for _, _, group in self._groups()), self.made.calls))
+            stack.enter_context(
+                traced_schedulers((group for _, _, group in self._groups()), self.made.calls)
+            )
             stack.enter_context(inference_as_no_grad())
             stack.enter_context(impurity.no_loading())
             stack.enter_context(traced_scaling(self.finder, _compat.fake_mode_of(self._values)))
@@ -287,7 +289,7 @@ class StepRun:
                     returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)
-                added = take_added(self.outside, self._puts_back)
+                added = take_added(self.outside, placed, self._puts_back)
                 rows = substitute.rows.take(self.outside.is_used, self.outside.pin)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()

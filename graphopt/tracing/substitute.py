@@ -145,7 +145,9 @@ def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
         if isinstance(number, PlacedNumber):
             place, element = number.place, number.element
-            place.write(symbolic if element is None else with_leaf(place.now(), element[0], symbolic))
+            place.write(
+                symbolic if element is None else with_leaf(place.now(), element[0], symbolic)
+            )
     groups: dict[int, _Settings] = {}
     states: dict[int, defaultdict[Any, Any]] = {}
     for index, optimizer in enumerate(call.optimizer_objects()):

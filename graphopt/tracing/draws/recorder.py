@@ -43,10 +43,12 @@ from graphopt.tracing.host_numbers import (
     Conditions,
     Leaf,
     is_host_number,
-    is_of_numpy as is_float_of_numpy,
     leaves_of,
     same_value,
     stand_in_of_number,
+)
+from graphopt.tracing.host_numbers import (
+    is_of_numpy as is_float_of_numpy,
 )
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.number_functions import SCALARS_OF_NUMPY
