@@ -303,7 +303,7 @@ class Redirect(TorchFunctionMode):
             self.gradients_first |= not self._differentiated
             self._before_gradient_read()
         elif func in _BACKWARDS:
-            self._differentiated = True
+            self._differentiated |= func is not torch.autograd.grad  # which leaves no gradients
             with self._tagger.during("backward"):
                 return func(*args, **kwargs)
         elif func in (torch.Tensor.item, torch.Tensor.tolist):

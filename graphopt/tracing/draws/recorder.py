@@ -258,8 +258,8 @@ class HostCalls:
         return self.as_float(item)
 
     def as_float(self, value: Any) -> Any:
-        """A scalar that is numpy's kind of float, and so one of Python's, as a number that the graph
-        takes; other values themselves."""
+        """A scalar that is numpy's kind of float, and so one of Python's, as a number of the graph;
+        other values themselves."""
         if is_known(value) and is_float_of_numpy(value.plain) and type(value.expression) is Leaf:
             return self._number(value.expression.index, value.plain)
         return value
