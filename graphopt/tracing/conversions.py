@@ -71,6 +71,8 @@ def _to_integer(value: Any) -> Callable[[Any], Any] | None:
         return taken
     if is_host_number(value):
         return _integer_part
+    if is_known(value):
+        return _integer_of_array if value.size == 1 and value.dtype.kind in "fiu" else None
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         return None
     if value.is_floating_point() or value.is_complex() or _compat.is_transformed(value):
@@ -96,6 +98,10 @@ def _of_tensor(tensor: torch.Tensor) -> Any:
 
 def _of_array(array: Any) -> Any:
     return array.calls.apply(float, (array,))
+
+
+def _integer_of_array(array: Any) -> Any:
+    return array.calls.apply(int, (array,))
 
 
 def _of_number(number: Any) -> Any:
