@@ -247,8 +247,8 @@ class Guards:
         values = [number.read(call) for number in numbers]
         self._numbers = weakref.ref(call), values
         kinds = zip(numbers, values, self.number_types, strict=True)
-        for index, (number, value, kind) in enumerate(kinds):
-            if index in self.inputs.unread and _are_floats(value, kind):
+        for at, (number, value, kind) in enumerate(kinds):
+            if at in self.inputs.unread and _are_floats(value, kind):
                 continue
             if type(value) is not kind or (kind is int and abs(value) >= EXACT):
                 return f"{_called(number)} became {value!r}"

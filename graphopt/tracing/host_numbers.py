@@ -382,10 +382,10 @@ def _handed_out(value: Any) -> Any:
 
 for _compare in COMPARISONS:
     setattr(HostNumber, f"__{_compare.__name__}__", _comparison(_compare))
-for _function in BITWISE:
-    _name = _function.__name__.strip("_")
-    setattr(HostNumber, f"__{_name}__", forward(_function))
-    setattr(HostNumber, f"__r{_name}__", reflected(_function))
+for _operator in BITWISE:
+    _name = _operator.__name__.strip("_")
+    setattr(HostNumber, f"__{_name}__", forward(_operator))
+    setattr(HostNumber, f"__r{_name}__", reflected(_operator))
 for _function in (
     *(operator.neg, operator.pos, operator.abs, operator.invert),
     *(math.trunc, math.floor, math.ceil),

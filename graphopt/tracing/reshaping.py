@@ -104,7 +104,8 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     shape = sizes[0].shape if func is torch.Tensor.resize_as_ else torch.Size(flat)
     if shape.numel() > target.numel():
         return None
-    return target.as_strided(shape, _contiguous(shape))
+    shrunk: torch.Tensor = target.as_strided(shape, _contiguous(shape))
+    return shrunk
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
