@@ -51,7 +51,7 @@ class Reshaping:
 
     def done(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Do what a torch function does, if it gives an input another shape; None otherwise."""
-        if func not in _VIEWS and func not in _RESIZING:
+        if func not in _VIEWS and func not in _RESIZING and func is not torch.Tensor.set_:
             return None
         target: torch.Tensor = args[0]
         if id(target) not in self._inputs or target.requires_grad or has_gradient(target):
@@ -59,6 +59,8 @@ class Reshaping:
         with torch.no_grad():
             view = _view(func, args, kwargs)
         if view is None or view.storage_offset() != target.storage_offset():
+            if id(target) in self._before:  # whose node is no input any more
+                raise _refusal("an input", current_user_line())
             return None
         known = target, _shape(target), current_user_line()
         self._before.setdefault(id(target), known)
@@ -77,13 +79,17 @@ class Reshaping:
                 continue
             position = self._positions.get(id(target))
             if position is None:
-                raise CaptureError(
-                    "it changes the shape or strides of a tensor of the model, or from outside its"
-                    " arguments, in place, and leaves it so",
-                    location=None if line is None else str(line),
-                    hint="use the operator that returns a view, such as x.t() in place of x.t_()",
-                )
+                what = "a tensor of the model, or from outside its arguments,"
+                raise _refusal(what, line)
             self.reshaped[position] = _shape(target)
+
+
+def _refusal(what: str, line: SourceLine | None) -> CaptureError:
+    return CaptureError(
+        f"it changes the shape or strides of {what} in place",
+        location=None if line is None else str(line),
+        hint="use the operator that returns a view, such as x.t() in place of x.t_()",
+    )
 
 
 def _positions(call: Call, inputs: Inputs, traced: Traced) -> Iterator[tuple[int, int]]:
@@ -98,7 +104,7 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         view: torch.Tensor = _VIEWS[func](*args, **kwargs)
         return view
     target, *sizes = args
-    if kwargs or not target.is_contiguous():
+    if func not in _RESIZING or kwargs or not target.is_contiguous():
         return None
     flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)) else sizes
     shape = sizes[0].shape if func is torch.Tensor.resize_as_ else torch.Size(flat)
