@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
 from gloo import Pool
@@ -128,7 +129,7 @@ def points(rank: int, averaged: bool) -> list[Tensor]:
     dictionaries by parameter besides."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    wrapped: nn.Module = model if averaged else nn.parallel.DistributedDataParallel(model)
+    wrapped: nn.Module = model if averaged else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scales = {p: 0.5 + n for n, p in enumerate(model.parameters())}
 
@@ -156,3 +157,67 @@ def as_with_ddp(rank: int) -> list[bool]:
 
 def test_gradients_of_arguments_are_a_ranks_own(two_ranks: Pool) -> None:
     assert all(map(all, two_ranks.run(as_with_ddp)))
+
+
+def reached_apart(rank: int, compiled: bool) -> list[Tensor]:
+    """Some calls get to one layer of the closure, others to both."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), nn.Linear(6, 3)]
+    first, second = layers if compiled else map(DistributedDataParallel, layers)
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+
+    def step(number: int, x: Tensor) -> Tensor:
+        hidden = first(x)
+        loss = second(hidden).square().mean() if number > 1 else hidden.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    called: Any = graphopt.compile(step) if compiled else step
+    generator = torch.Generator().manual_seed(rank)
+    found = [called(i, torch.randn(5, 4, generator=generator)).detach() for i in range(5)]
+    return [*found, *(p.detach() for layer in layers for p in layer.parameters())]
+
+
+def reached_as_with_ddp(rank: int) -> list[bool]:
+    return list(map(torch.equal, reached_apart(rank, True), reached_apart(rank, False)))
+
+
+def test_layers_reached_by_paths_of_their_own(two_ranks: Pool) -> None:
+    assert all(map(all, two_ranks.run(reached_as_with_ddp)))
+
+
+def differentiated_first(rank: int, compiled: bool) -> tuple[list[Tensor], int]:
+    """Gradients of the batch come before `zero_grad`."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 3)
+    whole = model if compiled else DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), [x])
+        loss = whole(x.detach() + 0.1 * slope.sign()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss  # type: ignore[no-any-return]
+
+    called: Any = graphopt.compile(step) if compiled else step
+    generator = torch.Generator().manual_seed(rank)
+    found = [called(torch.randn(5, 4, generator=generator)).detach() for _ in range(4)]
+    made = called._captured if compiled else 1
+    return [*found, *(p.detach() for p in model.parameters())], made
+
+
+def differentiated_as_with_ddp(rank: int) -> tuple[bool, int]:
+    (found, made), (expected, _) = (
+        differentiated_first(rank, True),
+        differentiated_first(rank, False),
+    )
+    return all(map(torch.equal, found, expected)), made
+
+
+def test_gradients_of_a_batch_before_zero_grad_need_one_capture(two_ranks: Pool) -> None:
+    assert two_ranks.run(differentiated_as_with_ddp) == [(True, 1), (True, 1)]

@@ -309,7 +309,7 @@ def indexes() -> Loop:
             scale = scale + 1
         return net.train(x, y, scale)
 
-    return Loop(step, lambda: state.step, captures=6)
+    return Loop(step, lambda: state.step, captures=2)
 
 
 def flags() -> Loop:

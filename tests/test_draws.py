@@ -79,7 +79,7 @@ USES: dict[str, tuple[Use, int]] = {
         1,
     ),
     "list of integers": (lambda p, x: x[torch.tensor([random.randrange(4) for _ in range(3)])], 1),
-    "tensor with gradient": (lambda p, x: _differentiated(x), 2),
+    "tensor with gradient": (lambda p, x: _differentiated(x), 1),
     "computed by numpy": (
         lambda p, x: x * numpy.sqrt(1 - numpy.random.rand() ** 2) + numpy.random.rand(3).mean(),
         1,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
+from math import cos, floor
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,12 @@ import graphopt
 
 NAMES = {0: 0.5, 1: 0.25, 2: 0.125}
 WEIGHTS = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+ARRAY = numpy.linspace(0.1, 1.0, 10)
+SINGLE = ARRAY.astype(numpy.float32)
+WHOLE = numpy.arange(10)
+TABLE = numpy.arange(60.0).reshape(10, 6)
+SIZES = [2, 2, 2, 3, 3, 3]
+highest = max
 
 # What a step does with an integer n and a tensor x, and how many graphs n = 0…5 need.
 USES: dict[str, tuple[Callable[[int, Tensor], Any], int]] = {
@@ -26,12 +35,16 @@ USES: dict[str, tuple[Callable[[int, Tensor], Any], int]] = {
     "power": (lambda n, x: x * (1 - 0.9 ** (n + 1)), 1),
     "every second": (lambda n, x: x * 2 if n % 2 == 0 else x, 2),
     "warm-up": (lambda n, x: x * min(1.0, n / 3), 1),
-    "largest": (lambda n, x: x * max([0.5, n / 4, math.sqrt(n)]) + max(2, n), 2),
+    "largest": (lambda n, x: x * max([0.5, n / 4, math.sqrt(n)]) + max(2, n), 1),
     "threshold": (lambda n, x: x * 0.5 if n >= 4 else x, 2),
     "truth": (lambda n, x: x * 2 if n else x, 2),
     "class": (lambda n, x: x * n if isinstance(n, int) else x.fill_(0.0), 1),
     "range": (lambda n, x: sum((x * i for i in range(n)), x), 6),
-    "index": (lambda n, x: x * WEIGHTS[n], 6),
+    "index": (lambda n, x: x * WEIGHTS[n] * tuple(WEIGHTS)[n - 1], 1),
+    "index by name": (lambda n, x: x * operator.getitem(WEIGHTS, n), 1),
+    "index of an array": (lambda n, x: x * ARRAY[n] + float(SINGLE[n]) + int(WHOLE[n]), 1),
+    "row of an array": (lambda n, x: x + torch.tensor(TABLE[n]).float(), 1),
+    "index of a list of sizes": (lambda n, x: x[: SIZES[n]], 2),
     "key": (lambda n, x: x * NAMES.get(n, 1.0), 6),
     "size": (lambda n, x: torch.zeros(n + 1, 6).sum() + x, 6),
     "row": (lambda n, x: x[n % 5], 5),
@@ -40,7 +53,15 @@ USES: dict[str, tuple[Callable[[int, Tensor], Any], int]] = {
     "of integers": (lambda n, x: (x > 0).long() * n, 6),
     "tensor": (lambda n, x: x * torch.tensor(n), 6),
     "full": (lambda n, x: x + torch.full_like(x, n), 1),
-    "bits": (lambda n, x: x * (n & 1), 6),
+    "bits": (lambda n, x: x * ((n & 1) + (n >> 1) + (1 << n) + (n ^ 5) + (n | 8) + ~n), 1),
+    "quotient and remainder": (lambda n, x: x * divmod(n, 4)[1] + divmod(9, n + 1)[0], 1),
+    "rounded": (lambda n, x: x * (round(n * 0.37, 1) + round(n / 3) + int(n * 0.7)), 1),
+    "modulus": (lambda n, x: x * pow(n, 2, 5), 6),
+    "imported by name": (lambda n, x: x * cos(n) + floor(n / 2) + highest(n, 3), 1),
+    "further functions": (lambda n, x: x * math.atan2(n, 2) + math.gcd(n, 4) + math.isqrt(n), 1),
+    "scalars of numpy": (lambda n, x: x * numpy.cos(n) + float(numpy.sqrt(n)) + 0.5 * ARRAY[n], 1),
+    "divided by numpy's": (lambda n, x: x * (n / ARRAY[n]) + ARRAY[n] / 3, 1),
+    "number of numpy's returned": (lambda n, x: [x.sum() * n, ARRAY[n] * n], 1),
     "sorted": (lambda n, x: x * sorted([n, 3])[0], 2),
     "returned": (lambda n, x: [x.sum() * n, n + 1], 1),
     "type": (lambda n, x: x * (2 if type(n) is int else 3), 6),

@@ -71,6 +71,7 @@ from graphopt._compat.groups import (
     start_fake_group,
 )
 from graphopt._compat.modules import (
+    floats_of_statistics,
     is_compiled_module,
     is_fsdp,
     module_call_code,
@@ -183,6 +184,7 @@ __all__ = [
     "fake_world_size",
     "flatten_arguments",
     "flatten_results",
+    "floats_of_statistics",
     "flop_formula",
     "foreach_accepts_fakes",
     "forget_constant",

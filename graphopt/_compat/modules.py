@@ -42,6 +42,18 @@ def module_call_code() -> CodeType:
     return nn.Module._call_impl.__code__
 
 
+@contextmanager
+def floats_of_statistics(convert: Callable[[Any], Any]) -> Iterator[None]:
+    """While active, BatchNorm's own code calls `convert` in place of `float`: for the number of
+    batches that it has seen."""
+    names = vars(torch.nn.modules.batchnorm)
+    names["float"] = convert
+    try:
+        yield
+    finally:
+        del names["float"]
+
+
 _APPLY: Any = nn.Module._apply
 
 

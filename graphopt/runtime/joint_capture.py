@@ -163,7 +163,7 @@ class _Together(Ranks):
         everyone = self._meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
-        before = () if self._earlier is None else self._earlier.order
+        before = () if self._earlier is None else _renamed(self._earlier, inputs)
         self._order = merged_order([before, *(theirs["used"] for theirs in everyone)])
         self._held = frozenset().union(*(theirs["held"] for theirs in everyone))
         return self._order
@@ -292,6 +292,15 @@ class JointCapture:
         return all(root in self._joined for _, root in call.named_roots()) and all(
             id(each) in known and known[id(each)]() is each for each in _bare_parameters(call)
         )
+
+
+def _renamed(earlier: Agreed, inputs: Inputs) -> tuple[str, ...]:
+    """The parameters that the ranks agreed on earlier, by the names that they have in this call;
+    how a step gets to them may be different."""
+    names = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
+    owners = {entry.fqn: id(entry.tensor) for entry in earlier.guards.inputs.parameters}
+    found = (names.get(owners[name]) for name in earlier.order)
+    return tuple(name for name in found if name is not None)
 
 
 def _describe(inputs: Inputs) -> list[str]:

@@ -46,12 +46,21 @@ class StepResults:
             (each.change, [self._value(item, flat, results) for _, item in each.change.items])
             for each in signature.containers
         ]
-        placed = [self._value(each.recipe, flat, results) for each in signature.placed]
+        placed = [
+            (each.now(), self._value(each.recipe, flat, results)) for each in signature.placed
+        ]
         appended = [
-            [self._value(item, flat, results) for item in each.items] for each in signature.appended
+            (each.now(), [self._value(item, flat, results) for item in each.items])
+            for each in signature.appended
+        ]
+        selected = [
+            (each, *(self._value(part, flat, results) for part in (each.key, each.recipe)))
+            for each in signature.selected
         ]
         for placeholder, computed in signature.data.items():
             flat[placeholder].data = results[computed.index]
+        for position, shape in signature.reshaped.items():
+            call.leaves[position].as_strided_(*shape)
         for gradient in signature.gradients:
             value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:
@@ -63,10 +72,12 @@ class StepResults:
             write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
         for attribute, value in zip(signature.attributes, attributes, strict=True):
             attribute.attributes[attribute.name] = value
-        for left, value in zip(signature.placed, placed, strict=True):
-            left.place.write(value)
-        for added, items in zip(signature.appended, appended, strict=True):
-            added.container.extend(items)
+        for place, value in placed:
+            place.write(value)
+        for container, items in appended:
+            container.extend(items)
+        for result, key, value in selected:
+            result.container[key][result.position] = value
         for change, items in changes:
             make_change(call.given, change, items)
         for setting in signature.settings:

@@ -33,6 +33,7 @@ from graphopt.tracing.input_notes import (
     mark_inputs,
     note_dead_gradients,
     note_returned,
+    note_unread_numbers,
     refuse_shared_updates,
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
@@ -181,6 +182,7 @@ def _rewritten(
         set_placement(node, spec.placement)
     note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     note_returned(functional.graph_module, inputs, raw.signature)
+    note_unread_numbers(functional.graph_module, inputs)
     inputs.rebound = list(raw.signature.rebound)
     mark_inputs(functional.graph_module, inputs, held_names(inputs, raw), "held")
     with found.effects.applied(), call.besides.present():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ from graphopt.tracing.inputs import (
     is_number,
     may_be_input,
 )
+from graphopt.tracing.number_tuples import leaves_of
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
+from graphopt.tracing.outside.places import OutsidePlace
 
 
 def collect(call: Call, known: Inputs | None = None) -> Inputs:
@@ -254,14 +257,23 @@ def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
 
 
 def _placed_numbers(call: Call) -> Iterator[PlacedNumber]:
-    numbers: dict[Any, PlacedNumber] = {}
+    numbers: dict[Any, list[PlacedNumber]] = {}
     for path, place, counted in call.besides.carried:
-        taken = counted or not call.besides.plain
-        if taken and is_exact(place.now()):
-            before = numbers.get(place.identity)
-            counted = counted or (before is not None and before.counted)
-            numbers[place.identity] = PlacedNumber(place, path, counted)
-    yield from numbers.values()
+        if not counted and call.besides.plain:
+            continue
+        before = numbers.get(place.identity, [])
+        counted = counted or any(each.counted for each in before)
+        numbers[place.identity] = list(_numbers_at(place, path, counted)) or before
+    yield from chain.from_iterable(numbers.values())
+
+
+def _numbers_at(place: OutsidePlace, path: str, counted: bool) -> Iterator[PlacedNumber]:
+    value = place.now()
+    if is_exact(value):
+        yield PlacedNumber(place, path, counted)
+    leaves, spec = leaves_of(value, is_exact) or ([], None)
+    for position in range(len(leaves)):
+        yield PlacedNumber(place, f"{path}[{position}]", counted, (position, spec))
 
 
 def _is_input(key: str, value: object, counts: Collection[str]) -> bool:

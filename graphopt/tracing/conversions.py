@@ -2,7 +2,8 @@
 
 `float` itself can give nothing but a float of this call. So that `type(x) is float` and
 `dtype=float` mean what they mean, no name is replaced: where an instruction of the step is about to
-call `float`, it calls a function of this file in its place.
+call `float`, it calls a function of this file in its place. Nor can functions of `math` take what
+is no float; what they stand for is called likewise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.host_math import traced_form
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import (
     ReadBool,
@@ -35,7 +37,9 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     the function itself."""
     if callee is isinstance and len(args) == 2:
         return _is_instance if type(args[0]) in _STANDING_FOR else None
-    if len(args) != 1 or (callee is not float and callee is not int):
+    if callee is not float and callee is not int:
+        return traced_form(callee) if any(map(_is_traced, args)) else None
+    if len(args) != 1:
         return None
     value = args[0]
     if callee is int:
@@ -49,6 +53,15 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     return None
 
 
+def converted(value: Any) -> Any:
+    """`float(value)`, also of a tensor of the trace."""
+    return (converting(float, (value,)) or float)(value)
+
+
+def _is_traced(value: Any) -> bool:
+    return issubclass(type(value), (TracedFloat, ReadInt))
+
+
 def _is_instance(number: Any, kinds: Any) -> bool:
     return isinstance(number, kinds) or isinstance(_STANDING_FOR[type(number)], kinds)
 
@@ -56,11 +69,19 @@ def _is_instance(number: Any, kinds: Any) -> bool:
 def _to_integer(value: Any) -> Callable[[Any], Any] | None:
     if issubclass(type(value), ReadInt):
         return taken
+    if is_host_number(value):
+        return _integer_part
+    if is_known(value):
+        return _integer_of_array if value.size == 1 and value.dtype.kind in "fiu" else None
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         return None
     if value.is_floating_point() or value.is_complex() or _compat.is_transformed(value):
         return None
     return _integer_of_tensor
+
+
+def _integer_part(number: Any) -> Any:
+    return number.taken_here() if type(number.value) is int else record(int, number)
 
 
 def _integer_of_tensor(tensor: torch.Tensor) -> Any:
@@ -79,9 +100,13 @@ def _of_array(array: Any) -> Any:
     return array.calls.apply(float, (array,))
 
 
+def _integer_of_array(array: Any) -> Any:
+    return array.calls.apply(int, (array,))
+
+
 def _of_number(number: Any) -> Any:
     if is_host_number(number):
-        return record(float, number) if isinstance(number, int) else number.taken_here()
+        return number.taken_here() if type(number.value) is float else record(float, number)
     if issubclass(type(number), torch.SymInt):
         return as_read(torch.sym_float(number))
     return number if issubclass(type(number), TracedFloat) else float(number)

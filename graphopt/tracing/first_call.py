@@ -134,11 +134,13 @@ def left_alike(first: RawTrace, following: RawTrace) -> bool:
     placed = [
         [each.place.identity for each in raw.signature.placed]
         + [id(each.container) for each in raw.signature.appended]
+        + [(id(each.container), each.position) for each in raw.signature.selected]
         for raw in (first, following)
     ]
     recipes = [
         [each.recipe for each in raw.signature.placed]
         + [item for each in raw.signature.appended for item in each.items]
+        + [item for each in raw.signature.selected for item in (each.key, each.recipe)]
         for raw in (first, following)
     ]
     return (
@@ -163,7 +165,8 @@ def _same_container(a: ContainerResult, b: ContainerResult) -> bool:
 def _settings(raw: RawTrace) -> list[Any]:
     """What else a call changes: numbers of parameter groups, and the storage of parameters."""
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
-    return [settings, list(raw.signature.rebound), list(raw.signature.data)]
+    signature = raw.signature
+    return [settings, list(signature.rebound), list(signature.data), signature.reshaped]
 
 
 def _known(recipe: Recipe) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from graphopt._compat.sizes import laid_out_like
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
-from graphopt.tracing import fused, inplace, numbers, recurrent, statistics
+from graphopt.tracing import averages, fused, inplace, numbers, recurrent, statistics
 from graphopt.tracing.decisions import SIZED
-from graphopt.tracing.host_numbers import PYTHON_FUNCTIONS
+from graphopt.tracing.number_functions import PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (
     explained_at,
     is_expanded,
@@ -99,6 +100,10 @@ class RawGraphRunner(fx.Interpreter):
             return target(*args)
         if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
             return numbers.record(target, *args)
+        if averages.takes(target, args, kwargs):
+            return averages.call_with_symbol(
+                self._tracer, partial(self._call, target), args, kwargs
+            )
         if target in recurrent.KERNEL_OF_GRAPHS:
             return recurrent.KERNEL_OF_GRAPHS[target](*args, **kwargs)
         if fused_optimizer(target) is not None:
@@ -116,6 +121,9 @@ class RawGraphRunner(fx.Interpreter):
             # What was to be a number is one since the first trace.
             _compat.forget_constant(self._tracer, _compat.from_functional(result))
         return result
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.call_function(target, args, kwargs)
 
     def _update_each(self, target: Any, args: Any, kwargs: Any) -> None:
         """A list operator that rounds in place as the operators do that it calls for entries."""

@@ -15,26 +15,25 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from graphopt import _compat
+from graphopt.tracing.number_functions import ALIKE_IN_NUMPY, BITWISE, of_numpy
 from graphopt.tracing.numbers import (
     COMPARISONS,
     Notes,
-    ReadBool,
-    ReadInt,
     TakenInt,
     TracedFloat,
     compared,
     current_notes,
+    forward,
     noted,
     record,
+    reflected,
 )
-from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import is_torch_file
 
 EXACT = 2**53
@@ -158,6 +157,9 @@ class HostNumber(TracedFloat):
         """Numpy computes with it, before the graph runs."""
         if self.notes is not current_notes() or method != "__call__" or options.get("out"):
             return NotImplemented
+        function = of_numpy(ufunc)
+        if function is not None and not options and any(map(is_of_numpy, inputs)):
+            return record(function, *inputs)
         return self.notes.on_host(ufunc, inputs, options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
@@ -182,10 +184,10 @@ class HostNumber(TracedFloat):
         noted(number)
         return number
 
-    def rounded(self, function: Callable[..., Any]) -> Any:
-        """An integer made of it, which the graph holds for alone from now on."""
-        value = function(self.value)
-        term = Application(function, (self.expression,))
+    def rounded(self) -> int:
+        """The integer part of a float, which the graph holds for alone from now on."""
+        value = int(self.value)
+        term = Application(int, (self.expression,))
         self.conditions.add(Condition(same_value, term, value, True))
         return value
 
@@ -194,6 +196,16 @@ class HostNumber(TracedFloat):
         if name.startswith("_") or "value" not in vars(self):
             raise AttributeError(name)
         return getattr(self.handed_out(), name)
+
+    def __pow__(self, other: Any, modulus: Any = None) -> Any:
+        if modulus is None:
+            return record(operator.pow, self, other)
+        return pow(self.handed_out(), *map(_handed_out, (other, modulus)))
+
+    def __round__(self, digits: Any = None) -> Any:
+        if digits is None:
+            return record(round, self)
+        return record(round, self, _handed_out(digits))
 
     def __bool__(self) -> bool:
         return (
@@ -277,7 +289,7 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
     if not all(isinstance(arg, (int, float)) for arg in args):
         return None
     values = [arg.value if is_host_number(arg) else arg for arg in args]
-    if function not in _ALIKE_IN_NUMPY and any(map(is_of_numpy, values)):
+    if any(map(is_of_numpy, values)) and not _is_alike_in_numpy(function, args, values):
         return function(*(arg.exactly() if is_host_number(arg) else arg for arg in args))  # type: ignore[no-any-return]
     value = function(*values)
     if type(value) not in (int, float) and not is_of_numpy(value):
@@ -302,6 +314,16 @@ def is_of_numpy(value: object) -> bool:
     products are those of floats; it divides by zero."""
     kind = type(value.value) if is_host_number(value) else type(value)  # type: ignore[attr-defined]
     return kind is not float and issubclass(kind, float) and kind.__module__ == "numpy"
+
+
+def _is_alike_in_numpy(
+    function: Callable[..., Any], args: Sequence[Any], values: Sequence[Any]
+) -> bool:
+    """Whether a function gives for numbers of numpy's what it gives for Python's, in each call that
+    the graph holds for. Only numpy divides by zero."""
+    if function is not operator.truediv:
+        return function in ALIKE_IN_NUMPY
+    return bool(values[1]) and bool(args[1] != 0)  # a condition, where it is a host number
 
 
 _POWERS = (operator.pow, builtins.pow)
@@ -340,10 +362,10 @@ def _unary(function: Callable[..., Any]) -> Callable[[Any], Any]:
 def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: HostNumber, *args: Any) -> Any:
         of_torch = is_torch_file(sys._getframe(1).f_code.co_filename)
-        if function in _TO_INTEGERS and not args and type(self.value) is float:
+        if function is int and isinstance(self.value, float):
             if not of_torch:
                 self.notes.hand_out(leaves_of(self.expression), False)
-            return self.rounded(function)
+            return self.rounded()
         if of_torch:
             return function(self.exactly(), *args)
         return function(self.handed_out(text=function in _TEXTS), *args)
@@ -352,17 +374,26 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TEXTS = (str, repr, format)
-_TO_INTEGERS = (int, round, math.trunc)
+
+
+def _handed_out(value: Any) -> Any:
+    return value.handed_out() if is_host_number(value) else value
 
 
 for _compare in COMPARISONS:
     setattr(HostNumber, f"__{_compare.__name__}__", _comparison(_compare))
-for _function in (operator.neg, operator.pos, operator.abs):
-    setattr(HostNumber, f"__{_function.__name__}__", _unary(_function))
+for _operator in BITWISE:
+    _name = _operator.__name__.strip("_")
+    setattr(HostNumber, f"__{_name}__", forward(_operator))
+    setattr(HostNumber, f"__r{_name}__", reflected(_operator))
+for _function in (
+    *(operator.neg, operator.pos, operator.abs, operator.invert),
+    *(math.trunc, math.floor, math.ceil),
+):
+    setattr(HostNumber, f"__{_function.__name__.strip('_')}__", _unary(_function))
 for _name, _call in (
     *(("int", int), ("float", float), ("index", operator.index), ("str", str), ("repr", repr)),
-    *(("format", format), ("round", round), ("trunc", math.trunc), ("floor", math.floor)),
-    *(("ceil", math.ceil), ("complex", complex)),
+    *(("format", format), ("complex", complex)),
 ):
     setattr(HostNumber, f"__{_name}__", _exact(_call))
 for _name in ("as_integer_ratio", "is_integer", "hex", "conjugate"):
@@ -370,103 +401,6 @@ for _name in ("as_integer_ratio", "is_integer", "hex", "conjugate"):
 for _name in ("__copy__", "__deepcopy__"):
     setattr(HostNumber, _name, lambda self, memo=None: self)
 
-
-_SMOOTH = ("sqrt", "pow", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan",
-           "tanh", "floor", "ceil", "fabs")  # fmt: skip
-_MATH: tuple[Any, ...] = tuple(getattr(math, name) for name in _SMOOTH)
-_OF_INTEGERS = (math.floor, math.ceil)
-_ALIKE_IN_NUMPY = frozenset(
-    {operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.abs, *_MATH}
-)
-"""What gives for numpy's floats what it gives for Python's, in every case."""
-
-
-def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(*args: Any) -> Any:
-        if function not in _OF_INTEGERS:  # the others take an integer for the same float
-            args = tuple(torch.sym_float(arg) if type(arg) is ReadInt else arg for arg in args)
-        if any(issubclass(type(arg), TracedFloat) for arg in args):
-            return record(function, *args)
-        return function(*args)
-
-    return traced
-
-
-_CHOICES: tuple[Any, ...] = (builtins.max, builtins.min)
-
-
-def _traced_choice(choose: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(*args: Any, **options: Any) -> Any:
-        if options or not args:
-            return choose(*args, **options)
-        of = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
-        if len(of) > 1 and any(map(_is_traced_float, of)) and all(map(_is_float, of)):
-            return record(choose, *of)
-        return choose(*args)
-
-    return traced
-
-
-_TESTS: tuple[Any, ...] = (math.isfinite, math.isnan, math.isinf)
-
-
-def _traced_test(test: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` on what is not traced."""
-
-    def traced(value: Any, *args: Any, **options: Any) -> Any:
-        if is_host_number(value):
-            value.conditions.add(Condition(_answers, test, value.expression, test(value.value)))
-            return test(value.value)
-        if type(value) in (ReadInt, ReadBool):
-            return test(0)
-        if _is_traced_float(value):
-            return bool(record(test, value) == 1.0)
-        return original(value, *args, **options)
-
-    return traced
-
-
-def _numeric_modules() -> list[Any]:
-    """Modules whose functions a step calls with numbers."""
-    numpy = sys.modules.get("numpy")
-    return [math] if numpy is None else [math, numpy]
-
-
-def _answers(test: Callable[[Any], bool], value: Any) -> bool:
-    return test(value)
-
-
-def _is_traced_float(value: Any) -> bool:
-    return issubclass(type(value), TracedFloat)
-
-
-def _is_float(value: Any) -> bool:
-    """Whether a number is a float in every call: a choice among such is always one."""
-    if is_host_number(value):
-        return type(value.value) is float
-    return type(value) is float or _is_traced_float(value)
-
-
-@contextmanager
-def traced_math() -> Iterator[None]:
-    """While active, functions of `math`, `max` and `min` on traced numbers become nodes."""
-    with replaced(
-        *((math, f.__name__, _traced(f)) for f in _MATH),
-        *(
-            (module, f.__name__, _traced_test(f, getattr(module, f.__name__)))
-            for f in _TESTS
-            for module in _numeric_modules()
-        ),
-        *((builtins, f.__name__, _traced_choice(f)) for f in _CHOICES),
-    ):
-        yield
-
-
-PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
-    {*_MATH, *_CHOICES, *_TESTS, builtins.int, builtins.float, operator.neg, operator.pos,
-     operator.abs, operator.floordiv, operator.mod}
-)  # fmt: skip
-"""What nodes of numbers may call besides `numbers.ARITHMETIC`."""
 
 _ON_NUMBERS = frozenset(
     {"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "rsub",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from itertools import chain
 from typing import cast
 
 from torch import fx
@@ -17,6 +18,7 @@ from graphopt.graph_utils import (
 )
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
+from graphopt.tracing.host_numbers import leaves_of
 from graphopt.tracing.inputs import Inputs, InputSpec, Storage
 from graphopt.tracing.signature import Computed, Live, Signature, View
 from graphopt.tracing.trace import RawTrace
@@ -88,6 +90,21 @@ def note_dead_gradients(
             continue
         if spec.placeholder in unread and index in replaced:
             signature.dead_gradients.append(index)
+
+
+def note_unread_numbers(graph_module: fx.GraphModule, inputs: Inputs) -> None:
+    """Find numbers that neither the graph nor a condition of it depends on, as those that a step
+    sets before it reads them: of which kind of float they are is all the same."""
+    asked = [each for c in inputs.conditions.all for each in (c.left, c.right)]
+    asked += [each for step in inputs.drawn.steps for each in step.args]
+    read = set(chain.from_iterable(map(leaves_of, asked)))
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    first = len(inputs.placeholders) + len(inputs.states) + len(inputs.gradients)
+    first += len(inputs.argument_gradients)
+    numbers = placeholders[first : first + len(inputs.hyperparameters)]
+    inputs.unread = frozenset(
+        index for index, node in enumerate(numbers) if not node.users and index not in read
+    )
 
 
 def note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signature) -> None:

@@ -20,6 +20,7 @@ from graphopt.tracing import optimizer_state
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.draws.program import HostProgram
 from graphopt.tracing.host_numbers import EXACT, Conditions, is_of_numpy
+from graphopt.tracing.number_tuples import leaves_of
 from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.places import OutsidePlace
 
@@ -169,14 +170,21 @@ class PlacedNumber:
 
     Attributes:
         counted: the step itself changes it.
+        element: which number of a tuple that is there, and how the tuple is nested.
     """
 
     place: OutsidePlace
     fqn: str
     counted: bool = False
+    element: tuple[int, Any] | None = None
 
     def read(self, call: Call) -> Any:
-        return self.place.now()
+        """The number; None where another tuple is there."""
+        if self.element is None:
+            return self.place.now()
+        position, spec = self.element
+        found = leaves_of(self.place.now(), is_exact)
+        return None if found is None or found[1] != spec else found[0][position]
 
 
 Number = Hyperparameter | StateNumber | ArgumentNumber | PlacedNumber
@@ -200,6 +208,7 @@ class Inputs:
         found_held: the same without exception.
         argument_gradients: positions of arguments that have a `.grad` when the step begins.
         drawn: what is drawn on the host in each call, inputs behind all others.
+        unread: which of `hyperparameters` nothing depends on.
     """
 
     module_tensors: list[ModuleTensor]
@@ -219,6 +228,7 @@ class Inputs:
     asked: bool = False
     argument_gradients: list[int] = field(default_factory=list)
     drawn: HostProgram = field(default_factory=HostProgram)
+    unread: frozenset[int] = frozenset()
 
     @property
     def parameters(self) -> list[ModuleTensor]:

@@ -44,15 +44,31 @@ class TracedFloat(torch.SymFloat):
         """The same number among integers, where it is one in each call."""
         return None
 
+    def __divmod__(self, other: Any) -> Any:
+        return _quotient(self, other)
 
-def _forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+    def __rdivmod__(self, other: Any) -> Any:
+        return _quotient(other, self)
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """`divmod(a, b)`."""
+    parts = record(operator.floordiv, a, b), record(operator.mod, a, b)
+    return NotImplemented if NotImplemented in parts else parts
+
+
+def forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+    """A method that records an operator of a number and another one."""
+
     def method(self: TracedFloat, other: Any) -> Any:
         return record(function, self, other)
 
     return method
 
 
-def _reflected(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+def reflected(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
+    """The same with the other one on the left."""
+
     def method(self: TracedFloat, other: Any) -> Any:
         return record(function, other, self)
 
@@ -60,15 +76,16 @@ def _reflected(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any
 
 
 for _function in ARITHMETIC:
-    setattr(TracedFloat, f"__{_function.__name__}__", _forward(_function))
-    setattr(TracedFloat, f"__r{_function.__name__}__", _reflected(_function))
+    setattr(TracedFloat, f"__{_function.__name__}__", forward(_function))
+    setattr(TracedFloat, f"__r{_function.__name__}__", reflected(_function))
 
 
 def record(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` of symbolic floats and Python numbers, as one node."""
     if any(isinstance(arg, torch.SymInt) for arg in args):
         return _record_among_integers(function, args)
-    if not all(isinstance(arg, (torch.SymFloat, int, float)) for arg in args):
+    # What says of itself that it is a float, as an array of one does, answers for itself.
+    if not all(issubclass(type(arg), (torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
     if all(issubclass(type(arg), torch.SymFloat) or type(arg) in _PLAIN for arg in args):
         return untraced(_record, function, args)
@@ -77,7 +94,7 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
 
 def _record_among_integers(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """`function(*args)`, where one of the numbers is a symbolic integer."""
-    if not all(isinstance(arg, (torch.SymInt, torch.SymFloat, int, float)) for arg in args):
+    if not all(issubclass(type(arg), (torch.SymInt, torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
     integers = with_integers(args)
     floats = any(isinstance(arg, (torch.SymFloat, float)) for arg in integers)
@@ -281,7 +298,7 @@ def _deciding(name: str, kind: type, base: type) -> Callable[[Any], Any]:
 
 for _base, _kind in _READ.items():
     _kind.__bool__ = _deciding("__bool__", bool, _base)  # type: ignore[attr-defined]
-for _name, _division in (("truediv", _forward), ("rtruediv", _reflected)):
+for _name, _division in (("truediv", forward), ("rtruediv", reflected)):
     setattr(ReadInt, f"__{_name}__", _division(operator.truediv))
 for _name in ("__index__", "__int__"):
     setattr(ReadInt, _name, _deciding(_name, int, torch.SymInt))

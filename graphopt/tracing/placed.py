@@ -29,6 +29,7 @@ from graphopt.tracing.besides import CarriedPlace, Finder
 from graphopt.tracing.call import Call
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.number_tuples import leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
@@ -38,18 +39,29 @@ from graphopt.tracing.reachable import is_shared
 
 @dataclass(frozen=True)
 class Placed:
-    """A value that the step has left in a place outside."""
+    """A value that the step has left in a place outside.
+
+    Attributes:
+        within: the place in which each call finds the container that it is an item of; None where
+            that is the same in each call.
+    """
 
     place: OutsidePlace
     value: Any
+    within: OutsidePlace | None = None
 
 
 @dataclass(frozen=True)
 class Added:
-    """What the step has appended to a list or queue outside."""
+    """What the step has appended to a list or queue outside.
+
+    Attributes:
+        within: as of `Placed`.
+    """
 
     container: Any
     items: list[Any]
+    within: OutsidePlace | None = None
 
 
 def take_placed(
@@ -68,7 +80,7 @@ def take_placed(
         tables: those that are looked after otherwise.
     """
     others = set(map(id, tables))
-    found = []
+    found, exchanged = [], _exchanged(record)
     for written in list(record.written_places()):
         place, before, value = written.place, written.before, written.place.now()
         if record.depends_on(place) and not _is_left_alone(written):
@@ -80,12 +92,49 @@ def take_placed(
         place.write(before)
         if isinstance(before, torch.Tensor) and value is _stand_in(before, stand_ins, finder):
             continue  # which has been updated in place
-        for each in (place.holder, written.owner, record.owner(place.holder)):
-            record.pin(each)
-        if _is_found(record, written):
+        within = exchanged.get(id(place.holder))
+        if within is None:
+            for each in (place.holder, written.owner, record.owner(place.holder)):
+                record.pin(each)
+        if within is None and _is_found(record, written):
             finder.carries(written.path, place)
-        found.append(Placed(place, value))
+        found.append(Placed(place, value, within))
     return found
+
+
+def _exchanged(record: Record) -> dict[int, OutsidePlace]:
+    """The containers outside, by id, in whose place the step leaves a new one, each with that place
+    (`self.backup = {}`), where the step has got to it by that alone: each call finds another."""
+    found = {}
+    for written in record.written_places():
+        before = written.before
+        new = _is_new(record, written) or _is_traced(written.place.now(), numbers=True)
+        if type(before) in _CONTAINERS and new and _is_at(record, before, written.place):
+            found[id(before)] = written.place
+    return found
+
+
+def _is_at(record: Record, value: Any, place: OutsidePlace) -> bool:
+    """Whether a step has got to an object by one place alone, and goes by what is in it."""
+    places = record.places_of(value)
+    alone = bool(places) and all(each.identity == place.identity for each in places)
+    return alone and not record.is_pinned(value)
+
+
+_CONTAINERS = (dict, list, deque)
+
+
+def _is_new(record: Record, written: WrittenPlace) -> bool:
+    """Whether a step leaves a container that it has made, of nothing but plain values, in the place
+    of one of that kind."""
+    value = written.place.now()
+    if type(value) not in (dict, list) or type(value) is not type(written.before):
+        return False
+    if not written.place.is_item or record.is_outside(value):
+        return False
+    if sum(each.place.now() is value for each in record.written_places()) > 1:
+        return False  # both places have one container, and not one each
+    return is_plain(tuple(value.values() if isinstance(value, dict) else value))
 
 
 def _is_left_alone(written: WrittenPlace) -> bool:
@@ -98,10 +147,20 @@ def _is_left_alone(written: WrittenPlace) -> bool:
 
 def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any) -> None:
     """The step finds `before` in a place, which it has used, and leaves a value: where both are
-    numbers, the place becomes an input."""
-    is_number = isinstance(value, SYMBOLIC) or type(value) in (int, float)
-    if is_exact(before) and is_number and not same(before, value):
+    numbers, or tuples of numbers, the place becomes an input."""
+    if _are_counts(before, value) and not same(before, value):
         finder.carries(path, place, counted=True)
+
+
+def _are_counts(before: Any, value: Any) -> bool:
+    if is_exact(before):
+        return _is_number(value)
+    found, left = leaves_of(before, is_exact), leaves_of(value, _is_number)
+    return found is not None and left is not None and found[1] == left[1]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, SYMBOLIC) or type(value) in (int, float)
 
 
 def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
@@ -116,6 +175,8 @@ def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
         return True
     if _is_traced(value, numbers=True):
         return place.is_item or _is_traced(value, numbers=True, tensors=False)
+    if _is_new(record, written):
+        return True
     if not is_plain(value):
         return False
     if not reads or (record.is_told(place) and type(written.before) not in (int, float)):
@@ -123,15 +184,19 @@ def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
     return written.before is MISSING and record.counts_in(place)
 
 
-def take_added(record: Record, puts_back: Callable[[Any], bool]) -> list[Added]:
+def take_added(
+    record: Record, placed: Iterable[Placed], puts_back: Callable[[Any], bool]
+) -> list[Added]:
     """Take out what a traced step has appended to lists and queues outside, where these are
     tensors, numbers, texts, or nests of them.
 
     Args:
+        placed: what it has left in places, in which there is what was before.
         puts_back: whether an object is as it was when the trace is over. What other threads may be
             changing is not.
     """
     found = []
+    exchanged = {id(each.place.now()): each.place for each in placed}
     for each in record.take_added():
         if not all(map(_is_told, each.items)) or not _is_all(each):
             continue
@@ -139,8 +204,11 @@ def take_added(record: Record, puts_back: Callable[[Any], bool]) -> list[Added]:
             continue
         each.container.clear()
         each.container.extend(each.before)
-        record.pin(each.container)
-        found.append(Added(each.container, each.items))
+        within = exchanged.get(id(each.container))
+        if within is None or not _is_at(record, each.container, within):
+            within = None
+            record.pin(each.container)
+        found.append(Added(each.container, each.items, within))
     return found
 
 

@@ -28,6 +28,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, Storage
+from graphopt.tracing.reshaping import Reshaping
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
 
@@ -40,6 +41,7 @@ class Rebinding:
             storage that they had.
         left_storages: which that is (`storage_key` of stand-ins).
         given: gradients and arguments that end in other storage, by their placeholder.
+        reshaping: what is done to the shapes of inputs.
     """
 
     def __init__(self, call: Call, inputs: Inputs, traced: Traced) -> None:
@@ -57,6 +59,7 @@ class Rebinding:
         self.rebound: dict[int, torch.Tensor] = {}
         self.left_storages: set[int] = set()
         self.given: dict[int, torch.Tensor] = {}
+        self.reshaping = Reshaping(call, inputs, traced)
 
     def set(self, target: torch.Tensor, new: Any) -> None:
         """`target.data = new`.
@@ -82,7 +85,11 @@ class Rebinding:
 
     def grown(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """`tensor.resize_(sizes)` of a tensor without elements that the step has made: it gets new
-        storage, as in eager code, whose values nobody knows. None for other calls."""
+        storage, as in eager code, whose values nobody knows. And what gives an input another shape.
+        None for other calls."""
+        reshaped = self.reshaping.done(func, args, kwargs)
+        if reshaped is not None:
+            return reshaped
         if func not in _RESIZING or kwargs or not isinstance(args[0], torch.Tensor):
             return None
         target: torch.Tensor = args[0]
@@ -115,6 +122,7 @@ class Rebinding:
         Raises:
             CaptureError: a parameter ends in storage that another tensor of the model has.
         """
+        self.reshaping.finish()
         taken = set(self._storages)
         for position, (target, before) in self._before.items():
             if _compat.storage_key(target) == _compat.storage_key(before):

@@ -23,6 +23,7 @@ from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.tracing import (
+    averages,
     constants,
     copies,
     fused,
@@ -151,7 +152,7 @@ class Redirect(TorchFunctionMode):
             self.gradients_first |= not self._differentiated
             self._before_gradient_read()
         elif func in _BACKWARDS:
-            self._differentiated = True
+            self._differentiated |= func is not torch.autograd.grad  # which leaves no gradients
             with self._tagger.during("backward"):
                 return func(*args, **kwargs)
         elif func in (torch.Tensor.item, torch.Tensor.tolist):
@@ -172,6 +173,8 @@ class Redirect(TorchFunctionMode):
             return _all_alike(_COMPARISONS[func], args, kwargs)
         elif func in fused.FUNCTIONS:
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
+        elif averages.takes(func, args, kwargs):
+            return averages.call_with_symbol(self._tracer, func, args, kwargs)
         elif recurrent.is_on_cudnn(func, args):
             raise recurrent.refused(func)
         elif self._packing.takes(func, args):

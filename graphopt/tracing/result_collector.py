@@ -14,10 +14,11 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
-from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
+from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
@@ -44,6 +45,7 @@ from graphopt.tracing.signature import (
     Nested,
     PlacedResult,
     Recipe,
+    SelectedResult,
     SettingResult,
     Signature,
     StateResult,
@@ -68,6 +70,7 @@ class Ran(NamedTuple):
         stepped: the optimizers that it stepped.
         placed: what it has left outside its arguments.
         added: what it has appended to lists and queues there.
+        rows: lists there that numbers of the call select.
         changed: what it has changed in lists and dictionaries among them.
     """
 
@@ -76,6 +79,7 @@ class Ran(NamedTuple):
     stepped: list[int]
     placed: list[Placed]
     added: list[Added]
+    rows: list[Row]
     changed: list[ContainerChange]
 
 
@@ -114,12 +118,8 @@ class ResultCollector:
     def recipe(self, value: Any, what: Callable[[], str]) -> Recipe:
         if isinstance(value, torch.Tensor):
             return self._tensor_recipe(value)
+        value = self.made.calls.as_scalar(value)
         if isinstance(value, SYMBOLIC):
-            if is_of_numpy(value):
-                raise CaptureError(
-                    f"{what()} is a number of numpy's that was computed from an argument",
-                    hint="pass float(number) to the step",
-                )
             self.results.append(value)
             self.numbers.add(id(value))
             return Computed(len(self.results) - 1)
@@ -192,10 +192,17 @@ class ResultCollector:
                 *self._attributes(before),
                 *self._attributes_of_others(holders),
             ],
-            placed=[PlacedResult(each.place, self._nest(each.value)) for each in ran.placed],
+            placed=[
+                PlacedResult(each.place, self._nest(each.value), each.within) for each in ran.placed
+            ],
             appended=[
-                AppendedResult(each.container, tuple(map(self._nest, each.items)))
+                AppendedResult(each.container, tuple(map(self._nest, each.items)), each.within)
                 for each in ran.added
+            ],
+            selected=[
+                SelectedResult(row.container, self._nest(row.key), position, self._nest(value))
+                for row in ran.rows
+                for position, value in row.written.items()
             ],
             settings=[
                 SettingResult(index, group, key, self.recipe(value, lambda: "a count"))
@@ -351,7 +358,7 @@ class ResultCollector:
         leaves, spec = _compat.tree_flatten(value)
         recipes = tuple(
             self.recipe(leaf, lambda: "")
-            if isinstance(leaf, (torch.Tensor, *SYMBOLIC))
+            if isinstance(leaf, (torch.Tensor, *SYMBOLIC)) or is_known(leaf)
             else Constant(leaf)
             for leaf in leaves
         )

@@ -24,6 +24,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.tracing.callback import record
+from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import current_user_line
 
@@ -32,11 +33,12 @@ _SCHEDULED = ("lr", "momentum", "betas")
 
 
 @contextmanager
-def traced_schedulers(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
+def traced_schedulers(groups: Iterable[dict[str, Any]], calls: HostCalls) -> Iterator[None]:
     """While active, stepping a scheduler records a call of it.
 
     Args:
         groups: of the optimizers, as the step finds them.
+        calls: reads the rates that it has set last.
 
     Raises:
         CaptureError: the step uses what a scheduler has changed before, or a rate is a tensor.
@@ -45,7 +47,11 @@ def traced_schedulers(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
     classes = [c for c in _subclasses(LRScheduler) if "step" in vars(c)]
     # Set for the whole trace: what is observed of a step's objects includes their classes.
     LRScheduler.__getattribute__ = stepped.read  # type: ignore[method-assign]
-    with replaced(*((c, "step", _recording(vars(c)["step"], stepped)) for c in classes)):
+    readers = [c for c in _subclasses(LRScheduler) if "get_last_lr" in vars(c)]
+    with replaced(
+        *((c, "step", _recording(vars(c)["step"], stepped)) for c in classes),
+        *((c, "get_last_lr", _last_rates(vars(c)["get_last_lr"], calls)) for c in readers),
+    ):
         try:
             yield
         finally:
@@ -70,6 +76,38 @@ def _recording(step: Callable[..., Any], stepped: _Stepped) -> Callable[..., Non
         record(HostCall(MethodType(called, self), bound.args[1:]))
 
     return stepped_in_every_call
+
+
+class LastRate:
+    """Reads one of the rates that a scheduler has set last, when a call begins.
+
+    Args:
+        scheduler: whose rates.
+        read: its `get_last_lr`.
+    """
+
+    def __init__(self, scheduler: Any, read: Callable[[Any], list[Any]]) -> None:
+        self._scheduler, self._read = scheduler, read
+
+    def __call__(self, index: int) -> Any:
+        return self._read(self._scheduler)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LastRate) and other._scheduler is self._scheduler
+
+    def __hash__(self) -> int:
+        return id(self._scheduler)
+
+
+def _last_rates(read: Callable[[Any], list[Any]], calls: HostCalls) -> Callable[[Any], list[Any]]:
+    @functools.wraps(read)
+    def get_last_lr(self: Any) -> list[Any]:
+        rates = read(self)
+        if any(type(rate) is not float for rate in rates):
+            return rates
+        return [calls.apply(LastRate(self, read), (index,)) for index in range(len(rates))]
+
+    return get_last_lr
 
 
 class _Stepped:

@@ -126,18 +126,50 @@ class AttributeResult:
 
 @dataclass(frozen=True)
 class PlacedResult:
-    """What the step has left in a place outside its arguments."""
+    """What the step has left in a place outside its arguments.
+
+    Attributes:
+        within: where each call finds the container that the place is an item of; None where it is
+            the same one in each call.
+    """
 
     place: OutsidePlace
     recipe: Recipe
+    within: OutsidePlace | None = None
+
+    def now(self) -> OutsidePlace:
+        """The place in this call, before it puts anything anywhere."""
+        if self.within is None:
+            return self.place
+        return OutsidePlace(self.place.kind, self.within.now(), self.place.key)
 
 
 @dataclass(frozen=True)
 class AppendedResult:
-    """What the step has appended to a list or queue outside its arguments."""
+    """What the step has appended to a list or queue outside its arguments.
+
+    Attributes:
+        within: as of `PlacedResult`.
+    """
 
     container: Any
     items: tuple[Recipe, ...]
+    within: OutsidePlace | None = None
+
+    def now(self) -> Any:
+        """The list or queue in this call, before it puts anything anywhere."""
+        return self.container if self.within is None else self.within.now()
+
+
+@dataclass(frozen=True)
+class SelectedResult:
+    """What the step has left in a list that a number of the call selects:
+    `container[key][position]`."""
+
+    container: list[Any]
+    key: Recipe
+    position: int
+    recipe: Recipe
 
 
 @dataclass
@@ -152,10 +184,11 @@ class Signature:
         stepped: optimizers whose `step` ran.
         settings: numbers of parameter groups that the step changes.
         containers: lists and dictionaries among the arguments that it changes.
-        placed, appended: what it leaves outside its arguments.
+        placed, appended, selected: what it leaves outside its arguments.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
+        reshaped: sizes and strides of arguments that get others in place, by position.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
     """
 
@@ -171,8 +204,10 @@ class Signature:
     containers: list[ContainerResult] = field(default_factory=list)
     placed: list[PlacedResult] = field(default_factory=list)
     appended: list[AppendedResult] = field(default_factory=list)
+    selected: list[SelectedResult] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
+    reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""
@@ -184,6 +219,8 @@ class Signature:
         yield from (leaf for each in self.placed for leaf in leaves_of(each.recipe))
         for appended in self.appended:
             yield from (leaf for item in appended.items for leaf in leaves_of(item))
+        for each in self.selected:
+            yield from (each.key, *leaves_of(each.recipe))
         for container in self.containers:
             yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
 

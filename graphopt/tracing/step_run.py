@@ -22,12 +22,13 @@ from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.collectives import functional_collectives
-from graphopt.tracing.conversions import converting
+from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.given import GivenContainers
-from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number, traced_math
+from graphopt.tracing.host_math import traced_math
+from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
@@ -41,6 +42,7 @@ from graphopt.tracing.placed import note_counted, take_added, take_placed
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.replacing import Replacing
+from graphopt.tracing.reshaping import Shape
 from graphopt.tracing.result_collector import (
     Ran,
     ResultCollector,
@@ -99,6 +101,7 @@ class StepRun:
         self.gradients_first = False
         self.rebound: dict[int, torch.Tensor] = {}
         self.data_given: dict[int, torch.Tensor] = {}
+        self.reshaped: dict[int, Shape] = {}
         self.left_storages: set[int] = set()
         placed = [n.place for n in inputs.hyperparameters if isinstance(n, PlacedNumber)]
         self.outside = record_for(call, placed)
@@ -160,6 +163,7 @@ class StepRun:
             self.signature.attributes += collector.attributes_set(marked)
             self.signature.data.update(collector.computed(self.data_given))
             self.data_given.clear()
+            self.signature.reshaped = self.reshaped
             marks.put_back()
             self.kept_numbers = collector.numbers
             self.signature.rebound.update(collector.left(self.rebound))
@@ -250,7 +254,9 @@ class StepRun:
             bare = [entry.tensor for entry in self.inputs.module_tensors if entry.bare]
             stack.callback(self._find_owners, bare)  # also where the step is refused
             stack.enter_context(impurity.no_output())
-            stack.enter_context(traced_schedulers(group for _, _, group in self._groups()))
+            stack.enter_context(
+                traced_schedulers((group for _, _, group in self._groups()), self.made.calls)
+            )
             stack.enter_context(inference_as_no_grad())
             stack.enter_context(impurity.no_loading())
             stack.enter_context(traced_scaling(self.finder, _compat.fake_mode_of(self._values)))
@@ -259,6 +265,7 @@ class StepRun:
             stack.enter_context(numbers.noting(self.made))
             stack.enter_context(_compat.truths_of_fakes(numbers.truth))
             stack.enter_context(traced_math())
+            stack.enter_context(_compat.floats_of_statistics(converted))
             stack.enter_context(_compat.moved_where_needed())
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 stack.enter_context(functional_collectives())
@@ -272,7 +279,7 @@ class StepRun:
             redirect = Redirect(traced, self.tagger, mark, self.made, known, self.finder, rebinding)
             stack.enter_context(redirect)
             calls = stack.enter_context(self.made.calls)
-            substitute = Substitutes(calls)
+            substitute = Substitutes(calls, self.outside)
 
             def called(callee: Any, args: Sequence[Any]) -> Any:
                 return converting(callee, args) or substitute(callee, args)
@@ -283,16 +290,18 @@ class StepRun:
                     returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)
-                added = take_added(self.outside, self._puts_back)
+                added = take_added(self.outside, placed, self._puts_back)
+                rows = substitute.rows.take(self.outside.is_used, self.outside.pin)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages
         self.data_given = rebinding.given
+        self.reshaped = rebinding.reshaping.reshaped
         if self.made.refused is not None:
             raise self.made.refused
         mark()
         flat = _compat.flatten_results(returned, self._stays)
-        return Ran(*flat, stepped, placed, added, list(given.changes()))
+        return Ran(*flat, stepped, placed, added, rows, list(given.changes()))
 
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
         """Tensors that the step may hold elsewhere, by the ids of what stands for them."""

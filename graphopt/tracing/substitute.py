@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
+from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.inputs import (
     ArgumentNumber,
     Inputs,
@@ -27,6 +28,7 @@ from graphopt.tracing.inputs import (
     is_number,
     state_key,
 )
+from graphopt.tracing.number_tuples import with_leaf
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
 from graphopt.tracing.source import current_user_line
@@ -142,7 +144,10 @@ def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
             owner[key] = traced.by_id[id(entry.tensor)]
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
         if isinstance(number, PlacedNumber):
-            number.place.write(symbolic)
+            place, element = number.place, number.element
+            place.write(
+                symbolic if element is None else with_leaf(place.now(), element[0], symbolic)
+            )
     groups: dict[int, _Settings] = {}
     states: dict[int, defaultdict[Any, Any]] = {}
     for index, optimizer in enumerate(call.optimizer_objects()):
@@ -224,6 +229,8 @@ class _Settings(dict[str, Any]):
     """A parameter group in which the step may change numbers only."""
 
     def __setitem__(self, key: str, value: Any) -> None:
+        if is_known(value):  # the optimizer's own code takes numbers only
+            value = value.calls.as_float(value)
         if is_number(value) or isinstance(value, SYMBOLIC):
             dict.__setitem__(self, key, value)
             return

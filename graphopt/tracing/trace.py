@@ -210,7 +210,8 @@ def _refuse_kept(made: ObtainedValues, fakes: list[torch.Tensor], call: Call) ->
 
 def _numbers_of(call: Call) -> set[int]:
     """What optimizers, and places that are inputs, hold while they are traced (by id)."""
-    known = {id(each.place.now()) for each in call.besides.carried}
+    placed = [each.place.now() for each in call.besides.carried]
+    known = set(map(id, _compat.tree_leaves(placed)))
     for optimizer in call.optimizer_objects():
         for table in (*optimizer.param_groups, *map(entries_at, optimizer.state.values())):
             known.update(map(id, _compat.tree_leaves(list(table.values()))))

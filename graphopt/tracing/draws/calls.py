@@ -7,17 +7,23 @@ got hold of the function.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from graphopt.tracing.draws.arguments import any_known, is_known
 from graphopt.tracing.draws.generators import Drawing, drawing_of
+from graphopt.tracing.draws.items import SelectedItems, selects
 from graphopt.tracing.draws.positions import BY_POSITION
 from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.draws.rows import AllRows, are_rows
 from graphopt.tracing.host_numbers import is_host_number, leaves_of
+
+if TYPE_CHECKING:
+    from graphopt.tracing.outside.record import Record
 
 Substitute = Callable[..., Any]
 
@@ -38,10 +44,15 @@ class Substitutes:
 
     Args:
         calls: makes the draws of the trace.
+        record: of what the step does outside its arguments.
+
+    Attributes:
+        rows: the lists that it selects.
     """
 
-    def __init__(self, calls: HostCalls) -> None:
-        self._calls = calls
+    def __init__(self, calls: HostCalls, record: Record) -> None:
+        self._calls, self._record = calls, record
+        self.rows = AllRows(calls)
         self._of_numpy: frozenset[Any] = frozenset()
 
     def __call__(self, callee: Any, args: Sequence[Any]) -> Substitute | None:
@@ -57,6 +68,8 @@ class Substitutes:
             return self._draw(drawing)
         if not any_known(args):
             return None
+        if callee is operator.getitem and len(args) == 2:
+            return self._items(*args)
         if _is_in(callee, _LEGACY) or _is_in(callee, _MAKERS):
             return self._tensor(callee) if any(map(self._is_made_on_host, args)) else None
         if _is_in(callee, self._numpy()):
@@ -69,6 +82,20 @@ class Substitutes:
         given = [*callee.args, *args, *callee.keywords.values()]
         inner = self(callee.func, given)
         return None if inner is None else functools.partial(inner, *callee.args, **callee.keywords)
+
+    def _items(self, container: Any, key: Any) -> Substitute | None:
+        """What gives an item of a container that a number of the call selects."""
+        lives = self._calls.is_outside(container)
+        if lives and self._record.is_changed(container):
+            return None
+        if lives and are_rows(container, key):
+            changed = any(map(self._record.is_changed, container))
+            return None if changed else self.rows.of(container)
+        if not selects((container, key)):
+            return None
+        if lives:
+            self._record.pin(container)
+        return SelectedItems(self._calls, container, lives)
 
     def _draw(self, drawing: Drawing) -> Substitute:
         calls = self._calls

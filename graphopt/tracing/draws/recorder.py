@@ -7,6 +7,7 @@ whoever else draws from it is found out.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -23,6 +24,7 @@ from graphopt.tracing.draws.arguments import (
     Known,
     UnknownArgumentError,
     expression_of,
+    is_known,
     is_layout,
     layout_of,
     plain,
@@ -40,11 +42,16 @@ from graphopt.tracing.host_numbers import (
     Condition,
     Conditions,
     Leaf,
+    is_host_number,
     leaves_of,
     same_value,
     stand_in_of_number,
 )
+from graphopt.tracing.host_numbers import (
+    is_of_numpy as is_float_of_numpy,
+)
 from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.number_functions import SCALARS_OF_NUMPY
 from graphopt.tracing.source import current_user_line, user_line_of
 
 _SHARING = (torch.from_numpy, torch.as_tensor, torch.asarray)
@@ -78,7 +85,7 @@ class HostCalls:
     ) -> None:
         self._tracer, self._mode, self._alone = tracer, mode, alone
         self.program, self._conditions, self._notes = program, conditions, notes
-        self._added, self._outside = added, outside
+        self._added, self.is_outside = added, outside
         self._generators: dict[int, tuple[Any, Any]] = {}
         self._states: dict[int, Any] = {}
         self._random: set[int] = set()  # values that depend on draws
@@ -141,7 +148,7 @@ class HostCalls:
         """Draw now, and in every call."""
         generator = drawing.generator
         known = self._generators.get(id(generator))
-        if known is None and not (is_global(generator) or self._outside(generator)):
+        if known is None and not (is_global(generator) or self.is_outside(generator)):
             raise self.refused(
                 f"it draws from a {type(generator).__name__} that it makes itself",
                 "make the generator outside the step; or draw there, and pass the result",
@@ -238,6 +245,34 @@ class HostCalls:
     def by_value(self, expression: Any, value: Any) -> Any:
         """A value that the graph holds for alone."""
         self._conditions.add(Condition(same_value, expression, value, True))
+        return value
+
+    def item(self, container: Any, key: Any) -> Any:
+        """`container[key]` of what is known before the graph runs, now and in every call: a number,
+        numpy's or not, of one kind, or None."""
+        item = self.apply(operator.getitem, (container, key))
+        if item is None:
+            return self.by_value(Leaf(self.program.first + len(self.program.steps) - 1), None)
+        if is_host_number(item):
+            self.by_value(Application(type, (item.expression,)), type(item.value))
+        return self.as_float(item)
+
+    def as_float(self, value: Any) -> Any:
+        """A scalar that is numpy's kind of float, and so one of Python's, as a number of the graph;
+        other values themselves."""
+        if is_known(value) and is_float_of_numpy(value.plain) and type(value.expression) is Leaf:
+            return self._number(value.expression.index, value.plain)
+        return value
+
+    def as_scalar(self, value: Any) -> Any:
+        """A scalar of numpy's that was computed, as a number of the graph that is one in each call;
+        other values themselves."""
+        if is_known(value) and value.is_scalar and value.plain.dtype.name in SCALARS_OF_NUMPY:
+            return _compat.record_number(
+                SCALARS_OF_NUMPY[value.plain.dtype.name], (value.number(),)
+            )
+        if is_host_number(value) and is_float_of_numpy(value):
+            return _compat.record_number(SCALARS_OF_NUMPY["float64"], (value,))
         return value
 
     def _number(self, index: int, value: Any) -> Any:

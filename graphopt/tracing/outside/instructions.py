@@ -7,6 +7,7 @@ asked for which instruction says `accesses`.
 from __future__ import annotations
 
 import builtins
+import operator
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 from graphopt._compat.frames import NULL, Operands
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.draws.arguments import any_known
 from graphopt.tracing.host_numbers import plain
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.numbers import SYMBOLIC
@@ -163,8 +165,13 @@ class Instructions:
     def _item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        container, key = viewed(operands.top(2)), plain(operands.top(1))
+        container, key = viewed(operands.top(2)), operands.top(1)
         record = self._record
+        other = self._substitute(operator.getitem, (container, key)) if any_known((key,)) else None
+        if other is not None:  # the item is found in each call
+            operands.put(2, other)
+            return
+        key = plain(key)
         if not record.is_outside(container) or (
             isinstance(key, slice) and self._is_trimmed(frame, container)
         ):

@@ -225,7 +225,7 @@ class Record:
         if self.pending is not None:
             self.pending.append((place, path, line))
             return value
-        if identity in self._inputs and (identity in self._written or isinstance(value, SYMBOLIC)):
+        if identity in self._inputs and (identity in self._written or _is_symbolic(value)):
             return value
         if self.is_own(place.holder):
             self.reached(value, path)
@@ -367,6 +367,16 @@ class Record:
                 if was is not value and place.identity not in self._places:
                     yield WrittenPlace(self._outside(place), was, None, f"{path}[{key_text(key)}]")
 
+    def is_changed(self, container: Any) -> bool:
+        """Whether the step has written to a container."""
+        written = any(each.place.holder is container for each in self._places.values())
+        return written or id(container) in self._mutated
+
+    def is_used(self, container: Any) -> bool:
+        """Whether the step has read a container, or given it to code that is not observed."""
+        read = any(each.place.holder is container for each in self.reads.values())
+        return read or self.is_pinned(container) or self.is_changed(container)
+
     def is_input(self, place: OutsidePlace) -> bool:
         """Whether the graph takes the number in a place."""
         return place.identity in self._inputs
@@ -446,6 +456,13 @@ class Record:
     def _original(self, value: Any) -> Any:
         """The tensor that a stand-in stands for; other values themselves."""
         return self.stands_for.get(id(value), value) if _compat.is_fake(value) else value
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Whether a value is a number of the trace, or a tuple of such."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_is_symbolic, value))
+    return isinstance(value, SYMBOLIC)
 
 
 def is_container(value: Any) -> bool:

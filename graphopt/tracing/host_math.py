@@ -1,0 +1,117 @@
+"""Functions of `math`, and `max` and `min`, on numbers of a trace."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+
+from graphopt.tracing.host_numbers import Condition, is_host_number
+from graphopt.tracing.number_functions import CHOICES, GIVING_INTEGERS, MATH, OF_INTEGERS, TESTS
+from graphopt.tracing.numbers import ReadBool, ReadInt, TracedFloat, record
+from graphopt.tracing.replace import replaced
+
+
+def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(*args: Any) -> Any:
+        if function not in GIVING_INTEGERS:  # the others take an integer for the same float
+            args = tuple(torch.sym_float(arg) if type(arg) is ReadInt else arg for arg in args)
+        if any(map(_is_traced_float, args)):
+            return record(function, *args)
+        return function(*args)
+
+    return traced
+
+
+def _traced_of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(*args: Any) -> Any:
+        known = all(type(arg) is int or is_host_number(arg) for arg in args)
+        if known and any(map(is_host_number, args)):
+            return record(function, *args)
+        return function(*args)
+
+    return traced
+
+
+def _traced_choice(choose: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(*args: Any, **options: Any) -> Any:
+        if options or not args:
+            return choose(*args, **options)
+        of = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
+        if len(of) > 1 and any(map(_is_traced_float, of)) and _are_alike(of):
+            return record(choose, *of)
+        return choose(*args)
+
+    return traced
+
+
+def _traced_test(test: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` on what is not traced."""
+
+    def traced(value: Any, *args: Any, **options: Any) -> Any:
+        if is_host_number(value):
+            value.conditions.add(Condition(_answers, test, value.expression, test(value.value)))
+            return test(value.value)
+        if type(value) in (ReadInt, ReadBool):
+            return test(0)
+        if _is_traced_float(value):
+            return bool(record(test, value) == 1.0)
+        return original(value, *args, **options)
+
+    return traced
+
+
+def _answers(test: Callable[[Any], bool], value: Any) -> bool:
+    return test(value)
+
+
+def _is_traced_float(value: Any) -> bool:
+    return issubclass(type(value), TracedFloat)
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Whether all are floats in each call, or all integers: a choice among such is always one."""
+    kinds = set(map(_kind, values))
+    return len(kinds) == 1 and None not in kinds
+
+
+def _kind(value: Any) -> type | None:
+    kind = type(value.value) if is_host_number(value) else type(value)
+    if kind in (int, float):
+        return kind
+    return float if _is_traced_float(value) and not is_host_number(value) else None
+
+
+def traced_form(callee: Any) -> Callable[..., Any] | None:
+    """What is called in place of a function of numbers where one of them is traced, in whatever way
+    a step got hold of it (`from math import cos`); None for other functions."""
+    return _FORMS.get(callee) if type(callee) is BuiltinFunctionType else None
+
+
+_FORMS: dict[Any, Callable[..., Any]] = {
+    **{f: _traced(f) for f in (*MATH, *GIVING_INTEGERS)},
+    **{f: _traced_of_integers(f) for f in OF_INTEGERS},
+    **{f: _traced_choice(f) for f in CHOICES},
+    **{f: _traced_test(f, f) for f in TESTS},
+}
+
+
+@contextmanager
+def traced_math() -> Iterator[None]:
+    """While active, functions of `math`, `max` and `min` on traced numbers become nodes."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = [] if numpy is None else [(numpy, f, getattr(numpy, f.__name__)) for f in TESTS]
+    with replaced(
+        *((math, f.__name__, _traced(f)) for f in dict.fromkeys((*MATH, *GIVING_INTEGERS))),
+        *((math, f.__name__, _traced_of_integers(f)) for f in OF_INTEGERS),
+        *((math, f.__name__, _traced_test(f, f)) for f in TESTS),
+        *((module, f.__name__, _traced_test(f, former)) for module, f, former in of_numpy),
+        *((builtins, f.__name__, _traced_choice(f)) for f in CHOICES),
+    ):
+        yield

@@ -1,0 +1,84 @@
+"""Functions of Python numbers that nodes of a graph may call.
+
+Each is called in every call with numbers of the very kinds that it has at capture, so it gives what
+it gives in eager code, bit for bit.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_OF_FLOATS = (
+    *("sqrt", "pow", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh"),
+    *("floor", "ceil", "fabs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh"),
+    *("sinh", "copysign", "degrees", "radians", "erf", "erfc", "fmod", "gamma", "lgamma", "hypot"),
+    *("remainder", "cbrt", "exp2"),
+)
+MATH: tuple[Any, ...] = tuple(getattr(math, n) for n in _OF_FLOATS if hasattr(math, n))
+"""Functions of `math` that take an integer for the float that is equal to it."""
+
+GIVING_INTEGERS = (math.floor, math.ceil, math.trunc)
+"""Functions that give an integer for a float, and an integer itself."""
+
+OF_INTEGERS = (math.gcd, math.lcm, math.isqrt, math.factorial, math.comb, math.perm)
+"""Functions of `math` that refuse floats."""
+
+BITWISE = (operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift)
+CHOICES: tuple[Any, ...] = (builtins.max, builtins.min)
+TESTS: tuple[Any, ...] = (math.isfinite, math.isnan, math.isinf)
+
+ALIKE_IN_NUMPY = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.abs,
+     builtins.float, builtins.int, *MATH}
+)  # fmt: skip
+"""What gives for numpy's floats what it gives for Python's, in every case."""
+
+
+def numpy_float64(number: float) -> Any:
+    """A float as numpy's kind of float, which is one of Python's as well."""
+    return sys.modules["numpy"].float64(number)
+
+
+def numpy_float32(number: float) -> Any:
+    """A float of single precision as numpy's scalar."""
+    return sys.modules["numpy"].float32(number)
+
+
+def numpy_int64(number: int) -> Any:
+    """An integer as numpy's scalar."""
+    return sys.modules["numpy"].int64(number)
+
+
+SCALARS_OF_NUMPY = {f.__name__.removeprefix("numpy_"): f
+                    for f in (numpy_float64, numpy_float32, numpy_int64)}  # fmt: skip
+"""What gives a scalar of numpy's, by the name of its kind."""
+
+
+PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
+    {*MATH, *GIVING_INTEGERS, *OF_INTEGERS, *BITWISE, *CHOICES, *TESTS, builtins.int,
+     builtins.float, builtins.round, operator.neg, operator.pos, operator.abs, operator.invert,
+     operator.floordiv, operator.mod, *SCALARS_OF_NUMPY.values()}
+)  # fmt: skip
+"""What nodes of numbers may call besides `numbers.ARITHMETIC`."""
+
+
+def of_numpy(ufunc: Any) -> Callable[..., Any] | None:
+    """The operator that does to floats what a function of numpy's does to its scalars."""
+    return _OPERATORS.get(getattr(ufunc, "__name__", ""))
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": operator.truediv,
+    "true_divide": operator.truediv,
+    "negative": operator.neg,
+    "positive": operator.pos,
+    "absolute": operator.abs,
+}
