@@ -34,6 +34,7 @@ class Guards:
 
     Attributes:
         besides: modules, optimizers and places that the step uses besides its arguments.
+        inputs: those of the graph.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Guards:
         outside: OutsideGuard | None = None,
     ) -> None:
         self._mode = mode
-        self.besides = call.besides
+        self.besides, self.inputs = call.besides, inputs
         self._outside = outside
         self._environment = environment()
         assigned, placed = _assigned(signature), _placed(inputs)
