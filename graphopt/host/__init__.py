@@ -25,6 +25,7 @@ from graphopt.host.counts import Place, TimesReached
 from graphopt.host.functions import is_same, name_of
 from graphopt.host.modes import Modes
 from graphopt.host.running import current_run
+from graphopt.host.seen import Outside
 
 __all__ = ["HostCall", "host_call_of", "host_calls", "insert_callback", "is_host_call"]
 
@@ -53,6 +54,8 @@ class HostCall:
         counts: how often places were reached; all graphs of one step share them.
         first: no update of state comes before it in the program.
         last: no update of state follows it in the program.
+        outside: what the function finds outside the step, and the step reads there behind it. The
+            values that it takes follow the arguments'.
 
     >>> from graphopt.host import host_call_of, insert_callback
     >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
@@ -75,6 +78,8 @@ class HostCall:
         self.first = self.last = False
         self.values: list[Any] = []
         self._arguments = [self._taken_apart(argument) for argument in arguments]
+        self._count = len(self.values)
+        self.outside = Outside()
         self._modes = Modes.now()
 
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
@@ -91,6 +96,11 @@ class HostCall:
         values, self.values = self.values, []
         return values
 
+    @property
+    def constants(self) -> list[Any]:
+        """What the function is given besides values of the graph."""
+        return [leaf for _, leaves in self._arguments for leaf in leaves if leaf is not _GIVEN]
+
     def __call__(self, *values: Any) -> None:
         """Call the function with copies of `values` that nobody else has.
 
@@ -105,13 +115,13 @@ class HostCall:
         """Call the function now, if it is its turn."""
         if self.every > 1 and not self.counts.is_due(self.place, self.every):
             return
-        arguments = self._with(map(_owned, values))
+        arguments = self._with(map(_owned, values[: self._count]))
         run = current_run()
         with self._modes.restored():
             if run is None:
                 self.fn(*arguments)
             else:
-                run.call(self.fn, arguments, self.last)
+                run.call(self.fn, arguments, self.last, self.outside, values[self._count :])
 
     def _with(self, values: Iterator[Any]) -> list[Any]:
         arguments = []
@@ -128,6 +138,7 @@ class HostCall:
         return (
             (self.every, specs) == (other.every, other_specs)
             and is_same(self.fn, other.fn)
+            and self.outside.repeats(other.outside)
             and all(
                 is_same(tuple(mine), tuple(theirs))
                 for mine, theirs in zip(constants, other_constants, strict=True)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
+from graphopt.host.seen import Outside, PutOutside, refuse_changed
 
 _METADATA = frozenset(
     {"dim", "element_size", "get_device", "is_complex", "is_floating_point", "ndimension", "numel"}
@@ -102,6 +103,9 @@ class HostRun:
         agreement: when they do.
         mixed: whether a function has drawn random numbers that the step draws after it, and has
             drawn before the graph began.
+
+    Attributes:
+        put: what has been put outside the step for functions that were called.
     """
 
     def __init__(
@@ -120,15 +124,31 @@ class HostRun:
         self._failure: BaseException | None = None
         self._last = False
         self._agreed = False
+        self.put = PutOutside()
 
-    def call(self, fn: Callable[..., Any], arguments: Sequence[Any], last: bool) -> None:
-        """Call a function. `last`: no update of state follows it in the program."""
+    def call(
+        self,
+        fn: Callable[..., Any],
+        arguments: Sequence[Any],
+        last: bool,
+        outside: Outside,
+        values: Sequence[Any],
+    ) -> None:
+        """Call a function.
+
+        Args:
+            last: no update of state follows it in the program.
+            outside: what it has to do with places outside the step, with the `values` for that.
+        """
         if self._failure is not None:  # eager code would not have come here
             return
         try:
+            self.put.show(outside, values)
+            before = [each.place.now() for each in outside.read]
             with self._alone():
                 fn(*arguments)
                 self._refuse_mixed()
+            refuse_changed(outside.read, before)
         except BaseException as error:
             if not last and self._votes is None:
                 raise

@@ -140,6 +140,7 @@ class BoundStep:
                 self.tries.failures += 1
                 raise
             except BaseException as error:
+                host.put.undo()
                 self._raise_explained(error, step, host, branch.module)
                 raise
             finally:
@@ -151,7 +152,7 @@ class BoundStep:
                     state.put()
                 results = [*user, *carried]
                 self._apart.leave(moved, results)
-                returned = self._results.put(call, flat, results)
+                returned = self._results.put(call, flat, results, host.put)
             host.end()
             return returned
 

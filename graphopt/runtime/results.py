@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from graphopt import _compat
 from graphopt._compat.late import put_gradient
+from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.given import make_change
 from graphopt.tracing.optimizer_state import write
+from graphopt.tracing.setting_place import SettingPlace
 from graphopt.tracing.signature import Computed, Constant, Nested, Recipe, View
 
 _ONE = _compat.tree_flatten(None)[1]
@@ -26,13 +28,16 @@ class StepResults:
         self._signature, self._tensors = captured.signature, captured.live.module_tensors
         self._returns_one = captured.signature.output_spec == _ONE
 
-    def put(self, call: Call, flat: Sequence[Any], results: Sequence[Any]) -> Any:
+    def put(
+        self, call: Call, flat: Sequence[Any], results: Sequence[Any], there: PutOutside
+    ) -> Any:
         """Put it there.
 
         Args:
             call: the call of the step.
             flat: the inputs of the graph.
             results: what it returned besides state that it has updated itself.
+            there: what has been put outside the step already, for functions that it has called.
 
         Returns:
             What the step returns.
@@ -71,23 +76,32 @@ class StepResults:
             value = self._value(state.recipe, flat, results)
             write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
         for attribute, value in zip(signature.attributes, attributes, strict=True):
-            attribute.attributes[attribute.name] = value
-        for place, value in placed:
-            place.write(value)
+            if not self._is_changed(attribute.place.identity, there):
+                attribute.attributes[attribute.name] = value
+        for left, (place, value) in zip(signature.placed, placed, strict=True):
+            if not self._is_changed(left.place.identity, there):
+                place.write(value)
         for container, items in appended:
-            container.extend(items)
+            container.extend(items[there.appended(container) :])
         for result, key, value in selected:
             result.container[key][result.position] = value
         for change, items in changes:
             make_change(call.given, change, items)
         for setting in signature.settings:
-            group = optimizers[setting.optimizer].param_groups[setting.group]
-            group[setting.key] = self._value(setting.recipe, flat, results)
+            group = SettingPlace.of(optimizers[setting.optimizer], setting.group, setting.key)
+            if not self._is_changed(group.identity, there):
+                group.write(self._value(setting.recipe, flat, results))
+        there.restore(signature.restored)
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
         if self._returns_one:
             return outputs[0]
         return _compat.tree_unflatten(outputs, signature.output_spec)
+
+    def _is_changed(self, identity: Hashable, there: PutOutside) -> bool:
+        """Whether a function has put something else where the step has left something before."""
+        stamps = self._signature.stamps
+        return bool(stamps) and there.has_changed(identity, stamps.get(identity))
 
     def _value(self, recipe: Recipe, flat: Sequence[Any], results: Sequence[Any]) -> Any:
         """What a recipe stands for, given this call's inputs and the graph's results."""

@@ -14,6 +14,7 @@ from graphopt.errors import CaptureError
 from graphopt.host import HostCall, insert_call
 from graphopt.host.counts import EagerCounts, place_of
 from graphopt.host.functions import traced_in
+from graphopt.host.seen import current_view
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
 from graphopt.tracing.replace import original
@@ -81,8 +82,11 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
 
 
 def record(call: HostCall) -> None:
-    """Let a call be a node of the graph that is being traced, with what it is given."""
-    call(*map(_detached, call.take_values()))
+    """Let a call be a node of the graph that is being traced, with what it is given, and what it
+    finds outside the step."""
+    view = current_view()
+    found = [] if view is None else view.note(call)
+    call(*map(_detached, [*call.take_values(), *found]))
 
 
 _counts = EagerCounts()

@@ -68,7 +68,8 @@ Found = tuple[ObjectKind, Any]
 
 
 class _Search:
-    """One search. `keep` keeps alive what has been seen, so that no `id` is used twice."""
+    """One search. `keep` keeps alive what has been seen, so that no `id` is used twice; `bound`:
+    methods of containers and other objects without Python code lead to these."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
@@ -76,6 +77,7 @@ class _Search:
         self.keep: list[object] = []
         self.pending: deque[object] = deque()
         self.slots: dict[type, tuple[str, ...]] = {}
+        self.bound = False
 
     def add(self, values: Iterable[object]) -> None:
         self.pending.extend(value for value in values if type(value) not in _ATOMIC)
@@ -100,6 +102,8 @@ class _Search:
             return
         if isinstance(value, (CellType, MethodType, partial, BuiltinFunctionType)):
             self.add(_held_by(value))
+            if self.bound and isinstance(value, BuiltinFunctionType):
+                self.add([value.__self__])
         elif isinstance(value, FunctionType):
             yield from self._visit_function(value)
         elif isinstance(value, type):
@@ -182,6 +186,29 @@ def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
     search = _Search(getattr(_function_of(step), "__globals__", {}))
     search.add([step, *arguments])
     yield from search.run()
+
+
+class Reach:
+    """What a function can reach.
+
+    Args:
+        known: the objects, by id; None where there are more than are looked at.
+    """
+
+    def __init__(self, known: set[int] | None) -> None:
+        self._known = known
+
+    def has(self, value: object) -> bool:
+        return self._known is None or id(value) in self._known
+
+
+def reached_from(function: Any, arguments: Iterable[object]) -> Reach:
+    """What `function` can reach from its closure, its arguments and the globals that it names."""
+    search = _Search(getattr(_function_of(function), "__globals__", {}))
+    search.bound = True
+    search.add([function, *arguments])
+    held = {id(value) for _, value in search.run()}
+    return Reach(None if search.pending else search.seen | held)
 
 
 def _function_of(step: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,10 @@ class AttributeResult:
     name: str
     recipe: Recipe
 
+    @property
+    def place(self) -> OutsidePlace:
+        return OutsidePlace("item", self.attributes, self.name)
+
 
 @dataclass(frozen=True)
 class PlacedResult:
@@ -189,6 +193,9 @@ class Signature:
             to the storage that they had, None where it has not; see `rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
         reshaped: sizes and strides of arguments that get others in place, by position.
+        stamps: of what the step has left last in places that functions on the host find changed, by
+            the identity of the place; see `graphopt.host.seen`.
+        restored: those of them in which it leaves what it has found there.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
     """
 
@@ -208,6 +215,8 @@ class Signature:
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
     reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    stamps: dict[Hashable, int] = field(default_factory=dict)
+    restored: dict[Hashable, int] = field(default_factory=dict)
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""
@@ -233,8 +242,8 @@ class Signature:
     @property
     def makes_attributes(self) -> bool:
         """Whether an attribute that takes a tensor is not there yet."""
-        made = [(OutsidePlace("item", a.attributes, a.name), a.recipe) for a in self.attributes]
-        made += [(placed.place, placed.recipe) for placed in self.placed]
+        made = [(each.place, each.recipe) for each in self.attributes]
+        made += [(each.place, each.recipe) for each in self.placed]
         return any(
             place.now() is MISSING for place, recipe in made if not isinstance(recipe, Constant)
         )

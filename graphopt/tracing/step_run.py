@@ -14,6 +14,7 @@ from graphopt import _compat
 from graphopt._compat.backward import is_in_backward
 from graphopt._compat.remembering import remembered
 from graphopt.errors import CaptureError
+from graphopt.host.seen import viewed_by
 from graphopt.parallel import OverRanks
 from graphopt.parallel.markers import Group
 from graphopt.tracing import impurity, numbers, reduction, rng
@@ -29,6 +30,7 @@ from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.host_math import traced_math
 from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
+from graphopt.tracing.host_view import HostView
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
@@ -108,6 +110,7 @@ class StepRun:
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, given, mode, call.besides.carried)
         self._caching = torch.is_autocast_cache_enabled()
+        self.view: HostView
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
         tracer = _compat.current_tracer()
@@ -150,6 +153,7 @@ class StepRun:
             holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
             marker = self._gradient_marker(traced)
             tables = [attributes for _, attributes, _ in holders]
+            self.view = self._viewing(traced, before, holders, settings)
             ran = self._run(traced, marker, tables)
             marked = list(marks.changes())
             counted = self._counted(settings)
@@ -161,6 +165,7 @@ class StepRun:
             )
             self.signature = collector.collect(ran, before, holders, counted)
             self.signature.attributes += collector.attributes_set(marked)
+            self.view.settle(self.signature)
             self.signature.data.update(collector.computed(self.data_given))
             self.data_given.clear()
             self.signature.reshaped = self.reshaped
@@ -194,6 +199,22 @@ class StepRun:
                 if id(group) not in known:
                     known.add(id(group))
                     yield index, number, group
+
+    def _viewing(
+        self,
+        traced: Traced,
+        modules: Mapping[int, dict[str, Any]],
+        holders: Iterable[tuple[str, dict[str, Any], dict[str, Any]]],
+        settings: Sequence[dict[str, Any]],
+    ) -> HostView:
+        """Follows what the step leaves outside for functions on the host; args: as it found it."""
+        tables = [(vars(m), modules[id(m)]) for _, m in self.call.named_submodules()]
+        tables += [(now, before) for _, now, before in holders]
+        groups = [
+            (index, number, before)
+            for (index, number, _), before in zip(self._groups(), settings, strict=True)
+        ]
+        return HostView(self.call, self.inputs, traced, self.outside, tables, groups)
 
     def _counted(self, before: list[dict[str, Any]]) -> list[tuple[int, int, str, Any]]:
         """Numbers of parameter groups that the step has changed: where, and what they are now."""
@@ -280,6 +301,7 @@ class StepRun:
             stack.enter_context(redirect)
             calls = stack.enter_context(self.made.calls)
             substitute = Substitutes(calls, self.outside)
+            stack.enter_context(viewed_by(self.view))
 
             def called(callee: Any, args: Sequence[Any]) -> Any:
                 return converting(callee, args) or substitute(callee, args)
@@ -289,6 +311,7 @@ class StepRun:
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self.call.fn(*args, **kwargs)
                 gives(self.outside, returned, self.call)
+                self.view.finish()
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)
                 added = take_added(self.outside, placed, self._puts_back)
                 rows = substitute.rows.take(self.outside.is_used, self.outside.pin)
@@ -384,6 +407,7 @@ class StepRun:
             if self.communication is not None and is_in_backward():
                 raise _in_backward(optimizer)
             stepped.append(index)
+            self.view.steps(optimizer)
             with self.tagger.during("optimizer"), _branches_explained(optimizer):
                 return step(*args, **kwargs)
 

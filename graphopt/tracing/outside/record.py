@@ -8,6 +8,7 @@ import gc
 import sys
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.existing import existing_now
 from graphopt.tracing.outside.places import (
     MISSING,
@@ -85,6 +87,8 @@ class Record:
         exchanged: those that have stand-ins for keys.
         gone_through: of the former, those of which the step asks for more than one item.
         compared: where it asks whether a tensor is one that has a stand-in.
+        times_written: how often the step has written to a place, by its identity.
+        behind: what it reads behind calls of functions on the host; None before the first.
     """
 
     def __init__(
@@ -125,6 +129,8 @@ class Record:
         self.asked_type: SourceLine | None = None
         self.advanced: tuple[str, SourceLine] | None = None
         self.pending: list[tuple[OutsidePlace, str, SourceLine]] | None = None
+        self.times_written: Counter[tuple[Any, ...]] = Counter()
+        self.behind: Behind | None = None
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
@@ -222,6 +228,8 @@ class Record:
         """The step reads a place. Returns what is there."""
         value = place.now()
         identity = place.identity
+        if self.behind is not None:
+            self.behind.reads(place, value, path, line)
         if self.pending is not None:
             self.pending.append((place, path, line))
             return value
@@ -303,6 +311,7 @@ class Record:
         """The step writes to a place, `counting` if what it makes of the value there; `owner` is
         the object that has it as an attribute."""
         identity = place.identity
+        self.times_written[identity] += 1
         self._goes_through(place.holder)
         if place.is_written and identity not in self._places:
             path = path or self._path_of(place, owner)
@@ -399,6 +408,16 @@ class Record:
     def counts_in(self, place: OutsidePlace) -> bool:
         """Whether the step has used what was in a place to count, and for nothing else."""
         return place.identity in self._counted
+
+    def added(self) -> Iterator[AddedItems]:
+        """Lists and queues that the step has appended to so far, and not changed otherwise."""
+        for key, each in self._added.items():
+            if key not in self._changed_otherwise:
+                yield each
+
+    def is_namespace(self, table: Any) -> bool:
+        """Whether a dictionary is that of a module of Python."""
+        return id(table) in self._namespaces
 
     def take_added(self) -> Iterator[AddedItems]:
         """Lists and queues that the step has appended to, and neither read nor changed otherwise,

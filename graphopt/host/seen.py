@@ -1,0 +1,314 @@
+"""What a function that a step calls on the host finds outside the step: what eager code has there.
+
+    self.n += 1                                    add      = add(n, 1)
+    graphopt.callback(lambda: print(self.n))  ==>  callback = graphopt.callback(add)    # is self.n
+    self.n = 0
+
+A captured step puts what it leaves in attributes, dictionaries and lists there when a call is over.
+What the program has left there before it calls a function is put there for the function, taken back
+where the call fails, and not put there again where the function has put something else there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import GraphOptError
+
+
+class View(Protocol):
+    """Knows, while a step is traced, what it has left outside."""
+
+    def note(self, call: Any) -> list[Any]:
+        """Let a call know what its function finds; returns the values that it is given for that."""
+
+
+_view: ContextVar[View | None] = ContextVar("view", default=None)
+
+
+def current_view() -> View | None:
+    """That of the trace that is running."""
+    return _view.get()
+
+
+@contextmanager
+def viewed_by(view: View) -> Iterator[None]:
+    """While active, calls that are recorded find what `view` knows."""
+    token = _view.set(view)
+    try:
+        yield
+    finally:
+        _view.reset(token)
+
+
+class Place(Protocol):
+    """An attribute, an item or a variable outside the step."""
+
+    @property
+    def identity(self) -> Hashable: ...
+    def now(self) -> Any: ...
+    def write(self, value: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class GivenValue:
+    """Value `index` among those that a call is given for what its function finds."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A tensor of the program itself, which `live` gives."""
+
+    tensor: Any
+    live: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class LeftValue:
+    """What the program has left somewhere.
+
+    Attributes:
+        spec: its structure, a pytree's; None of what is one value.
+        leaves: what is in it: constants, and marks of what is another one in each call.
+    """
+
+    spec: Any
+    leaves: tuple[Any, ...]
+
+    @property
+    def is_constant(self) -> bool:
+        return not any(isinstance(leaf, (GivenValue, LiveValue)) for leaf in self.leaves)
+
+    def made(self, values: Sequence[Any]) -> Any:
+        """The value in one call; tensors that the graph has computed are copies."""
+        leaves = [_made(leaf, values) for leaf in self.leaves]
+        return leaves[0] if self.spec is None else _compat.tree_unflatten(leaves, self.spec)
+
+    def repeats(self, other: LeftValue) -> bool:
+        """Whether another trace has left the same."""
+        return self.spec == other.spec and all(map(_is_same, self.leaves, other.leaves))
+
+
+def _made(leaf: Any, values: Sequence[Any]) -> Any:
+    if isinstance(leaf, LiveValue):
+        return leaf.live()
+    if not isinstance(leaf, GivenValue):
+        return leaf
+    value = values[leaf.index]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, LiveValue) and isinstance(other, LiveValue):
+        return one.tensor is other.tensor
+    if isinstance(one, GivenValue) or isinstance(other, GivenValue):
+        return type(one) is type(other)
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
+@dataclass(frozen=True)
+class LeftThere:
+    """What the program has left in a place before it calls a function.
+
+    Attributes:
+        stamp: which time the program has written to the place, counted over all places.
+    """
+
+    place: Place
+    value: LeftValue
+    stamp: int
+
+
+@dataclass(frozen=True)
+class AddedBefore:
+    """What the program has appended to a list or queue, in all, before it calls a function."""
+
+    container: Any
+    items: tuple[LeftValue, ...]
+
+
+@dataclass(frozen=True)
+class ReadBehind:
+    """A place that the step reads behind the call of a function: which, and where."""
+
+    place: Place
+    path: str
+    line: str
+
+
+@dataclass
+class Outside:
+    """What one call of a function has to do with places outside the step.
+
+    Attributes:
+        left: what the function finds there.
+        added: what it finds in lists and queues.
+        read: what the step reads there behind it.
+    """
+
+    left: list[LeftThere] = field(default_factory=list)
+    added: list[AddedBefore] = field(default_factory=list)
+    read: list[ReadBehind] = field(default_factory=list)
+
+    def repeats(self, other: Outside) -> bool:
+        """Whether another trace of the step has noted the same. A constant that one of them finds
+        there already is none that it leaves."""
+        ours = {each.place.identity: each.value for each in self.left}
+        theirs = {each.place.identity: each.value for each in other.left}
+        both = ours.keys() & theirs.keys()
+        alone = [v for k, v in [*ours.items(), *theirs.items()] if k not in both]
+        return (
+            all(value.is_constant for value in alone)
+            and all(ours[key].repeats(theirs[key]) for key in both)
+            and len(self.added) == len(other.added)
+            and all(map(_adds_same, self.added, other.added))
+        )
+
+
+def _adds_same(one: AddedBefore, other: AddedBefore) -> bool:
+    same = one.container is other.container and len(one.items) == len(other.items)
+    return same and all(mine.repeats(its) for mine, its in zip(one.items, other.items, strict=True))
+
+
+@dataclass
+class _Put:
+    """What has been put into a place: the program's stamp, the value, what was there before, and
+    when the call began."""
+
+    place: Place
+    stamp: int
+    value: Any
+    before: Any
+    first: Any
+
+
+class PutOutside:
+    """What one call of a step has put outside for the functions that it has called."""
+
+    def __init__(self) -> None:
+        self._put: dict[Hashable, _Put] = {}
+        self._added: dict[int, tuple[Any, list[Any], list[Any] | None]] = {}
+
+    def show(self, outside: Outside, values: Sequence[Any]) -> None:
+        """Put there what a function is to find.
+
+        Args:
+            values: what its call is given for that.
+        """
+        for each in outside.left:
+            self._leave(each, values)
+        for added in outside.added:
+            self._append(added, values)
+
+    def _leave(self, left: LeftThere, values: Sequence[Any]) -> None:
+        place, known = left.place, self._put.get(left.place.identity)
+        if known is not None and known.stamp == left.stamp:
+            has_changed = place.now() is not known.value  # what a function has put there stays
+            if has_changed or left.value.is_constant:  # a tensor may have been updated in place
+                return
+        now = place.now()
+        before = now if known is None or now is not known.value else known.before
+        first = now if known is None else known.first
+        value = left.value.made(values)
+        place.write(value)
+        self._put[place.identity] = _Put(place, left.stamp, value, before, first)
+
+    def _append(self, added: AddedBefore, values: Sequence[Any]) -> None:
+        container = added.container
+        if id(container) not in self._added:
+            bounded = isinstance(container, deque) and container.maxlen is not None
+            self._added[id(container)] = (container, [], list(container) if bounded else None)
+        there = self._added[id(container)][1]
+        items = [item.made(values) for item in added.items[len(there) :]]
+        container.extend(items)
+        there.extend(items)
+
+    def has_changed(self, identity: Hashable, stamp: int | None) -> bool:
+        """Whether a function has put something else where the program left something last, that
+        with this stamp."""
+        known = self._put.get(identity)
+        return known is not None and known.stamp == stamp and known.place.now() is not known.value
+
+    def appended(self, container: Any) -> int:
+        """How much of what the program appends has been appended."""
+        known = self._added.get(id(container))
+        return 0 if known is None else len(known[1])
+
+    def restore(self, stamps: Mapping[Hashable, int]) -> None:
+        """Leave places as the call has found them, in which the program does so itself.
+
+        Args:
+            stamps: by the identity of the place, of what the program leaves there last.
+        """
+        for identity, put in self._put.items():
+            if stamps.get(identity, put.stamp) != put.stamp:
+                put.place.write(put.first)
+
+    def undo(self) -> None:
+        """Take back what has been put there; what functions have put there stays."""
+        for put in reversed(self._put.values()):
+            if put.place.now() is put.value:
+                put.place.write(put.before)
+        for container, items, before in self._added.values():
+            _take_back(container, items, before)
+        self._put, self._added = {}, {}
+
+
+def _take_back(container: Any, items: Sequence[Any], before: list[Any] | None) -> None:
+    if before is not None:
+        expected = deque([*before, *items], container.maxlen)
+        if len(expected) == len(container) and all(map(_is, expected, container)):
+            container.clear()
+            container.extend(before)
+            return
+    for item in reversed(items):
+        place = next((i for i in range(len(container) - 1, -1, -1) if container[i] is item), None)
+        if place is not None:
+            del container[place]
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def refuse_changed(read: Sequence[ReadBehind], before: Sequence[Any]) -> None:
+    """Refuse a function that has changed what the step reads behind it.
+
+    Args:
+        before: what was in the places before the function was called.
+
+    Raises:
+        GraphOptError: naming the place, and the line that reads it.
+    """
+    for each, value in zip(read, before, strict=True):
+        if not _is_still(each.place.now(), value):
+            raise GraphOptError(
+                "a function that the step calls on the host (graphopt.callback, or a scheduler)"
+                f" changes {each.path}, which the step reads behind the call: {each.line}. The"
+                " captured step has what was there before\n"
+                "  hint:  read it before the call, or call the function behind the last line that"
+                " reads it; or let the step itself compute what it reads"
+            )
+
+
+_BY_VALUE = (bool, int, float, complex, str, bytes, frozenset)
+
+
+def _is_still(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if type(now) is tuple:
+        return len(now) == len(before) and all(map(_is_still, now, before))
+    return isinstance(now, _BY_VALUE) and (now == before or (now != now and before != before))

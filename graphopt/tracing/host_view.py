@@ -1,0 +1,195 @@
+"""What a traced step has left outside when it calls a function on the host (`graphopt.host.seen`).
+
+    self.n += 1
+    graphopt.callback(lambda: print(self.n))      reaches self: is given self.n, and puts it there
+    graphopt.callback(losses.append, loss)        reaches nothing that the step has changed
+
+Only what a function can reach from its closure, its arguments and the globals that it names is put
+there for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from graphopt import _compat
+from graphopt._compat.untraced import without_overrides
+from graphopt.host import HostCall
+from graphopt.host.seen import AddedBefore, GivenValue, LeftThere, LeftValue, LiveValue, ReadBehind
+from graphopt.tracing.call import Call
+from graphopt.tracing.guard_values import is_plain
+from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.behind import Behind
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.reachable import Reach, reached_from
+from graphopt.tracing.schedulers import Unknown
+from graphopt.tracing.setting_place import SettingPlace
+from graphopt.tracing.signature import Signature
+from graphopt.tracing.source import current_user_line
+from graphopt.tracing.substitute import Traced
+
+_ONE = _compat.tree_flatten(None)[1]
+_UNKNOWN = object()
+"""Stands for an object that the step has made."""
+
+Tables = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+"""Attributes of objects, with what they were when the step began."""
+
+
+class HostView:
+    """Follows what one trace leaves outside, for the functions that it calls on the host.
+
+    Args:
+        tables: attributes of modules, optimizers and other objects among the arguments.
+        settings: parameter groups as the step found them, each with its place.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        inputs: Inputs,
+        traced: Traced,
+        record: Record,
+        tables: Tables,
+        settings: Sequence[tuple[int, int, dict[str, Any]]],
+    ) -> None:
+        self._record, self._tables = record, tables
+        self._optimizers = call.optimizer_objects()
+        self._settings = settings
+        self._live = {id(traced.by_id[id(entry.tensor)]): entry for entry in inputs.module_tensors}
+        self._calls: list[tuple[HostCall, Reach]] = []
+        self._known: dict[Any, tuple[int, Any, int]] = {}
+        self._before: dict[Any, tuple[Any, Any]] = {}
+        self._stamps = 0
+        self._transient: set[Any] = set()
+        self._last: dict[Any, int] = {}
+
+    # ------------------------------------------------------------------ calls
+
+    def note(self, call: HostCall) -> list[Any]:
+        """Let a call know what its function finds; returns the values that it is given for that."""
+        if self._record.behind is None:
+            self._record.behind = Behind(self._record.times_written)
+        self._record.behind.calls()
+        with without_overrides():
+            reach = reached_from(call.fn, call.constants)
+        self._calls.append((call, reach))
+        given: list[Any] = []
+        for place, holder, before in self._changed():
+            value = place.now()
+            if reach.has(holder) or self._record.is_namespace(holder):
+                left = self._left(value, given)
+                if left is not None:
+                    stamp = self._stamp(place, value)
+                    self._before.setdefault(place.identity, (place, before))
+                    call.outside.left.append(LeftThere(place, left, stamp))
+        for added in self._record.added():
+            if reach.has(added.container):
+                items = [self._left(item, given) for item in added.items]
+                found = tuple(item for item in items if item is not None)
+                if len(found) == len(items):
+                    call.outside.added.append(AddedBefore(added.container, found))
+        return given
+
+    def steps(self, optimizer: Any) -> None:
+        """The step steps an optimizer, which reads its settings."""
+        behind, line = self._record.behind, current_user_line()
+        if behind is None or line is None:
+            return
+        for index, number, before in self._settings:
+            if self._optimizers[index] is not optimizer:
+                continue
+            for key, value in optimizer.param_groups[number].items():
+                if key != "params" and value is before.get(key, MISSING):
+                    place = SettingPlace.of(optimizer, number, key)
+                    path = f"{key!r} of a parameter group"
+                    behind.reads(place, value, path, line)
+
+    def _changed(self) -> Iterator[tuple[Any, Any, Any]]:
+        """The places that the step has changed so far, each with its holder and what was there."""
+        for written in self._record.written_places():
+            yield written.place, written.place.holder, written.before
+        for table, before in self._tables:
+            for key, value in table.items():
+                changed = value is not before.get(key, MISSING)
+                if changed or self._record.has_written(table, key):
+                    yield OutsidePlace("item", table, key), table, before.get(key, MISSING)
+        for index, number, before in self._settings:
+            optimizer = self._optimizers[index]
+            group = optimizer.param_groups[number]
+            for key, value in group.items():
+                if value is not before.get(key, MISSING) and not isinstance(value, Unknown):
+                    place = SettingPlace.of(optimizer, number, key)
+                    yield place, group, before.get(key, MISSING)
+
+    def _left(self, value: Any, given: list[Any]) -> LeftValue | None:
+        """What stands for a value; None where it cannot be made in each call."""
+        if value is MISSING or self._record.is_outside(value):
+            return LeftValue(None, (value,))
+        leaves, spec = _compat.tree_flatten(value)
+        marks = [self._leaf(leaf, given) for leaf in leaves]
+        if any(mark is _UNKNOWN for mark in marks):
+            return None
+        return LeftValue(None if spec == _ONE else spec, tuple(marks))
+
+    def _leaf(self, leaf: Any, given: list[Any]) -> Any:
+        entry = self._live.get(id(leaf))
+        if entry is not None:
+            return LiveValue(entry.tensor, entry.live)
+        if isinstance(leaf, SYMBOLIC) or _compat.is_fake(leaf):
+            given.append(leaf)
+            return GivenValue(len(given) - 1)
+        return leaf if is_plain(leaf) or self._record.is_outside(leaf) else _UNKNOWN
+
+    def _stamp(self, place: Any, value: Any) -> int:
+        times = self._record.times_written.get(place.identity, 0)
+        known = self._known.get(place.identity)
+        if known is None or known[0] != times or known[1] is not value:
+            self._stamps += 1
+            self._known[place.identity] = (times, value, self._stamps)
+        return self._known[place.identity][2]
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """The step is over, and all that it leaves is still there."""
+        for identity, (place, before) in self._before.items():
+            value = place.now()
+            self._last[identity] = self._stamp(place, value)
+            if same(value, before):
+                self._transient.add(identity)
+        self._known.clear()
+        self._before.clear()
+
+    def settle(self, signature: Signature) -> None:
+        """Let each call know what its function finds: what each call of the step leaves there, or
+        takes back; and what is read behind it."""
+        signature.stamps = self._last
+        taken = {each.place.identity for each in signature.placed}
+        taken |= {each.place.identity for each in signature.attributes}
+        for setting in signature.settings:
+            optimizer = self._optimizers[setting.optimizer]
+            taken.add(SettingPlace.of(optimizer, setting.group, setting.key).identity)
+        signature.restored = {k: v for k, v in self._last.items() if k in self._transient - taken}
+        taken |= self._transient
+        appended = {id(each.container) for each in signature.appended}
+        for number, (call, reach) in enumerate(self._calls):
+            outside = call.outside
+            outside.left = [each for each in outside.left if each.place.identity in taken]
+            outside.added = [each for each in outside.added if id(each.container) in appended]
+            outside.read = list(self._read_behind(number, reach))
+        self._calls.clear()
+        self._record.behind = None
+        self._tables, self._settings, self._live = (), (), {}
+
+    def _read_behind(self, number: int, reach: Reach) -> Iterator[ReadBehind]:
+        behind = self._record.behind
+        if behind is None:
+            return
+        for place, path, line in behind.call(number):
+            holder = place.holder if isinstance(place, OutsidePlace) else place.optimizer()
+            if reach.has(holder):
+                yield ReadBehind(place, path, f"{line.file}:{line.line}")

@@ -1,0 +1,77 @@
+"""What a step reads outside behind the calls of functions on the host, which may change it.
+
+graphopt.callback(check, loss)      a function that is called when the graph runs
+if self.stop: …                     eager code reads here what it has put there
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+from graphopt.ir.source import SourceLine
+
+_KINDS = frozenset({"item", "attribute", "cell", "class", "has", "size", "length", "keys", "whole"})
+_PROGRAM = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    types.CodeType,
+    property,
+    staticmethod,
+    classmethod,
+    type,
+)
+"""Parts of the program, which nobody changes as it runs."""
+
+
+class ReadPlace(NamedTuple):
+    """A place that the step reads, how a message calls it, and the line."""
+
+    place: Any
+    path: str
+    line: SourceLine
+
+
+class Behind:
+    """The reads of one trace, from the first call of a function on.
+
+    Args:
+        times_written: how often the step has written to each place so far.
+    """
+
+    def __init__(self, times_written: Counter[tuple[Any, ...]]) -> None:
+        self._times_written = times_written
+        self._read: list[dict[Hashable, ReadPlace]] = []
+        self._before: list[dict[Any, int]] = []
+
+    def calls(self) -> None:
+        """The step calls a function."""
+        self._read.append({})
+        self._before.append(dict(self._times_written))
+
+    def reads(self, place: Any, value: Any, path: str, line: SourceLine) -> None:
+        """The step reads a place."""
+        if isinstance(value, _PROGRAM) or place.kind not in _KINDS:
+            return
+        identity = place.identity
+        since = self._last_written(identity)
+        for number in range(len(self._read) - 1, since - 1, -1):
+            if identity in self._read[number]:
+                return
+            self._read[number][identity] = ReadPlace(place, path, line)
+
+    def _last_written(self, identity: Any) -> int:
+        """The first call behind which the step has not written to a place again."""
+        times = self._times_written.get(identity, 0)
+        number = len(self._before)
+        while number and self._before[number - 1].get(identity, 0) == times:
+            number -= 1
+        return number
+
+    def call(self, number: int) -> Iterator[ReadPlace]:
+        """What is read behind a call, before the step writes to it."""
+        yield from self._read[number].values()

@@ -1,0 +1,47 @@
+"""A setting of an optimizer's parameter group, as a place that a step reads and writes."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from graphopt.tracing.outside.places import MISSING
+
+
+@dataclass(frozen=True)
+class SettingPlace:
+    """`optimizer.param_groups[group][key]`. The optimizer is not kept alive."""
+
+    optimizer: weakref.ref[Optimizer]
+    group: int
+    key: str
+    kind = "item"
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, group: int, key: str) -> SettingPlace:
+        return cls(weakref.ref(optimizer), group, key)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return ("setting", id(self.optimizer()), self.group, self.key)
+
+    def now(self) -> Any:
+        """What is there, `MISSING` if nothing is."""
+        optimizer = self.optimizer()
+        if optimizer is None or self.group >= len(optimizer.param_groups):
+            return MISSING
+        return optimizer.param_groups[self.group].get(self.key, MISSING)
+
+    def write(self, value: Any) -> None:
+        """Put a value there; `MISSING` takes away what is there."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return
+        group = optimizer.param_groups[self.group]
+        if value is MISSING:
+            group.pop(self.key, None)
+        else:
+            group[self.key] = value
