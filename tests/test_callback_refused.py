@@ -95,7 +95,6 @@ KEPT: dict[str, Keep] = {
     "format of the learning rate": lambda loss, rate: history.append(format(rate, ".3f")),  # HERE
     "JSON of the learning rate": lambda loss, rate: history.append(json.dumps([rate])),  # HERE
     "hash of the learning rate": lambda loss, rate: history.append(hash(rate)),  # HERE
-    "rounded learning rate": lambda loss, rate: history.append(round(rate, 3)),  # HERE
     "fraction of the learning rate": lambda loss, rate: history.append(rate.hex()),  # HERE
     "logged learning rate": lambda loss, rate: logging.getLogger("t").error("%s", rate),  # HERE
     "printed learning rate": lambda loss, rate: print(rate),  # HERE
@@ -146,6 +145,7 @@ KEPT_IN_EACH_CALL: dict[str, Keep] = {
     "rounded": lambda loss, rate: history.append(round(loss.item())),
     "root": lambda loss, rate: history.append(math.sqrt(loss.item())),
     "learning rate": lambda loss, rate: history.append(rate),
+    "rounded learning rate": lambda loss, rate: history.append(round(rate, 3)),
     "learning rate as a float": lambda loss, rate: history.append(float(rate)),
     "tensor": lambda loss, rate: history.append(loss.detach()),
     "global": in_a_global,

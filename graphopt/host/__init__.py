@@ -23,6 +23,7 @@ from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.host.counts import Place, TimesReached
 from graphopt.host.functions import is_same, name_of
+from graphopt.host.held import Held
 from graphopt.host.modes import Modes
 from graphopt.host.running import current_run
 from graphopt.host.seen import Outside
@@ -56,6 +57,7 @@ class HostCall:
         last: no update of state follows it in the program.
         outside: what the function finds outside the step, and the step reads there behind it. The
             values that it takes follow the arguments'.
+        held: what the function and its arguments hold that the step has made.
 
     >>> from graphopt.host import host_call_of, insert_callback
     >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
@@ -80,6 +82,7 @@ class HostCall:
         self._arguments = [self._taken_apart(argument) for argument in arguments]
         self._count = len(self.values)
         self.outside = Outside()
+        self.held: Held | None = None
         self._modes = Modes.now()
 
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
@@ -121,7 +124,7 @@ class HostCall:
             if run is None:
                 self.fn(*arguments)
             else:
-                run.call(self.fn, arguments, self.last, self.outside, values[self._count :])
+                run.call(self, arguments, values[self._count :])
 
     def _with(self, values: Iterator[Any]) -> list[Any]:
         arguments = []
@@ -135,12 +138,17 @@ class HostCall:
         specs, constants = zip(*self._arguments, strict=True) if self._arguments else ((), ())
         others = zip(*other._arguments, strict=True) if other._arguments else ((), ())
         other_specs, other_constants = others
+        given = {
+            known: each.path
+            for call in (self, other)
+            for known, each in (call.held.of_trace.items() if call.held else ())
+        }
         return (
             (self.every, specs) == (other.every, other_specs)
-            and is_same(self.fn, other.fn)
+            and is_same(self.fn, other.fn, given=given)
             and self.outside.repeats(other.outside)
             and all(
-                is_same(tuple(mine), tuple(theirs))
+                is_same(tuple(mine), tuple(theirs), given=given)
                 for mine, theirs in zip(constants, other_constants, strict=True)
             )
         )

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
+from graphopt.host.held import Held
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
 
 _METADATA = frozenset(
@@ -49,6 +50,15 @@ class Agreement(Protocol):
     def before_updates(self) -> bool: ...
     @property
     def at_end(self) -> bool: ...
+
+
+class Called(Protocol):
+    """The call of a function, see `graphopt.host.HostCall`."""
+
+    fn: Callable[..., Any]
+    last: bool
+    outside: Outside
+    held: Held | None
 
 
 class _NoState(TorchFunctionMode):
@@ -103,6 +113,7 @@ class HostRun:
         agreement: when they do.
         mixed: whether a function has drawn random numbers that the step draws after it, and has
             drawn before the graph began.
+        given: positional and keyword arguments of the step.
 
     Attributes:
         put: what has been put outside the step for functions that were called.
@@ -116,7 +127,9 @@ class HostRun:
         votes: Votes | None = None,
         agreement: Agreement | None = None,
         mixed: Callable[[], bool] = bool,
+        given: Any = ((), {}),
     ) -> None:
+        self._given = given
         self._mixed = mixed
         self._storages, self._rank, self._step = storages, rank, step
         self._votes, self._agreement = votes, agreement
@@ -126,33 +139,36 @@ class HostRun:
         self._agreed = False
         self.put = PutOutside()
 
-    def call(
-        self,
-        fn: Callable[..., Any],
-        arguments: Sequence[Any],
-        last: bool,
-        outside: Outside,
-        values: Sequence[Any],
-    ) -> None:
+    def call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
         """Call a function.
 
         Args:
-            last: no update of state follows it in the program.
-            outside: what it has to do with places outside the step, with the `values` for that.
+            arguments: what it is given.
+            values: what is put outside for it.
         """
         if self._failure is not None:  # eager code would not have come here
             return
         try:
-            self.put.show(outside, values)
-            before = [each.place.now() for each in outside.read]
-            with self._alone():
-                fn(*arguments)
-                self._refuse_mixed()
-            refuse_changed(outside.read, before)
+            self._call(host_call, arguments, values)
         except BaseException as error:
-            if not last and self._votes is None:
+            if not host_call.last and self._votes is None:
                 raise
-            self._failure, self._last = error, last
+            self._failure, self._last = error, host_call.last
+
+    def _call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
+        outside, held = host_call.outside, host_call.held
+        self.put.show(outside, values)
+        before = [each.place.now() for each in outside.read]
+        prepared = held.prepared(host_call.fn, arguments, self._given) if held else None
+        with self._alone():
+            if prepared is None:
+                host_call.fn(*arguments)
+            else:
+                prepared.fn(*prepared.arguments)
+            self._refuse_mixed()
+        if prepared is not None:
+            prepared.refuse_changed()
+        refuse_changed(outside.read, before)
 
     def _refuse_mixed(self) -> None:
         if self._mixed():

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,7 +194,8 @@ class BoundStep:
             (self.agreed.votes, self.agreed.agreement) if self.agreed else (None,) * 2
         )
         mixed, inputs = call.drawn.are_mixed, self._inputs
-        return HostRun(lambda: inputs.updated_storages(flat), rank, step, votes, agreement, mixed)
+        storages = partial(inputs.updated_storages, flat)
+        return HostRun(storages, rank, step, votes, agreement, mixed, call.given)
 
     def _raise_explained(
         self,

@@ -99,7 +99,9 @@ class RawGraphRunner(fx.Interpreter):
         if isinstance(target, HostCall):
             return target(*args)
         if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
-            return numbers.record(target, *args)
+            number = numbers.record(target, *args)
+            if number is not NotImplemented:  # as of what torch has recorded itself: round(x, None)
+                return number
         if averages.takes(target, args, kwargs):
             return averages.call_with_symbol(
                 self._tracer, partial(self._call, target), args, kwargs

@@ -46,6 +46,10 @@ class GivenContainers:
             for path, container in _containers(start, value)
         ]
 
+    def paths(self) -> Iterator[tuple[Any, Path]]:
+        """The containers, each with where it is."""
+        return ((container, path) for path, container, _ in self._before)
+
     def changes(self) -> Iterator[ContainerChange]:
         """What is different now."""
         for path, container, before in self._before:

@@ -15,9 +15,13 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt._compat.untraced import without_overrides
+from graphopt.errors import CaptureError
 from graphopt.host import HostCall
+from graphopt.host.held import Given, Held
 from graphopt.host.seen import AddedBefore, GivenValue, LeftThere, LeftValue, LiveValue, ReadBehind
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
+from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.numbers import SYMBOLIC
@@ -61,7 +65,9 @@ class HostView:
         self._settings = settings
         self._live = {id(traced.by_id[id(entry.tensor)]): entry for entry in inputs.module_tensors}
         self._calls: list[tuple[HostCall, Reach]] = []
+        self._lines: list[SourceLine | None] = []
         self._known: dict[Any, tuple[int, Any, int]] = {}
+        self.given = GivenContainers((), {})
         self._before: dict[Any, tuple[Any, Any]] = {}
         self._stamps = 0
         self._transient: set[Any] = set()
@@ -77,6 +83,8 @@ class HostView:
         with without_overrides():
             reach = reached_from(call.fn, call.constants)
         self._calls.append((call, reach))
+        self._lines.append(current_user_line())
+        call.held = self._held(call)
         given: list[Any] = []
         for place, holder, before in self._changed():
             value = place.now()
@@ -93,6 +101,15 @@ class HostView:
                 if len(found) == len(items):
                     call.outside.added.append(AddedBefore(added.container, found))
         return given
+
+    def _held(self, call: HostCall) -> Held | None:
+        """What the function of a call, and what it is given, hold of the step's own."""
+        given = {id(value): Given(path) for value, path in self.given.paths()}
+        held = Held(self._record.is_outside, given)
+        held.add(call.fn)
+        for argument in call.constants:
+            held.add(argument)
+        return held or None
 
     def steps(self, optimizer: Any) -> None:
         """The step steps an optimizer, which reads its settings."""
@@ -176,7 +193,9 @@ class HostView:
         signature.restored = {k: v for k, v in self._last.items() if k in self._transient - taken}
         taken |= self._transient
         appended = {id(each.container) for each in signature.appended}
+        changed = [container.change.path for container in signature.containers]
         for number, (call, reach) in enumerate(self._calls):
+            self._refuse_changed(call, self._lines[number], changed)
             outside = call.outside
             outside.left = [each for each in outside.left if each.place.identity in taken]
             outside.added = [each for each in outside.added if id(each.container) in appended]
@@ -184,6 +203,19 @@ class HostView:
         self._calls.clear()
         self._record.behind = None
         self._tables, self._settings, self._live = (), (), {}
+        self.given = GivenContainers((), {})
+
+    def _refuse_changed(
+        self, call: HostCall, line: SourceLine | None, changed: Sequence[Sequence[Any]]
+    ) -> None:
+        held = call.held.of_trace.values() if call.held else ()
+        if any(each.path == tuple(path)[: len(each.path)] for each in held for path in changed):
+            raise CaptureError(
+                "a function given to graphopt.callback holds a list or dictionary among the step's"
+                " arguments, which the step changes as well",
+                location=None if line is None else str(line),
+                hint="give the function what it needs of it, or let it change another one",
+            )
 
     def _read_behind(self, number: int, reach: Reach) -> Iterator[ReadBehind]:
         behind = self._record.behind

@@ -54,7 +54,7 @@ class TracedFloat(torch.SymFloat):
 def _quotient(a: Any, b: Any) -> Any:
     """`divmod(a, b)`."""
     parts = record(operator.floordiv, a, b), record(operator.mod, a, b)
-    return NotImplemented if NotImplemented in parts else parts
+    return NotImplemented if any(part is NotImplemented for part in parts) else parts
 
 
 def forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:

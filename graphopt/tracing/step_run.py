@@ -263,7 +263,7 @@ class StepRun:
             if isinstance(number, ArgumentNumber):
                 leaves[number.position] = stand_in
         args, kwargs = self.call.rebuild(leaves)
-        given = GivenContainers(args, kwargs)
+        given = self.view.given = GivenContainers(args, kwargs)
         stepped: list[int] = []
         known = self.call.optimizer_objects()
 

@@ -1,0 +1,177 @@
+"""What a function that a step calls on the host holds of the step's own: as it was at the call.
+
+    for i in range(3):
+        graphopt.callback(lambda: log(i))       i is 2 when the graph runs, and was 0, 1 and 2
+    graphopt.callback(history.append, 5)        history, an argument, is another list in each call
+
+Variables and containers that the step makes are made again for each call of the function. What the
+function changes in them would be lost, and is an error; those among the step's arguments are the
+ones of the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from typing import Any
+
+from graphopt.errors import GraphOptError
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_NESTS = (*_CONTAINERS, tuple)
+
+
+class Given:
+    """A list or dictionary among the arguments of the step: where it is among those of a call."""
+
+    def __init__(self, path: Sequence[Any]) -> None:
+        self.path = tuple(path)
+
+    def made(self, given: Any) -> Any:
+        """That of a call with the arguments `given`."""
+        for key in self.path:
+            given = given[key]
+        return given
+
+
+class Held:
+    """What a function holds: cells with their contents, and containers.
+
+    Args:
+        is_outside: whether an object was there before the step.
+        given: the containers among the arguments of the trace, by id.
+    """
+
+    def __init__(self, is_outside: Callable[[Any], bool], given: Mapping[int, Given]) -> None:
+        self._is_outside, self._given = is_outside, given
+        self.cells: dict[int, tuple[CellType, Any]] = {}
+        self.of_trace: dict[int, Given] = {}
+        self._seen: set[int] = set()
+        self._copies: dict[int, tuple[Any, Any]] = {}
+
+    def add(self, value: Any) -> None:
+        """The function is this one, or is given it."""
+        if id(value) in self._seen or self._is_outside(value):
+            return
+        self._seen.add(id(value))
+        if id(value) in self._given:
+            self.of_trace[id(value)] = self._given[id(value)]
+            self._copies[id(value)] = (value, None)
+        elif type(value) in _NESTS:
+            self._copies[id(value)] = (value, self._copied(value))
+            for each in value.values() if isinstance(value, dict) else value:
+                self.add(each)
+        else:
+            self._add_parts(value)
+
+    def _add_parts(self, value: Any) -> None:
+        if isinstance(value, FunctionType):
+            for cell in value.__closure__ or ():
+                self._add_cell(cell)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.add(part)
+        elif isinstance(value, (BuiltinMethodType, MethodType)):
+            self.add(value.__self__)
+            if isinstance(value, MethodType):
+                self.add(value.__func__)
+
+    def _add_cell(self, cell: CellType) -> None:
+        if self._is_outside(cell) or id(cell) in self.cells:
+            return
+        try:
+            content = cell.cell_contents
+        except ValueError:  # nothing has been assigned yet
+            return
+        self.cells[id(cell)] = (cell, content)
+        self.add(content)
+
+    def _copied(self, value: Any) -> Any:
+        return value if type(value) is tuple else value.copy()
+
+    def __bool__(self) -> bool:
+        return bool(self.cells or self._copies)
+
+    # ------------------------------------------------------------------ a call
+
+    def prepared(self, fn: Any, arguments: Sequence[Any], given: Any) -> Prepared:
+        """The function and its arguments for one call."""
+        return Prepared(self.cells, self._copies, self.of_trace, given, fn, arguments)
+
+
+class Prepared:
+    """One call of a function with what it holds made anew."""
+
+    def __init__(
+        self,
+        cells: Mapping[int, tuple[CellType, Any]],
+        copies: Mapping[int, tuple[Any, Any]],
+        of_trace: Mapping[int, Given],
+        given: Any,
+        fn: Any,
+        arguments: Sequence[Any],
+    ) -> None:
+        self._copies, self._of_trace, self._given = copies, of_trace, given
+        self._made: dict[int, tuple[Any, Any]] = {}
+        self._cells = [(cell, self.now(content)) for cell, content in cells.values()]
+        for cell, content in self._cells:
+            cell.cell_contents = content
+        self.fn = self.now(fn)
+        self.arguments = [self.now(each) for each in arguments]
+
+    def now(self, value: Any) -> Any:
+        """What stands in this call for something that the function holds."""
+        if id(value) in self._made:
+            return self._made[id(value)][0]
+        if id(value) in self._of_trace:
+            return self._of_trace[id(value)].made(self._given)
+        if isinstance(value, BuiltinMethodType) and id(value.__self__) in self._copies:
+            return getattr(self.now(value.__self__), value.__name__)
+        if isinstance(value, functools.partial):
+            named = {name: self.now(each) for name, each in value.keywords.items()}
+            return functools.partial(self.now(value.func), *map(self.now, value.args), **named)
+        if id(value) not in self._copies:
+            return value
+        return self._anew(value, self._copies[id(value)][1])
+
+    def _anew(self, value: Any, content: Any) -> Any:
+        if type(content) is tuple:
+            return tuple(map(self.now, content))
+        made = content.copy()
+        self._made[id(value)] = (made, None)
+        if isinstance(made, dict):
+            for key, each in made.items():
+                made[key] = self.now(each)
+        elif not isinstance(made, set):
+            for index, each in enumerate(made):
+                made[index] = self.now(each)
+        self._made[id(value)] = (made, made.copy())
+        return made
+
+    def refuse_changed(self) -> None:
+        """Refuse a function that has changed what the step has made.
+
+        Raises:
+            GraphOptError: it has; the step would not see it.
+        """
+        changed = any(cell.cell_contents is not content for cell, content in self._cells)
+        if changed or not all(_is_same(made, before) for made, before in self._made.values()):
+            raise GraphOptError(
+                "a function that the step calls on the host (graphopt.callback) changes a variable,"
+                " list or dictionary that the step has made, which the captured step would not"
+                " see\n"
+                "  hint:  keep it outside the step, or let the step itself compute it"
+            )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two containers of a kind hold the same objects."""
+    if len(one) != len(other) or isinstance(one, set):
+        return len(one) == len(other) and bool(one == other)
+    if isinstance(one, dict):
+        return all(a is b for a, b in zip(one, other, strict=True)) and all(
+            one[key] is other[key] for key in one
+        )
+    return all(a is b for a, b in zip(one, other, strict=True))
