@@ -126,6 +126,11 @@ class HostCall:
             else:
                 run.call(self, arguments, values[self._count :])
 
+    def made_anew(self, arguments: Sequence[Any]) -> list[Any]:
+        """Those arguments that are put together in each call, as they have values of the graph."""
+        pairs = zip(self._arguments, arguments, strict=True)
+        return [argument for (spec, _), argument in pairs if spec is not None]
+
     def _with(self, values: Iterator[Any]) -> list[Any]:
         arguments = []
         for spec, leaves in self._arguments:

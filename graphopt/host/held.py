@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any
 
@@ -21,6 +21,10 @@ from graphopt.errors import GraphOptError
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _NESTS = (*_CONTAINERS, tuple)
+
+
+def _nothing(value: object) -> bool:
+    return False
 
 
 class Given:
@@ -91,6 +95,11 @@ class Held:
     def _copied(self, value: Any) -> Any:
         return value if type(value) is tuple else value.copy()
 
+    def finish(self) -> None:
+        """Everything has been added; the trace is let go."""
+        self._is_outside, self._given = _nothing, {}
+        self._seen.clear()
+
     def __bool__(self) -> bool:
         return bool(self.cells or self._copies)
 
@@ -156,14 +165,44 @@ class Prepared:
         Raises:
             GraphOptError: it has; the step would not see it.
         """
-        changed = any(cell.cell_contents is not content for cell, content in self._cells)
-        if changed or not all(_is_same(made, before) for made, before in self._made.values()):
-            raise GraphOptError(
-                "a function that the step calls on the host (graphopt.callback) changes a variable,"
-                " list or dictionary that the step has made, which the captured step would not"
-                " see\n"
-                "  hint:  keep it outside the step, or let the step itself compute it"
-            )
+        if any(cell.cell_contents is not content for cell, content in self._cells):
+            raise _changes("a variable")
+
+    @property
+    def containers(self) -> list[tuple[Any, Any]]:
+        """What was made, each with a copy."""
+        return list(self._made.values())
+
+
+def containers_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The containers of a nest, each with a copy of it."""
+    if type(value) not in _NESTS:
+        return
+    if type(value) is not tuple:
+        yield value, value.copy()
+    for each in value.values() if isinstance(value, dict) else value:
+        yield from containers_in(each)
+
+
+def refuse_changed_containers(made: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse a function that has changed containers which were made for it.
+
+    Args:
+        made: each with a copy from before the call.
+
+    Raises:
+        GraphOptError: it has; the step would not see it.
+    """
+    if not all(_is_same(container, before) for container, before in made):
+        raise _changes("a list or dictionary")
+
+
+def _changes(what: str) -> GraphOptError:
+    return GraphOptError(
+        f"a function that the step calls on the host (graphopt.callback) changes {what} that the"
+        " step has made or was given, which the captured step would not see\n"
+        "  hint:  keep it outside the step, or let the step itself compute it"
+    )
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
-from graphopt.host.held import Held
+from graphopt.host.held import Held, containers_in, refuse_changed_containers
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
 
 _METADATA = frozenset(
@@ -59,6 +59,8 @@ class Called(Protocol):
     last: bool
     outside: Outside
     held: Held | None
+
+    def made_anew(self, arguments: Sequence[Any]) -> list[Any]: ...
 
 
 class _NoState(TorchFunctionMode):
@@ -160,12 +162,14 @@ class HostRun:
         self.put.show(outside, values)
         before = [each.place.now() for each in outside.read]
         prepared = held.prepared(host_call.fn, arguments, self._given) if held else None
+        given = list(containers_in(host_call.made_anew(arguments)))
         with self._alone():
             if prepared is None:
                 host_call.fn(*arguments)
             else:
                 prepared.fn(*prepared.arguments)
             self._refuse_mixed()
+        refuse_changed_containers([*given, *(prepared.containers if prepared else ())])
         if prepared is not None:
             prepared.refuse_changed()
         refuse_changed(outside.read, before)

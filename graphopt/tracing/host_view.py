@@ -109,6 +109,7 @@ class HostView:
         held.add(call.fn)
         for argument in call.constants:
             held.add(argument)
+        held.finish()
         return held or None
 
     def steps(self, optimizer: Any) -> None:
@@ -132,15 +133,18 @@ class HostView:
         for table, before in self._tables:
             for key, value in table.items():
                 changed = value is not before.get(key, MISSING)
-                if changed or self._record.has_written(table, key):
-                    yield OutsidePlace("item", table, key), table, before.get(key, MISSING)
+                place = OutsidePlace("item", table, key)
+                known = self._record.has_written(table, key) or place.identity in self._before
+                if changed or known:  # torch's own code writes unseen
+                    yield place, table, before.get(key, MISSING)
         for index, number, before in self._settings:
             optimizer = self._optimizers[index]
             group = optimizer.param_groups[number]
             for key, value in group.items():
-                if value is not before.get(key, MISSING) and not isinstance(value, Unknown):
-                    place = SettingPlace.of(optimizer, number, key)
-                    yield place, group, before.get(key, MISSING)
+                setting = SettingPlace.of(optimizer, number, key)
+                changed = value is not before.get(key, MISSING) or setting.identity in self._before
+                if changed and not isinstance(value, Unknown):
+                    yield setting, group, before.get(key, MISSING)
 
     def _left(self, value: Any, given: list[Any]) -> LeftValue | None:
         """What stands for a value; None where it cannot be made in each call."""
