@@ -64,9 +64,22 @@ def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
         return "nothing says what it does to each tensor of its lists"
     if counts_steps(node):
         return "it counts steps, which are read as Python numbers"
+    if _selects_by_values(node):
+        return "how much it selects is known only when it runs"
     if _adds_in_no_order(node):
         return "several threads of compiled code would add in no fixed order"
     return _unsuitable_value(node)
+
+
+def _selects_by_values(node: fx.Node) -> bool:
+    """Whether values decide how many elements a node works on. Where a graph holds for one number
+    of them, which it has checked, Inductor would check it again in its own way."""
+    target: Any = node.target
+    if not is_operator(target, "aten::index", "aten::index_put", "aten::_unsafe_index_put"):
+        return torch.Tag.dynamic_output_shape in target.tags
+    indices: Any = node.args[1] if len(node.args) > 1 else node.kwargs["indices"]
+    values = [index.meta.get("val") for index in indices if isinstance(index, fx.Node)]
+    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(values))
 
 
 def _adds_in_no_order(node: fx.Node) -> bool:

@@ -240,13 +240,53 @@ def test_no_sync(two_ranks: Pool) -> None:
     assert two_ranks.run(accumulates) == [[True]] * 2
 
 
+class Trainer:
+    """A step that finds the model and the optimizer in `self`, and another model, not trained."""
+
+    def __init__(self, rank: int, wrapped: bool) -> None:
+        self.model = model = seeded(net, rank)
+        self.teacher = seeded(net, 7 + rank)
+        self.optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.parts = [DistributedDataParallel(model) if wrapped else model]
+
+    def step(self, x: Tensor) -> Tensor:
+        return by_value(self.parts[0], self.optimizer, x)
+
+
+def closes_over(rank: int, in_closure: bool) -> list[bool]:
+    found = []
+    for wrapped in (False, True):
+        trainer = Trainer(rank, wrapped)
+
+        def closed_over(x: Tensor, trainer: Trainer = trainer) -> Tensor:
+            return trainer.step(x)
+
+        step: Step = closed_over if in_closure else trainer.step
+        step = step if wrapped else graphopt.compile(step, fallback="eager")
+        losses = [step(batch(rank, i)).detach() for i in range(4)]
+        models = (trainer.model.state_dict().values(), trainer.teacher.state_dict().values())
+        found.append([*losses, *(t.clone() for model in models for t in model)])
+    return [same(*found)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_what_a_step_closes_over_is_averaged(two_ranks: Pool, in_closure: bool) -> None:
+    """A model that no optimizer updates stays each rank's own."""
+    assert two_ranks.run(closes_over, in_closure) == [[True]] * 2
+
+
 def refused_eagerly(rank: int, kind: str) -> str:
     model = seeded(net)
     optimizer = SGD(model.parameters(), lr=0.1)
     other = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
 
-    def closed_over(x: Tensor) -> Tensor:
-        return by_value(model, optimizer, x)
+    weight = nn.Parameter(torch.ones(4))
+
+    def bare(x: Tensor) -> Tensor:
+        loss: Tensor = (weight * x).sum() * next(map(float, [x.sum()]))
+        loss.backward()
+        return loss
 
     def stranger(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
         by_value(model, optimizer, x)
@@ -263,7 +303,7 @@ def refused_eagerly(rank: int, kind: str) -> str:
             handle.remove()
 
     arguments: dict[str, tuple[Any, ...]] = {
-        "closed over": (closed_over,),
+        "bare": (bare,),
         "stranger": (stranger, model, optimizer),
         "in backward": (in_backward, model),
     }
@@ -279,7 +319,7 @@ def refused_eagerly(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("closed over", "depends on the value of a tensor"),
+        ("bare", "depends on the value of a tensor"),
         ("stranger", "parameters that are not among the step's arguments"),
         ("in backward", "within the backward"),
     ],

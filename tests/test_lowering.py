@@ -229,6 +229,59 @@ def test_unknown_ways_to_lower() -> None:
         graphopt.compile(train_step, lower="triton")
 
 
+SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "items": lambda x, mask: (x[mask] * 2).sin().sum(),
+    "items set": lambda x, mask: _set(x, mask),
+    "items counted down": lambda x, mask: _counted_down(x, mask),
+    "places": lambda x, mask: x.view(-1)[mask.view(-1).nonzero().squeeze(1)].cos().sum(),
+    "selected": lambda x, mask: torch.masked_select(x, mask).exp().sum(),
+    "distinct": lambda x, mask: torch.unique(x.detach().round()).sin().sum() * x.sum(),
+    "where": lambda x, mask: x[torch.where(mask)].sin().sum(),
+}
+
+
+def _set(x: Tensor, mask: Tensor) -> Tensor:
+    y = x.sin()
+    y[mask] = y[mask] * 2 + 1
+    return y.cos().sum()
+
+
+def _counted_down(x: Tensor, mask: Tensor) -> Tensor:
+    indices = (x.detach() > 0).long() + 1
+    indices[mask] -= 1
+    return (x * indices).sin().sum()
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_selections_by_value_are_not_in_compiled_code(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in a graph that holds for one number of them, one among others."""
+    select = SELECTIONS[name]
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, mask: Tensor) -> Tensor:
+        loss = select(model(x).tanh() + x, mask).exp()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        run = graphopt.compile(step, lower="inductor") if compiled else step
+        for count in (1, 3, 1, 4):
+            x = torch.randn(4, 4)
+            mask = torch.arange(16).view(4, 4) < count
+            found.append(run(model, optimizer, x, mask))
+        found.append(model.weight.detach().clone())
+    for eager, lowered in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+        torch.testing.assert_close(lowered, eager)
+    assert "runs operator by operator" not in caplog.text
+
+
 def alpha_first(x: Tensor, y: Tensor) -> Tensor:
     return (x * 2).add(x @ y, alpha=0.5).sin()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from graphopt.errors import (
 from graphopt.parallel import DataParallel, OverRanks, Parallel
 
 if TYPE_CHECKING:
+    from graphopt.tracing.besides import Besides
     from graphopt.tracing.call import Call
 
 logger = logging.getLogger("graphopt")
@@ -47,6 +49,7 @@ class Fallback:
         self._name, self._mode = name, mode
         self._off = _is_off()
         self.refusal: GraphOptError | None = None
+        self._trained: Besides | None = None
         if self._off:
             logger.warning("%s runs eagerly: %s is set", name, OFF)
 
@@ -70,7 +73,7 @@ class Fallback:
             return False
         if isinstance(error, SpmdMismatchError) and not error.refused:
             return False
-        if alone or not _can_average(call, parallel):
+        if alone or not self._can_average(call, parallel):
             return False
         self.refusal = error
         logger.warning("%s runs eagerly from now on, until reset(): %s", self._name, error)
@@ -102,17 +105,40 @@ class Fallback:
                     " done then",
                     hint="let it be captured: GRAPHOPT_OFF=0, and no fallback",
                 )
-            if not _can_average(call, parallel):
+            if not self._can_average(call, parallel):
                 raise CaptureError(
-                    "it runs eagerly, and has no module or optimizer among its arguments whose"
-                    " gradients the ranks could average",
+                    "it runs eagerly, and has and reaches no module or optimizer whose gradients"
+                    " the ranks could average",
                     hint="pass the model and the optimizer to the step",
                 )
+            call = self._with_trained(call)
             join(call, parallel)
             averaging = _averaging(call, parallel, sync, step)
         with averaging:
             returned = call.fn(*args, **kwargs)
         return tree_map(_without_history, returned)
+
+    def _can_average(self, call: Call, parallel: Parallel) -> bool:
+        """Whether a step may run eagerly: alone, or with averages of what is trained."""
+        if not isinstance(parallel, OverRanks):
+            return True
+        found = isinstance(parallel, DataParallel) and self._with_trained(call)
+        return bool(found and (found.modules or found.optimizers))
+
+    def _with_trained(self, call: Call) -> Call:
+        """The call with the modules and optimizers that the step closes over, where none is among
+        its arguments."""
+        from graphopt.tracing.besides import Besides
+        from graphopt.tracing.reachable import trained_objects
+
+        if call.modules or call.optimizers:
+            return call
+        found = None if self._trained is None else call.using(self._trained)
+        if found is None:
+            objects = enumerate(trained_objects(call.fn, call.leaves))
+            self._trained = Besides([(f"trained.{i}", weakref.ref(each)) for i, each in objects])
+            found = call.using(self._trained)
+        return found or call
 
 
 def _averaging(call: Call, parallel: DataParallel, sync: bool, step: int) -> Any:
@@ -123,13 +149,6 @@ def _averaging(call: Call, parallel: DataParallel, sync: bool, step: int) -> Any
     if not sync or group.size() == 1:
         return nullcontext()
     return Averages(call, group, step).active(parallel.broadcast_buffers)
-
-
-def _can_average(call: Call, parallel: Parallel) -> bool:
-    """Whether a step may run eagerly: alone, or with averages of what is trained."""
-    if not isinstance(parallel, OverRanks):
-        return True
-    return isinstance(parallel, DataParallel) and bool(call.modules or call.optimizers)
 
 
 def _without_history(value: Any) -> Any:

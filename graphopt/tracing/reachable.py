@@ -188,6 +188,25 @@ def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
     yield from search.run()
 
 
+def trained_objects(step: Any, arguments: Iterable[object]) -> list[nn.Module | Optimizer]:
+    """Optimizers that `step` can reach, and the modules whose parameters they update: outermost
+    ones, nearest first. Where there is no optimizer, all modules that get gradients."""
+    search = _Search(getattr(_function_of(step), "__globals__", {}))
+    search.add([step, *arguments])
+    for _ in search.run():
+        pass
+    optimizers = [value for value in search.keep if isinstance(value, Optimizer)]
+    modules = [value for value in search.keep if isinstance(value, nn.Module)]
+    updated = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    trained = [
+        module
+        for module in modules
+        if any(p.requires_grad and (not updated or id(p) in updated) for p in module.parameters())
+    ]
+    inner = {id(child) for module in trained for child in module.modules() if child is not module}
+    return [*(module for module in trained if id(module) not in inner), *optimizers]
+
+
 class Reach:
     """What a function can reach.
 
