@@ -89,7 +89,7 @@ STEPS = (
 )  # fmt: skip
 
 
-LEAVE_GRADIENTS = (inner_loop, gradients_of_the_copy)
+LEAVE_GRADIENTS = (gradients_of_the_copy,)
 """The second call meets gradients, which eager's copies of parameters do not have."""
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from graphopt import _compat
 from graphopt.parallel.kinds import OverRanks
 
 if TYPE_CHECKING:
@@ -144,4 +145,5 @@ def broadcast_buffers(module: nn.Module, group: Group) -> None:
     """Copy the buffers of `module` from the group's rank 0, now."""
     buffers = [buffer for buffer in module.buffers() if buffer.numel()]
     for buffer, received in zip(buffers, receive_buffers(buffers, group), strict=True):
-        buffer.copy_(received)
+        with _compat.version_kept(buffer):  # as with DDP, no update to what a forward has saved
+            buffer.copy_(received)

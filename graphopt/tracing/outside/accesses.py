@@ -17,8 +17,8 @@ class OutsideAccess(NamedTuple):
     """One instruction that may read or write outside.
 
     Attributes:
-        feeding: it loads a value that only goes into a store to the same place.
-        counting: it is that store.
+        feeding: where the store is if it loads a value that only goes into one to the same place.
+        counting: it is such a store.
         discarded: it is a call whose result nothing uses.
     """
 
@@ -27,7 +27,7 @@ class OutsideAccess(NamedTuple):
     name: Any
     argument: int
     offset: int
-    feeding: bool
+    feeding: int | None
     counting: bool
     discarded: bool
 
@@ -36,7 +36,8 @@ class OutsideAccess(NamedTuple):
 def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
     """The instructions of a function that are looked at, by offset."""
     instructions = list(dis.get_instructions(code))
-    feeding, counting = counting_pairs(instructions)
+    feeding = counting_pairs(instructions)
+    counting = set(feeding.values())
     visible = [i for i in instructions if i.opname != "CACHE"]
     discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
     return {
@@ -46,7 +47,7 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
             i.argval,
             i.arg or 0,
             i.offset,
-            i.offset in feeding,
+            feeding.get(i.offset),
             i.offset in counting,
             i.offset in discarded,
         )

@@ -13,43 +13,50 @@ _STORES = {
     "LOAD_DEREF": "STORE_DEREF",
     "BINARY_SUBSCR": "STORE_SUBSCR",
 }
+_HEIGHTS = {"STORE_ATTR": 2, "STORE_SUBSCR": 3}
+"""Of the stack where such a store begins, with the stored value at its bottom."""
 _MOVING = frozenset({"SWAP", "ROT_TWO", "ROT_THREE", "ROT_FOUR"})
 _COMPUTING = ("BINARY_", "INPLACE_")
+_NOTHING = frozenset({"CACHE", "NOP", "EXTENDED_ARG"})
 _ON_TOP = ("LOAD_", "CALL", "PRECALL", "KW_NAMES", "PUSH_NULL", "BUILD_", "UNARY_", "COMPARE_OP",
            "CONTAINS_OP", "IS_OP", "LIST_EXTEND", "CACHE", "NOP", "EXTENDED_ARG",
            "TO_BOOL")  # fmt: skip
 """Instructions that take their operands from the top of the stack, and put at most two there."""
 
 
-def counting_pairs(instructions: Sequence[dis.Instruction]) -> tuple[set[int], set[int]]:
-    """Offsets of such loads, and of the stores.
+def counting_pairs(instructions: Sequence[dis.Instruction]) -> dict[int, int]:
+    """Offsets of such loads, each with that of its store.
 
-    What is between the two takes other values than this one, but for the arithmetic.
+    What is between the two takes other values than this one, but for the arithmetic. Whether they
+    are of one object is not known before they are executed.
     """
-    loads: set[int] = set()
-    stores: set[int] = set()
+    pairs: dict[int, int] = {}
     for index, instruction in enumerate(instructions):
         wanted = _STORES.get(instruction.opname)
         if wanted is None:
             continue
         store = _store(instructions[index + 1 :], wanted)
         if store is not None and (wanted == "STORE_SUBSCR" or store.argval == instruction.argval):
-            loads.add(instruction.offset)
-            stores.add(store.offset)
-    return loads, stores
+            pairs[instruction.offset] = store.offset
+    return pairs
 
 
 def _store(following: Sequence[dis.Instruction], wanted: str) -> dis.Instruction | None:
     height = 1  # of the stack, with the loaded value at its bottom
-    computed = slicing = False
+    computed = slicing = moved = False
     for instruction in following:
         name = instruction.opname
         if instruction.is_jump_target:
             return None
         if name == wanted:
-            return instruction if computed else None
-        if name in _MOVING:
-            if not computed:
+            stored = moved or height == _HEIGHTS.get(name, 1)
+            return instruction if computed and stored else None
+        if name in _MOVING:  # below an object that is on the stack already, as of `+=`
+            if not computed or height != 1:
+                return None
+            moved = True
+        elif moved:
+            if name not in _NOTHING:
                 return None
         elif name.startswith(_COMPUTING):
             if height == 2 and name == "BINARY_SUBSCR" and not slicing:

@@ -44,7 +44,6 @@ class Instructions:
         self._record = record
         self._substitute = substitute
         self._calls = NativeCalls(record)
-        self._feeding: dict[int, tuple[OutsidePlace, str, SourceLine]] = {}
 
     def before(self, frame: FrameType, step: OutsideAccess) -> None:
         """`frame` is about to execute an instruction."""
@@ -52,10 +51,12 @@ class Instructions:
         code = frame.f_code
         line = SourceLine(code.co_filename, frame.f_lineno, code.co_name)
         handler: Callable[..., None] = getattr(self, step.handler)
-        if not step.feeding:
-            handler(frame, step, operands, line)
-            return
         record = self._record
+        if step.feeding is None:
+            handler(frame, step, operands, line)
+            if step.counting:
+                record.read_fed((id(frame), step.offset))
+            return
         record.pending = []
         try:
             handler(frame, step, operands, line)
@@ -71,7 +72,7 @@ class Instructions:
         else:
             if value is MISSING and type(pending[-1][0].holder) is defaultdict:  # begins to count
                 record.read(*pending[-1])
-            self._feeding[id(frame)] = pending[-1]
+            record.feeds((id(frame), step.feeding), pending[-1])
 
     def counts(self, frame: FrameType) -> None:
         """A function begins that adds its second argument to its first."""
@@ -90,11 +91,14 @@ class Instructions:
         path: str | None = None,
     ) -> None:
         """A store: of a value made from what was at the same place, or of another."""
-        fed = self._feeding.pop(id(frame), None) if step.counting else None
-        counting = fed is not None and place is not None and fed[0].identity == place.identity
-        if fed is not None and not counting:
-            self._record.read(*fed)
-        self._calls.store(place, owner, counting, path)
+        self._calls.store(place, owner, self._counts_in(frame, step, place), path)
+
+    def _counts_in(self, frame: FrameType, step: OutsideAccess, place: OutsidePlace | None) -> bool:
+        """Whether what is stored in `place` is made of what is there; all else that it is made of
+        is read."""
+        if not step.counting or place is None:
+            return False
+        return self._record.read_fed((id(frame), step.offset), place)
 
     # ------------------------------------------------------------------ names
 
@@ -194,8 +198,8 @@ class Instructions:
 
     def _is_trimmed(self, frame: FrameType, value: Any) -> bool:
         """Whether a part of a value takes its place, and goes nowhere else."""
-        fed = self._feeding.get(id(frame))
-        return fed is not None and type(value) in _SLICED and fed[0].now() is value
+        fed = self._record.fed_by(id(frame))
+        return type(value) in _SLICED and any(place.now() is value for place in fed)
 
     def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
         try:
@@ -210,12 +214,8 @@ class Instructions:
         container, key = operands.top(2), plain(operands.top(1))
         if not is_container(container) or not self._record.is_outside(container):
             return
-        fed = self._feeding.pop(id(frame), None) if step.counting else None
         place = OutsidePlace("item", container, key)
-        counting = fed is not None and fed[0].identity == place.identity
-        if fed is not None and not counting:
-            self._record.read(*fed)
-        self._calls.store_item(container, key, counting)
+        self._calls.store_item(container, key, self._counts_in(frame, step, place))
 
     def _delete_item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine

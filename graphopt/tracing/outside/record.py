@@ -71,6 +71,10 @@ class AddedItems(NamedTuple):
     items: list[Any]
 
 
+_Load = tuple[OutsidePlace, str, SourceLine]
+"""A place whose value the step loads, how the program gets there, and the line."""
+
+
 class Record:
     """What one trace read outside, and what it wrote there.
 
@@ -128,7 +132,8 @@ class Record:
         self.counted: Read | None = None
         self.asked_type: SourceLine | None = None
         self.advanced: tuple[str, SourceLine] | None = None
-        self.pending: list[tuple[OutsidePlace, str, SourceLine]] | None = None
+        self.pending: list[_Load] | None = None
+        self._fed: dict[tuple[int, int], list[_Load]] = {}
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self.behind: Behind | None = None
 
@@ -303,6 +308,43 @@ class Record:
         if not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
 
+    # ------------------------------------------------------------------ counting
+
+    def feeds(self, store: tuple[int, int], load: _Load) -> None:
+        """The step loads a value that only goes into a store, of a frame and at an offset: it is
+        read unless that is where it comes from."""
+        self._fed.setdefault(store, []).append(load)
+
+    def fed_by(self, frame: int) -> list[OutsidePlace]:
+        """The places whose values are on their way to stores of a frame."""
+        return [
+            load[0] for store, loads in self._fed.items() if store[0] == frame for load in loads
+        ]
+
+    def read_fed(self, store: tuple[int, int], place: OutsidePlace | None = None) -> bool:
+        """A value is stored: read what it was made of, other than what was in `place` itself.
+
+        Returns:
+            Whether it was made of that.
+        """
+        loads = self._fed.pop(store, [])
+        others = [each for each in loads if place is None or each[0].identity != place.identity]
+        for each in others:
+            self.read(*each)
+        return len(others) < len(loads)
+
+    def read_all_fed(self) -> None:
+        """Read all that has not reached a store, which an exception may have prevented."""
+        for store in list(self._fed):
+            self.read_fed(store)
+
+    def _read_before_written(self, identity: tuple[Any, ...]) -> None:
+        """A place is written while what was there is on its way to a store."""
+        for loads in list(self._fed.values()):
+            for each in [each for each in loads if each[0].identity == identity]:
+                loads.remove(each)
+                self.read(*each)
+
     # ------------------------------------------------------------------ writes
 
     def wrote(
@@ -311,6 +353,7 @@ class Record:
         """The step writes to a place, `counting` if what it makes of the value there; `owner` is
         the object that has it as an attribute."""
         identity = place.identity
+        self._read_before_written(identity)
         self.times_written[identity] += 1
         self._goes_through(place.holder)
         if place.is_written and identity not in self._places:
