@@ -144,6 +144,12 @@ def _tensor(value: Value) -> torch.Tensor:
 def broadcast_buffers(module: nn.Module, group: Group) -> None:
     """Copy the buffers of `module` from the group's rank 0, now."""
     buffers = [buffer for buffer in module.buffers() if buffer.numel()]
-    for buffer, received in zip(buffers, receive_buffers(buffers, group), strict=True):
-        with _compat.version_kept(buffer):  # as with DDP, no update to what a forward has saved
-            buffer.copy_(received)
+    put_received(buffers, receive_buffers(buffers, group))
+
+
+def put_received(buffers: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+    """Copy what was received into the buffers; as with DDP, what a forward before has saved of them
+    does not count as changed."""
+    for buffer, value in zip(buffers, received, strict=True):
+        with _compat.version_kept(buffer):
+            buffer.copy_(value)

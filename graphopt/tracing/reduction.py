@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
+from graphopt.parallel.data_parallel import put_received
 from graphopt.parallel.markers import Group, reduce_gradient, sync_buffers
 from graphopt.tracing.tagging import Tagger
 
@@ -111,6 +111,4 @@ def mark_buffers(module: nn.Module, group: Group) -> None:
     if not buffers:
         return
     given = list(buffers.values())
-    for buffer, shared in zip(given, sync_buffers(given, list(buffers), group), strict=True):
-        with _compat.version_kept(buffer):  # as with DDP, no update to what a forward has saved
-            buffer.copy_(shared)
+    put_received(given, sync_buffers(given, list(buffers), group))

@@ -310,7 +310,7 @@ class StepRun:
                 exchanged = self.call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self.call.fn(*args, **kwargs)
-                self.outside.read_all_fed()
+                self.outside.read_left()
                 gives(self.outside, returned, self.call)
                 self.view.finish()
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)

@@ -19,8 +19,7 @@ _MOVING = frozenset({"SWAP", "ROT_TWO", "ROT_THREE", "ROT_FOUR"})
 _COMPUTING = ("BINARY_", "INPLACE_")
 _NOTHING = frozenset({"CACHE", "NOP", "EXTENDED_ARG"})
 _ON_TOP = ("LOAD_", "CALL", "PRECALL", "KW_NAMES", "PUSH_NULL", "BUILD_", "UNARY_", "COMPARE_OP",
-           "CONTAINS_OP", "IS_OP", "LIST_EXTEND", "CACHE", "NOP", "EXTENDED_ARG",
-           "TO_BOOL")  # fmt: skip
+           "CONTAINS_OP", "IS_OP", "LIST_EXTEND", "TO_BOOL", *_NOTHING)  # fmt: skip
 """Instructions that take their operands from the top of the stack, and put at most two there."""
 
 
@@ -81,6 +80,6 @@ def _effect(instruction: dis.Instruction) -> int:
 
 def _pushed(name: str) -> int:
     """How many results an instruction leaves on the stack, at least."""
-    if name in ("CACHE", "NOP", "EXTENDED_ARG", "KW_NAMES", "PRECALL", "LIST_EXTEND"):
+    if name in _NOTHING or name in ("KW_NAMES", "PRECALL", "LIST_EXTEND"):
         return 0
     return 2 if name == "LOAD_METHOD" else 1

@@ -55,7 +55,7 @@ class Instructions:
         if step.feeding is None:
             handler(frame, step, operands, line)
             if step.counting:
-                record.read_fed((id(frame), step.offset))
+                record.read_loaded((id(frame), step.offset))
             return
         record.pending = []
         try:
@@ -72,7 +72,7 @@ class Instructions:
         else:
             if value is MISSING and type(pending[-1][0].holder) is defaultdict:  # begins to count
                 record.read(*pending[-1])
-            record.feeds((id(frame), step.feeding), pending[-1])
+            record.loads.add((id(frame), step.feeding), pending[-1])
 
     def counts(self, frame: FrameType) -> None:
         """A function begins that adds its second argument to its first."""
@@ -96,9 +96,7 @@ class Instructions:
     def _counts_in(self, frame: FrameType, step: OutsideAccess, place: OutsidePlace | None) -> bool:
         """Whether what is stored in `place` is made of what is there; all else that it is made of
         is read."""
-        if not step.counting or place is None:
-            return False
-        return self._record.read_fed((id(frame), step.offset), place)
+        return self._record.read_loaded((id(frame), step.offset), place)
 
     # ------------------------------------------------------------------ names
 
@@ -198,8 +196,8 @@ class Instructions:
 
     def _is_trimmed(self, frame: FrameType, value: Any) -> bool:
         """Whether a part of a value takes its place, and goes nowhere else."""
-        fed = self._record.fed_by(id(frame))
-        return type(value) in _SLICED and any(place.now() is value for place in fed)
+        loaded = self._record.loads.places(id(frame))
+        return type(value) in _SLICED and any(place.now() is value for place in loaded)
 
     def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
         try:

@@ -20,6 +20,7 @@ from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.existing import existing_now
+from graphopt.tracing.outside.loads import Load, Loads, Store
 from graphopt.tracing.outside.places import (
     MISSING,
     OutsidePlace,
@@ -71,10 +72,6 @@ class AddedItems(NamedTuple):
     items: list[Any]
 
 
-_Load = tuple[OutsidePlace, str, SourceLine]
-"""A place whose value the step loads, how the program gets there, and the line."""
-
-
 class Record:
     """What one trace read outside, and what it wrote there.
 
@@ -92,6 +89,7 @@ class Record:
         gone_through: of the former, those of which the step asks for more than one item.
         compared: where it asks whether a tensor is one that has a stand-in.
         times_written: how often the step has written to a place, by its identity.
+        loads: what it has loaded to count with; read unless it is stored where it comes from.
         behind: what it reads behind calls of functions on the host; None before the first.
     """
 
@@ -132,8 +130,8 @@ class Record:
         self.counted: Read | None = None
         self.asked_type: SourceLine | None = None
         self.advanced: tuple[str, SourceLine] | None = None
-        self.pending: list[_Load] | None = None
-        self._fed: dict[tuple[int, int], list[_Load]] = {}
+        self.pending: list[Load] | None = None
+        self.loads = Loads()
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self.behind: Behind | None = None
 
@@ -155,6 +153,7 @@ class Record:
         self._places.clear()
         self._mutated.clear()
         self._tables.clear()
+        self.loads.take_all()
         self._added.clear()
 
     # ------------------------------------------------------------------ objects
@@ -308,42 +307,24 @@ class Record:
         if not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
 
-    # ------------------------------------------------------------------ counting
-
-    def feeds(self, store: tuple[int, int], load: _Load) -> None:
-        """The step loads a value that only goes into a store, of a frame and at an offset: it is
-        read unless that is where it comes from."""
-        self._fed.setdefault(store, []).append(load)
-
-    def fed_by(self, frame: int) -> list[OutsidePlace]:
-        """The places whose values are on their way to stores of a frame."""
-        return [
-            load[0] for store, loads in self._fed.items() if store[0] == frame for load in loads
-        ]
-
-    def read_fed(self, store: tuple[int, int], place: OutsidePlace | None = None) -> bool:
+    def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
         """A value is stored: read what it was made of, other than what was in `place` itself.
 
         Returns:
             Whether it was made of that.
         """
-        loads = self._fed.pop(store, [])
+        loads = self.loads.take(store)
         others = [each for each in loads if place is None or each[0].identity != place.identity]
-        for each in others:
-            self.read(*each)
+        self._read_each(others)
         return len(others) < len(loads)
 
-    def read_all_fed(self) -> None:
-        """Read all that has not reached a store, which an exception may have prevented."""
-        for store in list(self._fed):
-            self.read_fed(store)
+    def read_left(self) -> None:
+        """Read what has been loaded and not been stored."""
+        self._read_each(self.loads.take_all())
 
-    def _read_before_written(self, identity: tuple[Any, ...]) -> None:
-        """A place is written while what was there is on its way to a store."""
-        for loads in list(self._fed.values()):
-            for each in [each for each in loads if each[0].identity == identity]:
-                loads.remove(each)
-                self.read(*each)
+    def _read_each(self, loads: list[Load]) -> None:
+        for each in loads:
+            self.read(*each)
 
     # ------------------------------------------------------------------ writes
 
@@ -353,7 +334,7 @@ class Record:
         """The step writes to a place, `counting` if what it makes of the value there; `owner` is
         the object that has it as an attribute."""
         identity = place.identity
-        self._read_before_written(identity)
+        self._read_each(self.loads.take_of(identity))  # it is what was there before
         self.times_written[identity] += 1
         self._goes_through(place.holder)
         if place.is_written and identity not in self._places:
