@@ -187,6 +187,29 @@ def test_changed_world_size() -> None:
         ranks.run(run_changed_size)
 
 
+# Buffers that come from rank 0 before each forward
+
+
+def two_forwards(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """What the first has saved of batch norm's statistics is used behind the second."""
+    loss = F.cross_entropy(model(x), y) + F.cross_entropy(model(x.flip(-1)), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def run_two_forwards(rank: int) -> None:
+    twins = Twins(lambda: world(two_forwards, "convnet"), ddp=True, seed=SEED + rank)
+    for i in range(STEPS):
+        twins.step(*batch(rank, i, "convnet"))
+    twins.finish(captures=1)
+
+
+def test_buffers_received_between_two_forwards(two_ranks: Pool) -> None:
+    two_ranks.run(run_two_forwards)
+
+
 # Three ranks
 
 
