@@ -66,6 +66,8 @@ class StepResults:
             flat[placeholder].data = results[computed.index]
         for position, shape in signature.reshaped.items():
             call.leaves[position].as_strided_(*shape)
+        for position, flag in signature.flags.items():
+            call.leaves[position].requires_grad_(flag)
         for gradient in signature.gradients:
             value = self._value(gradient.recipe, flat, results)
             if gradient.owner is not None:

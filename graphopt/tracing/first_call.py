@@ -166,7 +166,8 @@ def _settings(raw: RawTrace) -> list[Any]:
     """What else a call changes: numbers of parameter groups, and the storage of parameters."""
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
     signature = raw.signature
-    return [settings, list(signature.rebound), list(signature.data), signature.reshaped]
+    moved = [list(signature.rebound), list(signature.data), signature.reshaped]
+    return [settings, *moved, signature.flags]
 
 
 def _known(recipe: Recipe) -> Any:

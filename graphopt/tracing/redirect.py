@@ -129,7 +129,8 @@ class Redirect(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
-            return func(*args, **kwargs)
+            known = self._traced.by_id
+            return func(*(known.get(id(value), value) for value in args), **kwargs)
         if func in _PROFILED:
             with _compat.without_dispatch():
                 return func(*args, **kwargs)

@@ -209,7 +209,16 @@ class ResultCollector:
                 for index, group, key, value in counted
             ],
             containers=[ContainerResult(self._made(change)) for change in ran.changed],
+            flags=dict(self._flags()),
         )
+
+    def _flags(self) -> Iterator[tuple[int, bool]]:
+        """Arguments whose `requires_grad` the step has changed, by position."""
+        for position in self.inputs.user:
+            leaf = self.call.leaves[position]
+            stand_in = self.traced.by_id[id(leaf)]
+            if stand_in.is_leaf and stand_in.requires_grad != leaf.requires_grad:
+                yield position, stand_in.requires_grad
 
     def _made(self, change: ContainerChange) -> ContainerChange:
         """A change with recipes for what it puts into the container."""

@@ -193,6 +193,7 @@ class Signature:
             to the storage that they had, None where it has not; see `rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
         reshaped: sizes and strides of arguments that get others in place, by position.
+        flags: `requires_grad` of arguments that get another, by position.
         stamps: of what the step has left last in places that functions on the host find changed, by
             the identity of the place; see `graphopt.host.seen`.
         restored: those of them in which it leaves what it has found there.
@@ -215,6 +216,7 @@ class Signature:
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
     reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    flags: dict[int, bool] = field(default_factory=dict)
     stamps: dict[Hashable, int] = field(default_factory=dict)
     restored: dict[Hashable, int] = field(default_factory=dict)
 

@@ -1,0 +1,223 @@
+"""Steps that leave another `requires_grad` on arguments and on parameters of no module: equal to
+eager in every call, or refused with every flag as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.errors import CaptureError
+
+
+class Scene:
+    """What the steps work on.
+
+    Attributes:
+        model: an argument of the steps.
+        free, other: parameters of no module, which the steps close over.
+        optimizer: updates these two.
+        seen: what steps have found, in order.
+    """
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Linear(4, 1)
+        self.free, self.other = (nn.Parameter(torch.randn(4, 1)) for _ in range(2))
+        self.optimizer = torch.optim.SGD([self.free, self.other], lr=0.1, momentum=0.9)
+        self.batches = [torch.randn(5, 4) for _ in range(3)]
+        self.batches[1].requires_grad_()
+
+    def state(self) -> list[Any]:
+        tensors = [*self.batches, self.free, self.other, *self.model.parameters()]
+        return [
+            (t.requires_grad, t.detach().clone(), None if t.grad is None else t.grad.clone())
+            for t in tensors
+        ]
+
+
+Step = Callable[..., Any]
+
+
+def of_arguments(change: Callable[[Tensor], Any]) -> Callable[[Scene], Step]:
+    """A step that changes the flag of its argument, and differentiates by it where it can."""
+
+    def made(scene: Scene) -> Step:
+        def step(model: nn.Module, x: Tensor) -> Tensor:
+            change(x)
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    return made
+
+
+def set_true(x: Tensor) -> None:
+    x.requires_grad = True
+
+
+def flip(x: Tensor) -> None:
+    x.requires_grad_(not x.requires_grad)
+
+
+def by_value(x: Tensor) -> None:
+    x.requires_grad_(bool(x.detach().sum() > 0))
+
+
+def twice(x: Tensor) -> None:
+    x.requires_grad_(True)
+    x.square().sum().backward()
+    x.requires_grad_(False)
+
+
+def of_a_dictionary(scene: Scene) -> Step:
+    def inner(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        images = batch["images"].requires_grad_()
+        loss: Tensor = model(images).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return inner
+
+
+def frozen_at_the_end(scene: Scene) -> Step:
+    free, other, optimizer = scene.free, scene.other, scene.optimizer
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = (model(x.detach()) + x.detach() @ free + x.detach() @ other).square().mean()
+        loss.backward()
+        optimizer.step()
+        free.requires_grad = False
+        return loss.detach()
+
+    return step
+
+
+def frozen_in_between(scene: Scene) -> Step:
+    free, other, optimizer = scene.free, scene.other, scene.optimizer
+
+    @contextmanager
+    def frozen() -> Iterator[None]:
+        before = free.requires_grad
+        free.requires_grad = False
+        assert not free.requires_grad
+        try:
+            yield
+        finally:
+            free.requires_grad = before
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with frozen():
+            loss: Tensor = (model(x.detach()) + x.detach() @ free * other.sum()).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def asked_in_between(scene: Scene) -> Step:
+    free, other, optimizer = scene.free, scene.other, scene.optimizer
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        free.requires_grad_(False)
+        factor = 2.0 if free.requires_grad else 3.0
+        loss: Tensor = factor * (model(x.detach()) + x.detach() @ other).square().mean()
+        loss.backward()
+        optimizer.step()
+        free.requires_grad_(True)
+        return loss.detach()
+
+    return step
+
+
+EQUAL = {
+    "argument thawed": of_arguments(Tensor.requires_grad_),
+    "argument thawed by its attribute": of_arguments(set_true),
+    "argument frozen": of_arguments(lambda x: x.requires_grad_(False)),
+    "argument flipped": of_arguments(flip),
+    "argument by value": of_arguments(by_value),
+    "argument thawed and frozen": of_arguments(twice),
+    "argument in a dictionary": of_a_dictionary,
+    "parameter of no module frozen at the end": frozen_at_the_end,
+    "parameter of no module frozen in between": frozen_in_between,
+    "parameter of no module asked in between": asked_in_between,
+}
+
+
+def run(made: Callable[[Scene], Step], compiled: bool) -> list[Any]:
+    scene = Scene()
+    step = made(scene)
+    used: Any = graphopt.compile(step) if compiled else step
+    found: list[Any] = []
+    for call in range(9):
+        batch = scene.batches[call % 3]
+        given = {"images": batch} if made is of_a_dictionary else batch
+        found.append((used(scene.model, given).clone(), scene.state()))
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("name", list(EQUAL))
+def test_every_call_leaves_eager_s_flags(name: str) -> None:
+    expected, found = (run(EQUAL[name], compiled) for compiled in (False, True))
+    assert same(found, expected)
+
+
+def frozen_by_a_method(scene: Scene) -> Step:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = (model(x) + x @ scene.free).square().mean()
+        loss.backward()
+        scene.free.requires_grad_(False)
+        return loss.detach()
+
+    return step
+
+
+def frozen_module(scene: Scene) -> Step:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        model.requires_grad_(False)
+        return loss.detach()
+
+    return step
+
+
+def frozen_module_found(scene: Scene) -> Step:
+    found = scene.model
+
+    def step(model: object, x: Tensor) -> Tensor:
+        loss: Tensor = found(x).square().mean()
+        loss.backward()
+        found.weight.requires_grad = False
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("made", [frozen_by_a_method, frozen_module, frozen_module_found])
+def test_what_is_refused_leaves_every_flag(made: Callable[[Scene], Step]) -> None:
+    scene = Scene()
+    before = scene.state()
+    given = None if made is frozen_module_found else scene.model
+    with pytest.raises(CaptureError, match="changes requires_grad of"):
+        graphopt.compile(made(scene))(given, scene.batches[0])
+    assert same(scene.state(), before)
