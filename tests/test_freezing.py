@@ -1,5 +1,5 @@
-"""Steps that leave another `requires_grad` on arguments and on parameters of no module: equal to
-eager in every call, or refused with every flag as it was."""
+"""Steps that leave another `requires_grad`, hooks or attributes on arguments and on parameters of
+no module: equal to eager in every call, or refused with everything as it was."""
 
 from __future__ import annotations
 
@@ -221,3 +221,82 @@ def test_what_is_refused_leaves_every_flag(made: Callable[[Scene], Step]) -> Non
     with pytest.raises(CaptureError, match="changes requires_grad of"):
         graphopt.compile(made(scene))(given, scene.batches[0])
     assert same(scene.state(), before)
+
+
+def doubled(gradient: Tensor) -> Tensor:
+    return gradient * 2
+
+
+def hook_on(pick: Callable[[nn.Module, Tensor], Tensor], keeps: bool) -> Callable[[Scene], Step]:
+    """A step that hooks a tensor, and keeps the hook or removes it."""
+
+    def made(scene: Scene) -> Step:
+        def step(model: nn.Module, x: Tensor) -> Tensor:
+            handle = pick(model, x.requires_grad_()).register_hook(doubled)
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            if not keeps:
+                handle.remove()
+            return loss.detach()
+
+        return step
+
+    return made
+
+
+def weight(model: nn.Module, x: Tensor) -> Tensor:
+    return model.get_parameter("weight")
+
+
+def argument(model: nn.Module, x: Tensor) -> Tensor:
+    return x
+
+
+def hook_on_sum(scene: Scene) -> Step:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = (model(x) + x @ scene.free).square().mean()
+        scene.free.register_post_accumulate_grad_hook(lambda p: None)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def attribute_of(value: Callable[[Tensor], Any]) -> Callable[[Scene], Step]:
+    """A step that sets an attribute of its argument."""
+
+    def made(scene: Scene) -> Step:
+        def step(model: nn.Module, x: Tensor) -> Tensor:
+            setattr(x, "mark", value(x))  # noqa: B010 - as a program would write it
+            return model(x).sum()
+
+        return step
+
+    return made
+
+
+STAYS: dict[str, tuple[Callable[[Scene], Step], str]] = {
+    "hook on a parameter": (hook_on(weight, keeps=True), "hooks on weight"),
+    "hook on an argument": (hook_on(argument, keeps=True), "hooks on x"),
+    "hook on a parameter of no module": (hook_on_sum, "hooks on"),
+    "number on an argument": (attribute_of(lambda x: 3), "sets the attribute mark"),
+    "tensor on an argument": (attribute_of(lambda x: x.detach() * 2), "sets the attribute mark"),
+}
+
+
+@pytest.mark.parametrize("name", list(STAYS))
+def test_what_stays_on_a_tensor_is_refused(name: str) -> None:
+    made, said = STAYS[name]
+    scene = Scene()
+    before = scene.state()
+    with pytest.raises(CaptureError, match=said):
+        graphopt.compile(made(scene))(scene.model, scene.batches[0])
+    assert same(scene.state(), before)
+    assert not any(vars(batch) for batch in scene.batches)
+
+
+@pytest.mark.parametrize("pick", [weight, argument])
+def test_hooks_that_are_removed_are_eager_s(pick: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    made = hook_on(pick, keeps=False)
+    expected, found = (run(made, compiled) for compiled in (False, True))
+    assert same(found, expected)

@@ -147,7 +147,7 @@ class StepRun:
             )
             stack.enter_context(marks_kept(self.inputs))
             insert(self.call, self.inputs, traced)
-            marks = Marks(self.inputs, traced)
+            marks = Marks(self.call, self.inputs, traced)
             before = module_attributes(self.call)
             settings = [dict(group) for _, _, group in self._groups()]
             holders = [(name, holder, dict(holder)) for name, holder in plain_objects(self.call)]
