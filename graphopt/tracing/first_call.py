@@ -16,6 +16,7 @@ from graphopt.tracing.creation import Creation
 from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import OfNone
+from graphopt.tracing.outside.places import same
 from graphopt.tracing.signature import (
     Computed,
     Constant,
@@ -181,7 +182,7 @@ def _owners(raw: RawTrace) -> list[tuple[int | None, int | None]]:
 
 def _same_recipe(a: Recipe, b: Recipe) -> bool:
     if isinstance(a, Constant) and isinstance(b, Constant):
-        return same_constant(a.value, b.value)
+        return same_constant(a.value, b.value) or same(a.value, b.value)
     if isinstance(a, Nested) and isinstance(b, Nested):
         return a.spec == b.spec and all(map(_same_recipe, a.leaves, b.leaves))
     return type(a) is type(b)

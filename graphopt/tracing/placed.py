@@ -32,9 +32,10 @@ from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.number_tuples import leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_value, same
 from graphopt.tracing.outside.record import AddedItems, Record, WrittenPlace
 from graphopt.tracing.reachable import is_shared
+from graphopt.tracing.signature import Constant
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Added:
     """What the step has appended to a list or queue outside.
 
     Attributes:
+        items: values, and recipes of objects that were there before the step.
         within: as of `Placed`.
     """
 
@@ -198,7 +200,8 @@ def take_added(
     found = []
     exchanged = {id(each.place.now()): each.place for each in placed}
     for each in record.take_added():
-        if not all(map(_is_told, each.items)) or not _is_all(each):
+        items = [Constant(None) if item is None else _told(record, item) for item in each.items]
+        if any(item is None for item in items) or not _is_all(each):
             continue
         if not puts_back(each.container):
             continue
@@ -208,12 +211,24 @@ def take_added(
         if within is None or not _is_at(record, each.container, within):
             within = None
             record.pin(each.container)
-        found.append(Added(each.container, each.items, within))
+        found.append(Added(each.container, items, within))
     return found
 
 
-def _is_told(value: Any) -> bool:
-    return is_plain(value) or _is_traced(value, numbers=True)
+def _told(record: Record, value: Any) -> Any:
+    """What every call appends: a value, a nest to be made anew, or an object that was there before
+    the step; None where it is none of these."""
+    if _is_of_constants(record, value) or _is_traced(value, numbers=True):
+        return value
+    return Constant(value) if record.is_outside(value) else None
+
+
+def _is_of_constants(record: Record, value: Any, within: frozenset[int] = frozenset()) -> bool:
+    """Whether a value is compared by value, or is a nest that the step has made of such values."""
+    if type(value) not in (list, tuple, dict) or id(value) in within or record.is_outside(value):
+        return is_value(value)
+    inner = value.values() if isinstance(value, dict) else value
+    return all(_is_of_constants(record, each, within | {id(value)}) for each in inner)
 
 
 def _is_all(added: AddedItems) -> bool:

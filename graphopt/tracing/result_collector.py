@@ -364,6 +364,8 @@ class ResultCollector:
 
     def _nest(self, value: Any) -> Recipe:
         """How every call makes a value, its containers anew."""
+        if isinstance(value, Constant):
+            return value
         leaves, spec = _compat.tree_flatten(value)
         recipes = tuple(
             self.recipe(leaf, lambda: "")
