@@ -87,14 +87,19 @@ def of_a_dictionary(scene: Scene) -> Step:
     return inner
 
 
+def updated(scene: Scene, loss: Tensor) -> None:
+    """The end of a training step, which leaves no gradients of what it updates."""
+    loss.backward()
+    scene.optimizer.step()
+    scene.optimizer.zero_grad()
+
+
 def frozen_at_the_end(scene: Scene) -> Step:
-    free, other, optimizer = scene.free, scene.other, scene.optimizer
+    free, other = scene.free, scene.other
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
         loss: Tensor = (model(x.detach()) + x.detach() @ free + x.detach() @ other).square().mean()
-        loss.backward()
-        optimizer.step()
+        updated(scene, loss)
         free.requires_grad = False
         return loss.detach()
 
@@ -102,7 +107,7 @@ def frozen_at_the_end(scene: Scene) -> Step:
 
 
 def frozen_in_between(scene: Scene) -> Step:
-    free, other, optimizer = scene.free, scene.other, scene.optimizer
+    free, other = scene.free, scene.other
 
     @contextmanager
     def frozen() -> Iterator[None]:
@@ -115,26 +120,22 @@ def frozen_in_between(scene: Scene) -> Step:
             free.requires_grad = before
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
         with frozen():
             loss: Tensor = (model(x.detach()) + x.detach() @ free * other.sum()).square().mean()
-        loss.backward()
-        optimizer.step()
+        updated(scene, loss)
         return loss.detach()
 
     return step
 
 
 def asked_in_between(scene: Scene) -> Step:
-    free, other, optimizer = scene.free, scene.other, scene.optimizer
+    free, other = scene.free, scene.other
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
         free.requires_grad_(False)
         factor = 2.0 if free.requires_grad else 3.0
         loss: Tensor = factor * (model(x.detach()) + x.detach() @ other).square().mean()
-        loss.backward()
-        optimizer.step()
+        updated(scene, loss)
         free.requires_grad_(True)
         return loss.detach()
 
