@@ -44,6 +44,7 @@ APPENDED: dict[str, Callable[[Log, nn.Module, Tensor], object]] = {
     "beside a tensor": lambda log, model, x: log.rows.extend([[1], x.detach().sum().item()]),
     "numpy number": lambda log, model, x: log.rows.append(np.float32(2)),
     "device": lambda log, model, x: log.rows.append([x.device, x.dtype, slice(0, 2), range(3)]),
+    "size": lambda log, model, x: log.rows.append(x.shape),
     "class": lambda log, model, x: log.rows.append(nn.Linear),
     "list from outside": lambda log, model, x: log.rows.append(NAMES),
     "module": lambda log, model, x: log.last.append(model),
@@ -76,6 +77,7 @@ def test_every_call_appends_what_eager_appends(name: str) -> None:
     assert found == expected
     as_eager = [[model if v is our_model else v for v in part] for part in ours.found()[:2]]
     assert [*as_eager, ours.found()[2]] == log.found()
+    assert list(map(type, ours.rows)) == list(map(type, log.rows))
 
 
 def test_objects_from_outside_keep_their_identity_and_others_are_made_anew() -> None:

@@ -366,6 +366,8 @@ class ResultCollector:
         """How every call makes a value, its containers anew."""
         if isinstance(value, Constant):
             return value
+        if is_value(value):
+            return Constant(value)
         leaves, spec = _compat.tree_flatten(value)
         recipes = tuple(
             self.recipe(leaf, lambda: "")
