@@ -22,7 +22,6 @@ class Scene:
         model: an argument of the steps.
         free, other: parameters of no module, which the steps close over.
         optimizer: updates these two.
-        seen: what steps have found, in order.
     """
 
     def __init__(self) -> None:

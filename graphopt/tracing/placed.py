@@ -57,7 +57,7 @@ class Added:
     """What the step has appended to a list or queue outside.
 
     Attributes:
-        items: values, and recipes of objects that were there before the step.
+        items: recipes of constants; what is computed, and nests, as the step has left them.
         within: as of `Placed`.
     """
 
@@ -200,7 +200,7 @@ def take_added(
     found = []
     exchanged = {id(each.place.now()): each.place for each in placed}
     for each in record.take_added():
-        items = [Constant(None) if item is None else _told(record, item) for item in each.items]
+        items = [_told(record, item) for item in each.items]
         if any(item is None for item in items) or not _is_all(each):
             continue
         if not puts_back(each.container):
@@ -216,8 +216,10 @@ def take_added(
 
 
 def _told(record: Record, value: Any) -> Any:
-    """What every call appends: a value, a nest to be made anew, or an object that was there before
-    the step; None where it is none of these."""
+    """What every call appends: a recipe of a value or of an object that was there before the step,
+    or a nest to be made anew; None where it is none of these."""
+    if is_value(value):
+        return Constant(value)
     if _is_of_constants(record, value) or _is_traced(value, numbers=True):
         return value
     return Constant(value) if record.is_outside(value) else None
