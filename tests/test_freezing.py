@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.errors import CaptureError
+from test_decisions import assert_alike
 
 
 class Scene:
@@ -167,18 +168,14 @@ def run(made: Callable[[Scene], Step], compiled: bool) -> list[Any]:
     return found
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert_alike(*map(torch.utils._pytree.tree_leaves, (found, expected)))
 
 
 @pytest.mark.parametrize("name", list(EQUAL))
 def test_every_call_leaves_eager_s_flags(name: str) -> None:
     expected, found = (run(EQUAL[name], compiled) for compiled in (False, True))
-    assert same(found, expected)
+    assert_same(found, expected)
 
 
 def frozen_by_a_method(scene: Scene) -> Step:
@@ -220,7 +217,7 @@ def test_what_is_refused_leaves_every_flag(made: Callable[[Scene], Step]) -> Non
     given = None if made is frozen_module_found else scene.model
     with pytest.raises(CaptureError, match="changes requires_grad of"):
         graphopt.compile(made(scene))(given, scene.batches[0])
-    assert same(scene.state(), before)
+    assert_same(scene.state(), before)
 
 
 def doubled(gradient: Tensor) -> Tensor:
@@ -291,7 +288,7 @@ def test_what_stays_on_a_tensor_is_refused(name: str) -> None:
     before = scene.state()
     with pytest.raises(CaptureError, match=said):
         graphopt.compile(made(scene))(scene.model, scene.batches[0])
-    assert same(scene.state(), before)
+    assert_same(scene.state(), before)
     assert not any(vars(batch) for batch in scene.batches)
 
 
@@ -299,4 +296,4 @@ def test_what_stays_on_a_tensor_is_refused(name: str) -> None:
 def test_hooks_that_are_removed_are_eager_s(pick: Callable[[nn.Module, Tensor], Tensor]) -> None:
     made = hook_on(pick, keeps=False)
     expected, found = (run(made, compiled) for compiled in (False, True))
-    assert same(found, expected)
+    assert_same(found, expected)
