@@ -57,6 +57,24 @@ def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list
     return tree_flatten(tree_map(opened, value))
 
 
+def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What is directly in a container, or in an object of a data class, and what makes a nest of
+    such values to be flattened; None of anything else."""
+    inner, spec = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+    if spec != _ONE:
+        return inner, lambda values: tree_unflatten(values, spec)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    fields = _Fields(value)
+
+    def filled(values: list[Any]) -> Any:
+        fields.values = values
+        return fields
+
+    return fields.values, filled
+
+
+_ONE = tree_flatten(None)[1]
 _NODES = _pytree.SUPPORTED_NODES
 _STRINGS = frozenset({str})
 

@@ -11,7 +11,6 @@ where the call fails, and not put there again where the function has put somethi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +21,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
+from graphopt.host.changes import Change, is_changed_to, put_back
 
 
 class View(Protocol):
@@ -130,10 +130,16 @@ class LeftThere:
 
 
 @dataclass(frozen=True)
-class AddedBefore:
-    """What the program has appended to a list or queue, in all, before it calls a function."""
+class ChangedBefore:
+    """How the program has changed a list, queue or set, in all, before it calls a function.
+
+    Attributes:
+        changes: in order.
+        items: the value of each.
+    """
 
     container: Any
+    changes: tuple[Change, ...]
     items: tuple[LeftValue, ...]
 
 
@@ -152,12 +158,12 @@ class Outside:
 
     Attributes:
         left: what the function finds there.
-        added: what it finds in lists and queues.
+        changed: what it finds in lists, queues and sets.
         read: what the step reads there behind it.
     """
 
     left: list[LeftThere] = field(default_factory=list)
-    added: list[AddedBefore] = field(default_factory=list)
+    changed: list[ChangedBefore] = field(default_factory=list)
     read: list[ReadBehind] = field(default_factory=list)
 
     def repeats(self, other: Outside) -> bool:
@@ -170,13 +176,13 @@ class Outside:
         return (
             all(value.is_constant for value in alone)
             and all(ours[key].repeats(theirs[key]) for key in both)
-            and len(self.added) == len(other.added)
-            and all(map(_adds_same, self.added, other.added))
+            and len(self.changed) == len(other.changed)
+            and all(map(_changes_alike, self.changed, other.changed))
         )
 
 
-def _adds_same(one: AddedBefore, other: AddedBefore) -> bool:
-    same = one.container is other.container and len(one.items) == len(other.items)
+def _changes_alike(one: ChangedBefore, other: ChangedBefore) -> bool:
+    same = one.container is other.container and one.changes == other.changes
     return same and all(mine.repeats(its) for mine, its in zip(one.items, other.items, strict=True))
 
 
@@ -192,12 +198,22 @@ class _Put:
     first: Any
 
 
+@dataclass
+class _Container:
+    """A container that has been changed for functions: what was in it, how often it has been
+    changed, and what was in it then."""
+
+    container: Any
+    before: Any
+    changes: list[tuple[Change, Any]] = field(default_factory=list)
+
+
 class PutOutside:
     """What one call of a step has put outside for the functions that it has called."""
 
     def __init__(self) -> None:
         self._put: dict[Hashable, _Put] = {}
-        self._added: dict[int, tuple[Any, list[Any], list[Any] | None]] = {}
+        self._changed: dict[int, _Container] = {}
 
     def show(self, outside: Outside, values: Sequence[Any]) -> None:
         """Put there what a function is to find.
@@ -207,8 +223,8 @@ class PutOutside:
         """
         for each in outside.left:
             self._leave(each, values)
-        for added in outside.added:
-            self._append(added, values)
+        for changed in outside.changed:
+            self._change(changed, values)
 
     def _leave(self, left: LeftThere, values: Sequence[Any]) -> None:
         place, known = left.place, self._put.get(left.place.identity)
@@ -223,15 +239,16 @@ class PutOutside:
         place.write(value)
         self._put[place.identity] = _Put(place, left.stamp, value, before, first)
 
-    def _append(self, added: AddedBefore, values: Sequence[Any]) -> None:
-        container = added.container
-        if id(container) not in self._added:
-            bounded = isinstance(container, deque) and container.maxlen is not None
-            self._added[id(container)] = (container, [], list(container) if bounded else None)
-        there = self._added[id(container)][1]
-        items = [item.made(values) for item in added.items[len(there) :]]
-        container.extend(items)
-        there.extend(items)
+    def _change(self, changed: ChangedBefore, values: Sequence[Any]) -> None:
+        container = changed.container
+        if id(container) not in self._changed:
+            self._changed[id(container)] = _Container(container, container.copy())
+        done = self._changed[id(container)].changes
+        left = list(zip(changed.changes, changed.items, strict=True))[len(done) :]
+        for change, item in left:
+            value = item.made(values)
+            change.make(container, value)
+            done.append((change, value))
 
     def has_changed(self, identity: Hashable, stamp: int | None) -> bool:
         """Whether a function has put something else where the program left something last, that
@@ -239,10 +256,10 @@ class PutOutside:
         known = self._put.get(identity)
         return known is not None and known.stamp == stamp and known.place.now() is not known.value
 
-    def appended(self, container: Any) -> int:
-        """How much of what the program appends has been appended."""
-        known = self._added.get(id(container))
-        return 0 if known is None else len(known[1])
+    def changed(self, container: Any) -> int:
+        """How many of the changes that the program makes have been made."""
+        known = self._changed.get(id(container))
+        return 0 if known is None else len(known.changes)
 
     def restore(self, stamps: Mapping[Hashable, int]) -> None:
         """Leave places as the call has found them, in which the program does so itself.
@@ -259,26 +276,28 @@ class PutOutside:
         for put in reversed(self._put.values()):
             if put.place.now() is put.value:
                 put.place.write(put.before)
-        for container, items, before in self._added.values():
-            _take_back(container, items, before)
-        self._put, self._added = {}, {}
+        for each in self._changed.values():
+            _take_back(each)
+        self._put, self._changed = {}, {}
 
 
-def _take_back(container: Any, items: Sequence[Any], before: list[Any] | None) -> None:
-    if before is not None:
-        expected = deque([*before, *items], container.maxlen)
-        if len(expected) == len(container) and all(map(_is, expected, container)):
-            container.clear()
-            container.extend(before)
-            return
-    for item in reversed(items):
-        place = next((i for i in range(len(container) - 1, -1, -1) if container[i] is item), None)
-        if place is not None:
-            del container[place]
+def _take_back(changed: _Container) -> None:
+    container = changed.container
+    if is_changed_to(container, changed.before, changed.changes):
+        put_back(container, changed.before)
+        return
+    for item in reversed([value for change, value in changed.changes if change.is_addition]):
+        _take_out(container, item)
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+def _take_out(container: Any, item: Any) -> None:
+    """Take out the last of the items that are this object."""
+    if isinstance(container, set):
+        container.discard(item)
+        return
+    place = next((i for i in range(len(container) - 1, -1, -1) if container[i] is item), None)
+    if place is not None:
+        del container[place]
 
 
 def refuse_changed(read: Sequence[ReadBehind], before: Sequence[Any]) -> None:

@@ -42,7 +42,7 @@ class StepResults:
         Returns:
             What the step returns.
         """
-        signature, tensors = self._signature, self._tensors
+        signature, tensors, done = self._signature, self._tensors, there.changed
         optimizers = call.optimizer_objects()
         # Everything is found before anything is put where others may find it.
         outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]
@@ -54,9 +54,9 @@ class StepResults:
         placed = [
             (each.now(), self._value(each.recipe, flat, results)) for each in signature.placed
         ]
-        appended = [
-            (each.now(), [self._value(item, flat, results) for item in each.items])
-            for each in signature.appended
+        changed = [
+            (each, each.now(), [self._value(item, flat, results) for item in each.items])
+            for each in signature.changed
         ]
         selected = [
             (each, *(self._value(part, flat, results) for part in (each.key, each.recipe)))
@@ -83,8 +83,9 @@ class StepResults:
         for left, (place, value) in zip(signature.placed, placed, strict=True):
             if not self._is_changed(left.place.identity, there):
                 place.write(value)
-        for container, items in appended:
-            container.extend(items[there.appended(container) :])
+        for outside, container, items in changed:
+            for how, item in list(zip(outside.changes, items, strict=True))[done(container) :]:
+                how.make(container, item)
         for result, key, value in selected:
             result.container[key][result.position] = value
         for change, items in changes:

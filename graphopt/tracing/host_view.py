@@ -18,7 +18,14 @@ from graphopt._compat.untraced import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.host.held import Given, Held
-from graphopt.host.seen import AddedBefore, GivenValue, LeftThere, LeftValue, LiveValue, ReadBehind
+from graphopt.host.seen import (
+    ChangedBefore,
+    GivenValue,
+    LeftThere,
+    LeftValue,
+    LiveValue,
+    ReadBehind,
+)
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
 from graphopt.tracing.given import GivenContainers
@@ -94,12 +101,14 @@ class HostView:
                     stamp = self._stamp(place, value)
                     self._before.setdefault(place.identity, (place, before))
                     call.outside.left.append(LeftThere(place, left, stamp))
-        for added in self._record.added():
-            if reach.has(added.container):
-                items = [self._left(item, given) for item in added.items]
+        for changed in self._record.changed_containers():
+            if reach.has(changed.container):
+                items = [self._left(value, given) for _, value in changed.changes]
                 found = tuple(item for item in items if item is not None)
                 if len(found) == len(items):
-                    call.outside.added.append(AddedBefore(added.container, found))
+                    changes = tuple(change for change, _ in changed.changes)
+                    before = ChangedBefore(changed.container, changes, found)
+                    call.outside.changed.append(before)
         return given
 
     def _held(self, call: HostCall) -> Held | None:
@@ -196,13 +205,13 @@ class HostView:
             taken.add(SettingPlace.of(optimizer, setting.group, setting.key).identity)
         signature.restored = {k: v for k, v in self._last.items() if k in self._transient - taken}
         taken |= self._transient
-        appended = {id(each.container) for each in signature.appended}
+        repeated = {id(each.container) for each in signature.changed}
         changed = [container.change.path for container in signature.containers]
         for number, (call, reach) in enumerate(self._calls):
             self._refuse_changed(call, self._lines[number], changed)
             outside = call.outside
             outside.left = [each for each in outside.left if each.place.identity in taken]
-            outside.added = [each for each in outside.added if id(each.container) in appended]
+            outside.changed = [each for each in outside.changed if id(each.container) in repeated]
             outside.read = list(self._read_behind(number, reach))
         self._calls.clear()
         self._record.behind = None

@@ -18,22 +18,23 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.host.changes import MUTABLE, Change, is_changed_to, put_back
 from graphopt.tracing.besides import CarriedPlace, Finder
 from graphopt.tracing.call import Call
+from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.number_tuples import leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_value, same
-from graphopt.tracing.outside.record import AddedItems, Record, WrittenPlace
+from graphopt.tracing.outside.record import ChangedContainer, Record, WrittenPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.signature import Constant
 
@@ -53,15 +54,18 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Added:
-    """What the step has appended to a list or queue outside.
+class Changed:
+    """How the step has changed a list, queue or set outside.
 
     Attributes:
-        items: recipes of constants; what is computed, and nests, as the step has left them.
+        changes: in order.
+        items: the value of each: recipes of constants; what is computed, and nests, as the step has
+            left them.
         within: as of `Placed`.
     """
 
     container: Any
+    changes: tuple[Change, ...]
     items: list[Any]
     within: OutsidePlace | None = None
 
@@ -89,6 +93,8 @@ def take_placed(
             note_counted(finder, written.path, place, before, value)
         if id(place.holder) in others or _is_left_alone(written):
             continue
+        if value is before and type(value) in MUTABLE and record.depends_on(place):
+            continue  # which has been changed in place
         if not _is_taken(record, written, value):
             continue
         place.write(before)
@@ -186,11 +192,11 @@ def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
     return written.before is MISSING and record.counts_in(place)
 
 
-def take_added(
+def take_changed(
     record: Record, placed: Iterable[Placed], puts_back: Callable[[Any], bool]
-) -> list[Added]:
-    """Take out what a traced step has appended to lists and queues outside, where these are
-    tensors, numbers, texts, or nests of them.
+) -> list[Changed]:
+    """Take out what a traced step has put into lists, queues and sets outside, where these are
+    tensors, numbers, texts, nests of them, or objects from outside.
 
     Args:
         placed: what it has left in places, in which there is what was before.
@@ -199,46 +205,55 @@ def take_added(
     """
     found = []
     exchanged = {id(each.place.now()): each.place for each in placed}
-    for each in record.take_added():
-        items = [_told(record, item) for item in each.items]
-        if any(item is None for item in items) or not _is_all(each):
-            continue
+    for each in record.take_changed():
         if not puts_back(each.container):
             continue
-        each.container.clear()
-        each.container.extend(each.before)
+        items = [_told(record, value) for _, value in each.changes]
+        if any(item is None for item in items):
+            _refuse_made(record, each, items)
+            continue
+        if not is_changed_to(each.container, each.before, each.changes):
+            continue
+        put_back(each.container, each.before)
         within = exchanged.get(id(each.container))
         if within is None or not _is_at(record, each.container, within):
             within = None
             record.pin(each.container)
-        found.append(Added(each.container, items, within))
+        changes = tuple(change for change, _ in each.changes)
+        found.append(Changed(each.container, changes, items, within))
     return found
 
 
-def _told(record: Record, value: Any) -> Any:
-    """What every call appends: a recipe of a value or of an object that was there before the step,
-    or a nest to be made anew; None where it is none of these."""
-    if is_value(value):
-        return Constant(value)
-    if _is_of_constants(record, value) or _is_traced(value, numbers=True):
+def _told(record: Record, value: Any, within: frozenset[int] = frozenset()) -> Any:
+    """What every call puts there: a recipe of a value or of an object that was there before the
+    step; what is traced; or a nest of these to be made anew. None where it is none of these, as a
+    nest that contains itself."""
+    if isinstance(value, SYMBOLIC) or _compat.is_fake(value) or is_known(value):
         return value
-    return Constant(value) if record.is_outside(value) else None
+    if is_value(value) or record.is_outside(value):
+        return Constant(value)
+    opened = None if id(value) in within else _compat.opened(value)
+    if opened is None:
+        return None
+    inner, filled = opened
+    told = [_told(record, each, within | {id(value)}) for each in inner]
+    return None if any(each is None for each in told) else filled(told)
 
 
-def _is_of_constants(record: Record, value: Any, within: frozenset[int] = frozenset()) -> bool:
-    """Whether a value is compared by value, or is a nest that the step has made of such values."""
-    if type(value) not in (list, tuple, dict) or id(value) in within or record.is_outside(value):
-        return is_value(value)
-    inner = value.values() if isinstance(value, dict) else value
-    return all(_is_of_constants(record, each, within | {id(value)}) for each in inner)
+def _refuse_made(record: Record, changed: ChangedContainer, told: Sequence[Any]) -> None:
+    """Refuse an object that the step makes, and puts where it is kept.
 
-
-def _is_all(added: AddedItems) -> bool:
-    """Whether nothing else has been done with a list or queue."""
-    expected: Any = [*added.before, *added.items]
-    if isinstance(added.container, deque):
-        expected = deque(expected, added.container.maxlen)
-    return len(expected) == len(added.container) and all(map(is_, expected, added.container))
+    Raises:
+        CaptureError: it holds nothing that is traced, which is refused as such.
+    """
+    made = [value for (_, value), each in zip(changed.changes, told, strict=True) if each is None]
+    kinds = " and a ".join(sorted({type(value).__name__ for value in made}))
+    path = record.path(changed.container, type(changed.container).__name__)
+    raise CaptureError(
+        f"it puts a {kinds} that it makes into {path}, and each call would make another one",
+        location=str(changed.line),
+        hint="put a tuple, dictionary or data class of its values there, or do it outside the step",
+    )
 
 
 def _stand_in(tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: Finder) -> Any:

@@ -32,11 +32,11 @@ from graphopt.tracing.optimizer_state import (
     same_nest,
 )
 from graphopt.tracing.outside.places import is_value
-from graphopt.tracing.placed import Added, Placed
+from graphopt.tracing.placed import Changed, Placed
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.signature import (
-    AppendedResult,
     AttributeResult,
+    ChangedResult,
     Computed,
     Constant,
     ContainerResult,
@@ -69,18 +69,18 @@ class Ran(NamedTuple):
         returned, spec: what it returned, the leaves and how they are nested.
         stepped: the optimizers that it stepped.
         placed: what it has left outside its arguments.
-        added: what it has appended to lists and queues there.
+        changed: how it has changed lists, queues and sets there.
         rows: lists there that numbers of the call select.
-        changed: what it has changed in lists and dictionaries among them.
+        given: what it has changed in lists and dictionaries among its arguments.
     """
 
     returned: list[Any]
     spec: Any
     stepped: list[int]
     placed: list[Placed]
-    added: list[Added]
+    changed: list[Changed]
     rows: list[Row]
-    changed: list[ContainerChange]
+    given: list[ContainerChange]
 
 
 class ResultCollector:
@@ -195,9 +195,11 @@ class ResultCollector:
             placed=[
                 PlacedResult(each.place, self._nest(each.value), each.within) for each in ran.placed
             ],
-            appended=[
-                AppendedResult(each.container, tuple(map(self._nest, each.items)), each.within)
-                for each in ran.added
+            changed=[
+                ChangedResult(
+                    each.container, each.changes, tuple(map(self._nest, each.items)), each.within
+                )
+                for each in ran.changed
             ],
             selected=[
                 SelectedResult(row.container, self._nest(row.key), position, self._nest(value))
@@ -208,7 +210,7 @@ class ResultCollector:
                 SettingResult(index, group, key, self.recipe(value, lambda: "a count"))
                 for index, group, key, value in counted
             ],
-            containers=[ContainerResult(self._made(change)) for change in ran.changed],
+            containers=[ContainerResult(self._made(change)) for change in ran.given],
             flags=dict(self._flags()),
         )
 
@@ -372,6 +374,8 @@ class ResultCollector:
         recipes = tuple(
             self.recipe(leaf, lambda: "")
             if isinstance(leaf, (torch.Tensor, *SYMBOLIC)) or is_known(leaf)
+            else leaf
+            if isinstance(leaf, Constant)
             else Constant(leaf)
             for leaf in leaves
         )

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphopt.host.changes import Change
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import ModuleTensor
 from graphopt.tracing.optimizer_state import OfNone
@@ -149,19 +150,22 @@ class PlacedResult:
 
 
 @dataclass(frozen=True)
-class AppendedResult:
-    """What the step has appended to a list or queue outside its arguments.
+class ChangedResult:
+    """How the step has changed a list, queue or set outside its arguments.
 
     Attributes:
+        changes: in order.
+        items: the value of each.
         within: as of `PlacedResult`.
     """
 
     container: Any
+    changes: tuple[Change, ...]
     items: tuple[Recipe, ...]
     within: OutsidePlace | None = None
 
     def now(self) -> Any:
-        """The list or queue in this call, before it puts anything anywhere."""
+        """The container in this call, before it puts anything anywhere."""
         return self.container if self.within is None else self.within.now()
 
 
@@ -188,7 +192,7 @@ class Signature:
         stepped: optimizers whose `step` ran.
         settings: numbers of parameter groups that the step changes.
         containers: lists and dictionaries among the arguments that it changes.
-        placed, appended, selected: what it leaves outside its arguments.
+        placed, changed, selected: what it leaves outside its arguments.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
@@ -211,7 +215,7 @@ class Signature:
     settings: list[SettingResult] = field(default_factory=list)
     containers: list[ContainerResult] = field(default_factory=list)
     placed: list[PlacedResult] = field(default_factory=list)
-    appended: list[AppendedResult] = field(default_factory=list)
+    changed: list[ChangedResult] = field(default_factory=list)
     selected: list[SelectedResult] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
@@ -228,8 +232,8 @@ class Signature:
         yield from (leaf for attribute in self.attributes for leaf in leaves_of(attribute.recipe))
         yield from (setting.recipe for setting in self.settings)
         yield from (leaf for each in self.placed for leaf in leaves_of(each.recipe))
-        for appended in self.appended:
-            yield from (leaf for item in appended.items for leaf in leaves_of(item))
+        for changed in self.changed:
+            yield from (leaf for item in changed.items for leaf in leaves_of(item))
         for each in self.selected:
             yield from (each.key, *leaves_of(each.recipe))
         for container in self.containers:

@@ -40,7 +40,7 @@ from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
-from graphopt.tracing.placed import note_counted, take_added, take_placed
+from graphopt.tracing.placed import note_counted, take_changed, take_placed
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.replacing import Replacing
@@ -314,7 +314,7 @@ class StepRun:
                 gives(self.outside, returned, self.call)
                 self.view.finish()
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables)
-                added = take_added(self.outside, placed, self._puts_back)
+                changed = take_changed(self.outside, placed, self._puts_back)
                 rows = substitute.rows.take(self.outside.is_used, self.outside.pin)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
@@ -325,7 +325,7 @@ class StepRun:
             raise self.made.refused
         mark()
         flat = _compat.flatten_results(returned, self._stays)
-        return Ran(*flat, stepped, placed, added, rows, list(given.changes()))
+        return Ran(*flat, stepped, placed, changed, rows, list(given.changes()))
 
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
         """Tensors that the step may hold elsewhere, by the ids of what stands for them."""

@@ -44,7 +44,7 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
         i.offset: OutsideAccess(
             "_in_place" if _is_in_place(i) else _HANDLERS[i.opname],
             i.opname,
-            i.argval,
+            _name(i),
             i.arg or 0,
             i.offset,
             feeding.get(i.offset),
@@ -54,6 +54,17 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
         for i in instructions
         if i.opname in _HANDLERS
     }
+
+
+def _name(instruction: dis.Instruction) -> Any:
+    """What it names: a variable, an attribute, or an operator, which Python 3.10 has in its own
+    name."""
+    if instruction.opname.startswith("INPLACE_"):
+        return _OPERATORS.get(instruction.opname)
+    return instruction.argrepr if instruction.opname == "BINARY_OP" else instruction.argval
+
+
+_OPERATORS = {"INPLACE_ADD": "+=", "INPLACE_OR": "|=", "INPLACE_SUBTRACT": "-="}
 
 
 def _is_in_place(instruction: dis.Instruction) -> bool:

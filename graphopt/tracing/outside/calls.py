@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import is_host_number, plain
 from graphopt.tracing.numbers import ReadFloat, ReadInt
@@ -161,19 +162,14 @@ class NativeCalls:
         elif isinstance(bound, dict) and name in _ONE_ITEM and args and _hashable(args[0]):
             record.item(bound, args[0], path, line)
             if (args[0] in bound) is (name == "pop"):
-                record.mutated(bound)
+                record.mutated(bound, line)
                 record.wrote(OutsidePlace("item", bound, args[0]), counting=False)
         elif name == "__contains__":
             self.contains(bound, args[0], line)
         elif isinstance(bound, dict) and name == "__setitem__":
-            self.store_item(bound, args[0])
-        elif name == "append" and len(args) == 1:
-            record.mutated(bound, args[0])
-        elif name == "extend" and len(args) == 1 and type(args[0]) in (list, tuple):
-            for each in args[0]:
-                record.mutated(bound, each)
+            self.store_item(bound, args[0], line)
         elif name in _ADDING or (discarded and name in _CHANGING - _BY_CONTENTS):
-            record.mutated(bound)
+            record.mutated(bound, line, changes_of(name, args))
             if name == "clear":
                 record.emptied(bound)
         elif name == "__len__":
@@ -181,7 +177,7 @@ class NativeCalls:
         else:
             record.contents(bound, path, line, 1 if name in _GIVING_ITEMS else 3)
             if name in _CHANGING:
-                record.mutated(bound)
+                record.mutated(bound, line)
 
     def _context_variable(
         self,
@@ -213,19 +209,21 @@ class NativeCalls:
         else:
             record.contents(container, path, line)
 
-    def store_item(self, container: Any, key: Any, counting: bool = False) -> None:
+    def store_item(
+        self, container: Any, key: Any, line: SourceLine, counting: bool = False
+    ) -> None:
         """The step writes `container[key]`."""
         record = self._record
         if not is_container(container) or not record.is_outside(container):
             return
         if isinstance(container, dict) and key not in container:
-            record.mutated(container)
+            record.mutated(container, line)
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             key += len(container)
         if _hashable(key):
             record.wrote(OutsidePlace("item", container, key), counting)
         else:
-            record.mutated(container)
+            record.mutated(container, line)
 
     def method(self, callee: Any, line: SourceLine) -> None:
         """The step calls a method that is bound to its object."""

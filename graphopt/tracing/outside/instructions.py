@@ -15,6 +15,7 @@ from types import CellType, FrameType
 from typing import Any
 
 from graphopt._compat.frames import NULL, Operands
+from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import any_known
 from graphopt.tracing.host_numbers import plain
@@ -35,6 +36,10 @@ from graphopt.tracing.outside.record import Record, is_container, viewed
 
 _SLICED = frozenset({list, tuple})
 """Containers part of which is one of their kind."""
+
+
+_METHODS = {"+=": "__iadd__", "|=": "__ior__", "-=": "difference_update"}
+"""What operators do with lists, queues and sets."""
 
 
 class Instructions:
@@ -77,10 +82,13 @@ class Instructions:
     def counts(self, frame: FrameType) -> None:
         """A function begins that adds its second argument to its first."""
         line = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        counter, *added = (frame.f_locals[n] for n in frame.f_code.co_varnames[:2])
-        self._record.mutated(counter)
+        counter, *added = (frame.f_locals[n] for n in frame.f_code.co_varnames[:3])
+        self._record.mutated(counter, line)
         for value in added:
             self._read_contents(frame, value, line)
+            if isinstance(value, (list, tuple, set, frozenset, dict, str)):
+                for key in value:
+                    self._calls.store_item(counter, key, line, counting=True)
 
     def _stored(
         self,
@@ -213,13 +221,14 @@ class Instructions:
         if not is_container(container) or not self._record.is_outside(container):
             return
         place = OutsidePlace("item", container, key)
-        self._calls.store_item(container, key, self._counts_in(frame, step, place))
+        self._calls.store_item(container, key, line, self._counts_in(frame, step, place))
 
     def _delete_item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        if is_container(operands.top(2)):
-            self._record.mutated(operands.top(2))
+        container, key = operands.top(2), plain(operands.top(1))
+        if is_container(container):
+            self._record.mutated(container, line, changes_of("__delitem__", [key]))
 
     def _contents(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -241,10 +250,11 @@ class Instructions:
     def _in_place(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        changed = operands.top(2)
-        self._read_contents(frame, operands.top(1), line)
-        if isinstance(changed, (list, dict, set)):
-            self._record.mutated(changed)
+        changed, value = operands.top(2), operands.top(1)
+        self._read_contents(frame, value, line)
+        if isinstance(changed, (list, dict, set, deque)):
+            self._record.read_container(id(frame), changed)
+            self._record.mutated(changed, line, changes_of(_METHODS.get(step.name, ""), [value]))
         else:
             self._read_contents(frame, changed, line)
 

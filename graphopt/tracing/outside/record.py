@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import gc
 import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 
 from graphopt import _compat
+from graphopt.host.changes import MUTABLE, Change
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import SYMBOLIC
@@ -34,8 +34,6 @@ _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
 _WHOLE_BYTES = 1 << 16
 _SEVERAL = (tuple, frozenset)
-_SEQUENCES = frozenset({list, collections.deque})
-"""Containers to which items are appended."""
 _VIEWS: tuple[type, ...] = (
     type({}.keys()),
     type({}.values()),
@@ -59,17 +57,19 @@ class WrittenPlace(NamedTuple):
     path: str
 
 
-class AddedItems(NamedTuple):
-    """What the step has appended to a list or queue, which it has not changed otherwise.
+class ChangedContainer(NamedTuple):
+    """What the step has changed in a list, queue or set, one after the other.
 
     Attributes:
         before: a copy of it as it was.
-        items: in order.
+        changes: in order, each with its value.
+        line: that makes the first.
     """
 
     container: Any
     before: Any
-    items: list[Any]
+    changes: list[tuple[Change, Any]]
+    line: SourceLine
 
 
 class Record:
@@ -112,7 +112,7 @@ class Record:
         self._places: dict[tuple[Any, ...], WrittenPlace] = {}
         self._mutated: dict[int, Any] = {}
         self._tables: list[dict[Any, Any]] = []
-        self._added: dict[int, AddedItems] = {}
+        self._changes: dict[int, ChangedContainer] = {}
         self._changed_otherwise: set[int] = set()
         self._emptied: set[int] = set()
         self._pinned: dict[int, Any] = {}
@@ -154,7 +154,7 @@ class Record:
         self._mutated.clear()
         self._tables.clear()
         self.loads.take_all()
-        self._added.clear()
+        self._changes.clear()
 
     # ------------------------------------------------------------------ objects
 
@@ -318,6 +318,13 @@ class Record:
         self._read_each(others)
         return len(others) < len(loads)
 
+    def read_container(self, frame: int, container: Any) -> None:
+        """The step changes a container in place, which it has loaded and puts back: each call has
+        to find this one there."""
+        for place in self.loads.places(frame):
+            if place.now() is container:
+                self._read_each(self.loads.take_of(place.identity))
+
     def read_left(self) -> None:
         """Read what has been loaded and not been stored."""
         self._read_each(self.loads.take_all())
@@ -342,7 +349,7 @@ class Record:
             read = self.reads.get(identity)
             before = MISSING if read is not None and read.value is MISSING else place.now()
             self._places[identity] = WrittenPlace(self._outside(place), before, owner, path)
-        if type(place.holder) in _SEQUENCES:
+        if type(place.holder) in MUTABLE:
             self._mutated.setdefault(id(place.holder), copy.copy(place.holder))
         if counting and (identity not in self._written or identity in self._derived):
             self._derived.add(identity)
@@ -362,11 +369,16 @@ class Record:
             return f"{self.path(holder, type(holder).__name__)}[{key_text(place.key)}]"
         return f"{self.path(owner, type(owner).__name__)}.{place.key}"
 
-    def mutated(self, container: Any, added: Any = MISSING) -> None:
+    def mutated(
+        self,
+        container: Any,
+        line: SourceLine,
+        changes: Sequence[tuple[Change, Any]] | None = None,
+    ) -> None:
         """The step adds to or takes from a container.
 
         Args:
-            added: what it appends, if that is all it does.
+            changes: that it makes, each with its value, if these are all and can be made again.
         """
         if not self.is_outside(container):
             return
@@ -378,11 +390,14 @@ class Record:
                 self._touched[key] = container
             if OutsidePlace("item", container).is_item:
                 self._tables.append(container)
-        if added is MISSING:
+        if type(container) not in MUTABLE:
+            return
+        new = ChangedContainer(container, self._mutated[key], [], line)
+        known = self._changes.setdefault(key, new)
+        if changes is None:
             self._changed_otherwise.add(key)
-        elif type(container) in _SEQUENCES:
-            known = self._added.setdefault(key, AddedItems(container, self._mutated[key], []))
-            known.items.append(added)
+        else:
+            known.changes.extend(changes)
 
     def emptied(self, container: Any) -> None:
         """The step takes everything out of a container: what it puts there is its own."""
@@ -433,9 +448,9 @@ class Record:
         """Whether the step has used what was in a place to count, and for nothing else."""
         return place.identity in self._counted
 
-    def added(self) -> Iterator[AddedItems]:
-        """Lists and queues that the step has appended to so far, and not changed otherwise."""
-        for key, each in self._added.items():
+    def changed_containers(self) -> Iterator[ChangedContainer]:
+        """Lists, queues and sets that the step has changed so far by what can be done again."""
+        for key, each in self._changes.items():
             if key not in self._changed_otherwise:
                 yield each
 
@@ -443,17 +458,19 @@ class Record:
         """Whether a dictionary is that of a module of Python."""
         return id(table) in self._namespaces
 
-    def take_added(self) -> Iterator[AddedItems]:
-        """Lists and queues that the step has appended to, and neither read nor changed otherwise,
-        nor replaced.
-        Nothing else remembers what it has appended from then on."""
+    def take_changed(self) -> Iterator[ChangedContainer]:
+        """Lists, queues and sets that the step has changed, and neither read nor replaced; those
+        that it has changed otherwise than by what can be done again have no changes.
+        Nothing else remembers what it has put there from then on."""
         read = {id(each.place.holder) for each in self.reads.values()}
         read |= {
             id(each.value) for each in self.reads.values() if each.place.now() is not each.value
         }
-        added, self._added = self._added, {}
-        for key, each in added.items():
-            if key not in read and key not in self._changed_otherwise:
+        changed, self._changes = self._changes, {}
+        for key, each in changed.items():
+            if key in self._changed_otherwise:
+                each.changes.clear()
+            if key not in read:
                 yield each
 
     def places_of(self, value: Any) -> list[OutsidePlace]:
