@@ -195,7 +195,7 @@ def counted_with_a_call() -> Callable[[], float]:
 
 @trimmed
 def counted_in_a_counter() -> Callable[[], float]:
-    seen: collections.Counter[str] = collections.Counter()
+    seen: collections.Counter[str] = collections.Counter(a=1, b=2, c=3)
 
     def use() -> float:
         seen.update(["a", "b"])

@@ -210,9 +210,10 @@ def take_changed(
             continue
         items = [_told(record, value) for _, value in each.changes]
         if any(item is None for item in items):
-            _refuse_made(record, each, items)
-            continue
+            raise _puts_new(record, each, items)
         if not is_changed_to(each.container, each.before, each.changes):
+            if not is_changed_to(each.container, each.before, ()):
+                raise _changes_otherwise(record, each)
             continue
         put_back(each.container, each.before)
         within = exchanged.get(id(each.container))
@@ -240,19 +241,23 @@ def _told(record: Record, value: Any, within: frozenset[int] = frozenset()) -> A
     return None if any(each is None for each in told) else filled(told)
 
 
-def _refuse_made(record: Record, changed: ChangedContainer, told: Sequence[Any]) -> None:
-    """Refuse an object that the step makes, and puts where it is kept.
-
-    Raises:
-        CaptureError: it holds nothing that is traced, which is refused as such.
-    """
+def _puts_new(record: Record, changed: ChangedContainer, told: Sequence[Any]) -> CaptureError:
     made = [value for (_, value), each in zip(changed.changes, told, strict=True) if each is None]
     kinds = " and a ".join(sorted({type(value).__name__ for value in made}))
     path = record.path(changed.container, type(changed.container).__name__)
-    raise CaptureError(
-        f"it puts a {kinds} that it makes into {path}, and each call would make another one",
+    return CaptureError(
+        f"it puts a {kinds} that it makes into {path}, which would happen at capture only",
         location=str(changed.line),
         hint="put a tuple, dictionary or data class of its values there, or do it outside the step",
+    )
+
+
+def _changes_otherwise(record: Record, changed: ChangedContainer) -> CaptureError:
+    path = record.path(changed.container, type(changed.container).__name__)
+    return CaptureError(
+        f"it changes {path} in a way that is not followed, which would happen at capture only",
+        location=str(changed.line),
+        hint="append, insert, add or delete single items, or do it outside the step",
     )
 
 

@@ -37,7 +37,7 @@ _CHANGING = frozenset(
 )  # fmt: skip
 _GIVING_ITEMS = frozenset({"items", "values", "keys", "copy", "__iter__"})
 _FEW = 100
-_BY_CONTENTS = frozenset({"sort", "remove", "discard", "difference_update", "intersection_update"})
+_BY_CONTENTS = frozenset({"sort", "remove", "intersection_update"})
 _BY_KEY = frozenset({"get", "__getitem__"})
 _ONE_ITEM = frozenset({"pop", "setdefault"})
 _IDENTITY = frozenset({id, type, isinstance, issubclass, callable, super, print, hash})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import operator
 import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from types import CellType, FrameType
 from typing import Any
@@ -38,6 +38,8 @@ _SLICED = frozenset({list, tuple})
 """Containers part of which is one of their kind."""
 
 
+_BEGINNING = frozenset({defaultdict, Counter})
+"""Dictionaries in which a step may begin to count."""
 _METHODS = {"+=": "__iadd__", "|=": "__ior__", "-=": "difference_update"}
 """What operators do with lists, queues and sets."""
 
@@ -75,19 +77,21 @@ class Instructions:
         if not _may_count(value):
             record.read(*pending[-1])
         else:
-            if value is MISSING and type(pending[-1][0].holder) is defaultdict:  # begins to count
+            if value is MISSING and type(pending[-1][0].holder) in _BEGINNING:
                 record.read(*pending[-1])
             record.loads.add((id(frame), step.feeding), pending[-1])
 
     def counts(self, frame: FrameType) -> None:
         """A function begins that adds its second argument to its first."""
         line = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        counter, *added = (frame.f_locals[n] for n in frame.f_code.co_varnames[:3])
+        counter, *added = (frame.f_locals[n] for n in frame.f_code.co_varnames[:2])
         self._record.mutated(counter, line)
         for value in added:
             self._read_contents(frame, value, line)
             if isinstance(value, (list, tuple, set, frozenset, dict, str)):
                 for key in value:
+                    if key not in counter:
+                        self._record.item(counter, key, "a Counter", line)
                     self._calls.store_item(counter, key, line, counting=True)
 
     def _stored(
