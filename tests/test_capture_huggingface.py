@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -153,12 +152,12 @@ def test_padding_is_a_decision() -> None:
 
 
 def test_a_step_whose_decisions_cannot_be_followed(caplog: Any) -> None:
-    """It changes a queue besides: the model finds out that it is traced, and computes up to
+    """It changes an array besides: the model finds out that it is traced, and computes up to
     rounding."""
-    seen: deque[int] = deque()
+    seen = bytearray()
 
     def counting(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
-        seen.appendleft(1)
+        seen.append(1)
         return train_step(model, optimizer, batch)
 
     twins = Twins(lambda: build(llama, counting), exact=False)

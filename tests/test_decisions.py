@@ -314,7 +314,7 @@ def keeping(keep: Callable[[Kept, bool], Any], kept: Kept) -> Callable[..., Tens
 
 
 def fresh_kept() -> Kept:
-    return {"list": [], "count": 0, "set": set()}
+    return {"list": [], "count": 0, "set": set(), "bytes": bytearray()}
 
 
 @pytest.mark.parametrize(
@@ -324,6 +324,8 @@ def fresh_kept() -> Kept:
         lambda kept, bad: kept.update(count=kept["count"] + 1) if bad else None,
         lambda kept, bad: kept.update(last="bad" if bad else "good"),
         lambda kept, bad: kept["list"].append("bad") if bad else None,
+        lambda kept, bad: kept["set"].add("bad" if bad else "good"),
+        lambda kept, bad: kept["list"].insert(0, bad),
     ],
 )
 def test_what_each_branch_keeps(keep: Callable[[Kept, bool], Any]) -> None:
@@ -347,8 +349,8 @@ def test_what_each_branch_keeps(keep: Callable[[Kept, bool], Any]) -> None:
 @pytest.mark.parametrize(
     "keep",
     [
-        lambda kept, bad: kept["set"].add("bad" if bad else "good"),
-        lambda kept, bad: kept["list"].insert(0, bad),
+        lambda kept, bad: kept["bytes"].append(1 if bad else 2),
+        lambda kept, bad: kept["bytes"].extend(b"bad" if bad else b"good"),
     ],
 )
 def test_what_each_branch_keeps_is_refused(keep: Callable[[Kept, bool], Any]) -> None:

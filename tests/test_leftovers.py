@@ -207,7 +207,7 @@ def draws(trainer: Trainer, loss: Tensor) -> Any:
 
 
 def keeps(trainer: Trainer, loss: Tensor) -> Any:
-    trainer.items.append(SimpleNamespace(loss=loss.detach()))
+    trainer.items[1]["a"].add(loss.detach())
 
 
 def keeps_text(trainer: Trainer, loss: Tensor) -> Any:

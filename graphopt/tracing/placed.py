@@ -209,11 +209,14 @@ def take_changed(
         if not puts_back(each.container):
             continue
         items = [_told(record, value) for _, value in each.changes]
+        if isinstance(each.container, set) and not all(isinstance(i, Constant) for i in items):
+            continue  # where it stands in a set goes by what stands for it
         if any(item is None for item in items):
-            raise _puts_new(record, each, items)
+            record.refused = record.refused or _puts_new(record, each, items)
+            continue
         if not is_changed_to(each.container, each.before, each.changes):
             if not is_changed_to(each.container, each.before, ()):
-                raise _changes_otherwise(record, each)
+                record.refused = record.refused or _changes_otherwise(record, each)
             continue
         put_back(each.container, each.before)
         within = exchanged.get(id(each.container))

@@ -166,6 +166,8 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
     run.made.add(run.finder.let_go())
     fakes = [*fakes, *run.drawn]
     _refuse_kept(run.made, fakes, call)
+    if run.outside.refused is not None:
+        raise run.outside.refused
     first = run.gradients_first
     raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, first)
     raw.handed_out = run.made.handed_out

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphopt import _compat
+from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE, Change
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import is_host_number
@@ -88,6 +89,7 @@ class Record:
         exchanged: those that have stand-ins for keys.
         gone_through: of the former, those of which the step asks for more than one item.
         compared: where it asks whether a tensor is one that has a stand-in.
+        refused: why no later call could do what it does to a container.
         times_written: how often the step has written to a place, by its identity.
         loads: what it has loaded to count with; read unless it is stored where it comes from.
         behind: what it reads behind calls of functions on the host; None before the first.
@@ -102,6 +104,7 @@ class Record:
         self._own = {id(table) for table in own}
         self._inputs, self._told = inputs, told
         self._existing = existing_now()
+        self.refused: CaptureError | None = None
         # `gc.freeze` hides classes and modules from `gc.get_objects`.
         self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
         self._paths: dict[int, tuple[Any, str]] = {}
