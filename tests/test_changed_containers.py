@@ -294,3 +294,80 @@ def test_a_list_that_is_multiplied_is_refused() -> None:
 
     with pytest.raises(graphopt.CaptureError, match=r"changes log\.rows in a way"):
         run(doubles, compiled=True)
+
+
+class Held:
+    """An object of the program, of which it has more than data."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+LEFT: dict[str, Callable[[Log, Tensor], Any]] = {
+    "nest": lambda log, loss: [1, [2, {"a": (3, [4])}]],
+    "queue": lambda log, loss: deque([1], maxlen=3),
+    "empty queue": lambda log, loss: deque(maxlen=3),
+    "ordered dictionary": lambda log, loss: OrderedDict(a=1),
+    "default dictionary": lambda log, loss: defaultdict(list, a=[loss.item()]),
+    "data class": lambda log, loss: Entry(1, ["x"]),
+    "data class of numbers read": lambda log, loss: Entry(loss.item(), [loss.item()]),
+    "data class of tensors": lambda log, loss: {"a": Entry(loss.detach(), [1])},
+    "named tuple": lambda log, loss: Row([1], 2),
+    "named tuple of tensors": lambda log, loss: Row(loss.detach(), 2),
+    "class": lambda log, loss: Held,
+    "object from outside": lambda log, loss: NAMES,
+    "object from outside in a nest": lambda log, loss: {"a": [log.seen, 1]},
+}
+
+
+def replaced(log: Log, call: int) -> None:
+    """Another value where the step leaves one, and another object for one that it reads."""
+    log.by_name["rows"], log.rows, log.seen = call, [call], {call}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_each_call_leaves_what_the_step_puts_somewhere(name: str) -> None:
+    def leaves(log: Log, loss: Tensor) -> None:
+        log.by_name["rows"] = LEFT[name](log, loss)
+        log.rows = LEFT[name](log, loss)
+
+    expected, _ = run(leaves, compiled=False, then=replaced)
+    found, _ = run(leaves, compiled=True, then=replaced)
+    assert found == expected
+
+
+def test_what_a_step_takes_away_is_taken_away_in_each_call() -> None:
+    def deletes(log: Log, loss: Tensor) -> None:
+        log.best = loss  # type: ignore[attr-defined]
+        del log.best  # type: ignore[attr-defined]
+
+    def then(log: Log, call: int) -> None:
+        log.best = call  # type: ignore[attr-defined]
+
+    expected, _ = run(deletes, compiled=False, then=then)
+    found, _ = run(deletes, compiled=True, then=then)
+    assert found == expected
+
+
+def test_an_object_that_holds_an_argument_is_refused() -> None:
+    model, kept = nn.Linear(4, 1), Log()
+
+    def step(x: Tensor) -> Tensor:
+        kept.rows = Held([x])  # type: ignore[assignment]
+        loss: Tensor = model(x).sum()
+        return loss.detach()
+
+    with pytest.raises(graphopt.CaptureError, match=r"a Held that holds a tensor into kept\.rows"):
+        graphopt.compile(step)(torch.ones(2, 4))
+
+
+def test_an_object_that_is_replaced_is_not_appended_anew() -> None:
+    def appends(log: Log, loss: Tensor) -> None:
+        log.last.append([log.by_name, 1])
+
+    def then(log: Log, call: int) -> None:
+        log.by_name = {"call": call}
+
+    expected, _ = run(appends, compiled=False, then=then)
+    found, _ = run(appends, compiled=True, then=then)
+    assert found == expected

@@ -14,10 +14,12 @@ that is not followed, or put into a list otherwise, is found later, and refused.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +108,8 @@ def take_placed(
                 record.pin(each)
         if within is None and _is_found(record, written):
             finder.carries(written.path, place)
-        found.append(Placed(place, value, within))
+        told = _told(record, value)
+        found.append(Placed(place, value if told is None else told, within))
     return found
 
 
@@ -186,7 +189,13 @@ def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
     if _is_new(record, written):
         return True
     if not is_plain(value):
-        return False
+        told = None if reads or not place.is_item else _told(record, value)
+        if told is None and not reads and _holds_traced(record, value):
+            record.refused = record.refused or CaptureError(
+                f"it puts a {type(value).__name__} that holds a tensor into {written.path}",
+                hint="put the tensor there, or a tuple, dictionary or data class of its values",
+            )
+        return told is not None
     if not reads or (record.is_told(place) and type(written.before) not in (int, float)):
         return True
     return written.before is MISSING and record.counts_in(place)
@@ -234,7 +243,10 @@ def _told(record: Record, value: Any, within: frozenset[int] = frozenset()) -> A
     nest that contains itself."""
     if isinstance(value, SYMBOLIC) or _compat.is_fake(value) or is_known(value):
         return value
-    if is_value(value) or record.is_outside(value):
+    if is_value(value):
+        return Constant(value)
+    if record.is_outside(value):
+        record.pin(value)
         return Constant(value)
     opened = None if id(value) in within else _compat.opened(value)
     if opened is None:
@@ -286,6 +298,24 @@ def _is_traced(value: Any, numbers: bool = False, tensors: bool = True) -> bool:
     if (of_numbers and not numbers) or (of_tensors and not tensors):
         return False
     return of_numbers or any(map(_compat.is_fake, leaves))
+
+
+_NEAR = 1000
+
+
+def _holds_traced(record: Record, value: Any) -> bool:
+    """Whether an object that the step has made holds what is traced, itself or in its own."""
+    seen, pending = {id(value)}, [value]
+    while pending and len(seen) < _NEAR:
+        each = pending.pop()
+        if _compat.is_fake(each) or isinstance(each, SYMBOLIC):
+            return True
+        if isinstance(each, (type, ModuleType, FunctionType)) or record.is_outside(each):
+            continue
+        inner = [held for held in gc.get_referents(each) if id(held) not in seen]
+        seen.update(map(id, inner))
+        pending.extend(inner)
+    return False
 
 
 def _is_found(record: Record, item: WrittenPlace) -> bool:
