@@ -93,6 +93,8 @@ def take_placed(
         place, before, value = written.place, written.before, written.place.now()
         if record.depends_on(place) and not _is_left_alone(written):
             note_counted(finder, written.path, place, before, value)
+            if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):
+                record.begins(place, before)
         if id(place.holder) in others or _is_left_alone(written):
             continue
         if value is before and type(value) in MUTABLE and record.depends_on(place):

@@ -112,6 +112,7 @@ class Record:
         self._written: set[tuple[Any, ...]] = set()
         self._derived: set[tuple[Any, ...]] = set()
         self._counted: set[tuple[Any, ...]] = set()
+        self._begun: dict[tuple[Any, ...], Load] = {}
         self._places: dict[tuple[Any, ...], WrittenPlace] = {}
         self._mutated: dict[int, Any] = {}
         self._tables: list[dict[Any, Any]] = []
@@ -319,7 +320,10 @@ class Record:
         loads = self.loads.take(store)
         others = [each for each in loads if place is None or each[0].identity != place.identity]
         self._read_each(others)
-        return len(others) < len(loads)
+        own = [each for each in loads if each not in others]
+        if own:
+            self._begun.setdefault(own[0][0].identity, own[0])
+        return bool(own)
 
     def read_container(self, frame: int, container: Any) -> None:
         """The step changes a container in place, which it has loaded and puts back: each call has
@@ -450,6 +454,16 @@ class Record:
     def counts_in(self, place: OutsidePlace) -> bool:
         """Whether the step has used what was in a place to count, and for nothing else."""
         return place.identity in self._counted
+
+    def begins(self, place: OutsidePlace, number: Any) -> None:
+        """The step adds tensors to a number that it finds in a place: the graph holds for this
+        number, and there is a tensor in later calls."""
+        found = self._begun.get(place.identity)
+        if found is not None and place.identity not in self.reads:
+            _, path, line = found
+            self.reads[place.identity] = self._made(place, number, path, line)
+        if self.counted is not None and self.counted.place.identity == place.identity:
+            self.counted = None
 
     def changed_containers(self) -> Iterator[ChangedContainer]:
         """Lists, queues and sets that the step has changed so far by what can be done again."""
