@@ -191,7 +191,8 @@ def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
     if _is_new(record, written):
         return True
     if not is_plain(value):
-        told = None if reads or not place.is_item else _told(record, value)
+        keyed = value is MISSING and isinstance(place.key, torch.Tensor)  # by what stands for it
+        told = None if reads or keyed or not place.is_item else _told(record, value)
         if told is None and not reads and _holds_traced(record, value):
             record.refused = record.refused or CaptureError(
                 f"it puts a {type(value).__name__} that holds a tensor into {written.path}",
