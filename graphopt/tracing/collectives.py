@@ -6,7 +6,7 @@ launches the functional collective instead, and writes what that gives into `t`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,34 +19,46 @@ from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import current_user_line
 
 _UNSUPPORTED = (
-    "all_gather",
     "all_gather_object",
     "all_to_all",
+    "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
     "broadcast_object_list",
     "gather",
+    "gather_object",
     "irecv",
     "isend",
+    "monitored_barrier",
     "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "scatter_object_list",
     "send",
 )
 
 
 class TracedWork:
-    """What an asynchronous collective returns: `wait()` writes the result."""
+    """What an asynchronous collective returns: `wait()` writes the result.
 
-    def __init__(self, destination: torch.Tensor, launched: torch.Tensor) -> None:
-        self._destination, self._launched = destination, launched
+    Args:
+        destinations: what the parts of the result are written to, in order.
+    """
+
+    def __init__(self, destinations: Sequence[torch.Tensor], launched: torch.Tensor) -> None:
+        self._destinations, self._launched = destinations, launched
 
     def wait(self, timeout: Any = None) -> bool:
         result = torch.ops._c10d_functional.wait_tensor(self._launched)
+        parts = [result] if len(self._destinations) == 1 else self._parts(result)
         with torch.no_grad():
-            self._destination.copy_(result.view(self._destination.shape))
+            for destination, part in zip(self._destinations, parts, strict=True):
+                destination.copy_(part.view(destination.shape))
         return True
+
+    def _parts(self, result: torch.Tensor) -> Sequence[torch.Tensor]:
+        return result.view(len(self._destinations), -1).unbind()
 
 
 def functional_collectives() -> AbstractContextManager[None]:
@@ -92,6 +104,31 @@ def _all_gather_into_tensor(
     return _finish(output_tensor, launched, async_op)
 
 
+def _all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """All are gathered into one tensor, of which each of the list is given its part."""
+    process_group = _compat.group_or_default(group)
+    if len(tensor_list) != process_group.size():
+        raise ValueError(
+            f"all_gather is given {len(tensor_list)} tensors for {process_group.size()} ranks"
+        )
+    if any(each.shape != tensor.shape or each.dtype != tensor.dtype for each in tensor_list):
+        raise CaptureError(
+            "it calls torch.distributed.all_gather with tensors of different shapes or dtypes,"
+            " which has no functional form",
+            location=str(current_user_line()),
+            hint="let all ranks give tensors of one shape, padded to the longest",
+        )
+    launched = torch.ops._c10d_functional.all_gather_into_tensor(
+        tensor.reshape(-1), process_group.size(), process_group.group_name
+    )
+    return _finished(TracedWork(tensor_list, launched), async_op)
+
+
 def _reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -109,6 +146,7 @@ def _reduce_scatter_tensor(
 _SUPPORTED: dict[str, Callable[..., Any]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
+    "all_gather": _all_gather,
     "all_gather_into_tensor": _all_gather_into_tensor,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
 }
@@ -116,7 +154,10 @@ _SUPPORTED: dict[str, Callable[..., Any]] = {
 
 
 def _finish(destination: torch.Tensor, launched: torch.Tensor, async_op: bool) -> Any:
-    work = TracedWork(destination, launched)
+    return _finished(TracedWork([destination], launched), async_op)
+
+
+def _finished(work: TracedWork, async_op: bool) -> Any:
     if async_op:
         return work
     work.wait()
@@ -128,8 +169,8 @@ def _refusal(name: str) -> Callable[..., Any]:
         raise CaptureError(
             f"it calls torch.distributed.{name}, which has no functional form",
             location=str(current_user_line()),
-            hint="call it outside the step, or use all_reduce, broadcast, all_gather_into_tensor"
-            " or reduce_scatter_tensor",
+            hint="call it outside the step, or use all_reduce, broadcast, all_gather,"
+            " all_gather_into_tensor or reduce_scatter_tensor",
         )
 
     return refuse
