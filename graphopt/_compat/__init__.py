@@ -140,10 +140,11 @@ from graphopt._compat.tracers import (
     record_truth,
 )
 from graphopt._compat.trees import (
+    ONE_VALUE,
     flatten_arguments,
     flatten_results,
     leaf_names,
-    opened,
+    open_nest,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -152,6 +153,7 @@ from graphopt._compat.trees import (
 
 __all__ = [
     "FAKE_BACKEND",
+    "ONE_VALUE",
     "Correction",
     "DescribedTensor",
     "HigherOrderOperator",
@@ -229,7 +231,7 @@ __all__ = [
     "node_at_line",
     "node_of",
     "nodes_by_kind",
-    "opened",
+    "open_nest",
     "operator_name",
     "overload_name",
     "own_buffers",

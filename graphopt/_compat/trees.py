@@ -18,6 +18,9 @@ tree_map: Callable[..., Any] = _pytree.tree_map
 
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
 
+ONE_VALUE = tree_flatten(None)[1]
+"""The structure of a value that is no container."""
+
 
 class _Fields:
     """Stands for an object of a data class in a nest that is to be flattened."""
@@ -57,11 +60,11 @@ def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list
     return tree_flatten(tree_map(opened, value))
 
 
-def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+def open_nest(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """What is directly in a container, or in an object of a data class, and what makes a nest of
     such values to be flattened; None of anything else."""
     inner, spec = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
-    if spec != _ONE:
+    if spec != ONE_VALUE:
         return inner, lambda values: tree_unflatten(values, spec)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
@@ -74,7 +77,6 @@ def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     return fields.values, filled
 
 
-_ONE = tree_flatten(None)[1]
 _NODES = _pytree.SUPPORTED_NODES
 _STRINGS = frozenset({str})
 

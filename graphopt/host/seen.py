@@ -134,13 +134,11 @@ class ChangedBefore:
     """How the program has changed a list, queue or set, in all, before it calls a function.
 
     Attributes:
-        changes: in order.
-        items: the value of each.
+        changes: in order, each with its value.
     """
 
     container: Any
-    changes: tuple[Change, ...]
-    items: tuple[LeftValue, ...]
+    changes: tuple[tuple[Change, LeftValue], ...]
 
 
 @dataclass(frozen=True)
@@ -182,8 +180,10 @@ class Outside:
 
 
 def _changes_alike(one: ChangedBefore, other: ChangedBefore) -> bool:
-    same = one.container is other.container and one.changes == other.changes
-    return same and all(mine.repeats(its) for mine, its in zip(one.items, other.items, strict=True))
+    if one.container is not other.container or len(one.changes) != len(other.changes):
+        return False
+    pairs = zip(one.changes, other.changes, strict=True)
+    return all(a == b and value.repeats(its) for (a, value), (b, its) in pairs)
 
 
 @dataclass
@@ -200,8 +200,8 @@ class _Put:
 
 @dataclass
 class _Container:
-    """A container that has been changed for functions: what was in it, how often it has been
-    changed, and what was in it then."""
+    """A container that has been changed for functions: a copy of it as it was, and how it has been
+    changed."""
 
     container: Any
     before: Any
@@ -244,8 +244,7 @@ class PutOutside:
         if id(container) not in self._changed:
             self._changed[id(container)] = _Container(container, container.copy())
         done = self._changed[id(container)].changes
-        left = list(zip(changed.changes, changed.items, strict=True))[len(done) :]
-        for change, item in left:
+        for change, item in changed.changes[len(done) :]:
             value = item.made(values)
             change.make(container, value)
             done.append((change, value))

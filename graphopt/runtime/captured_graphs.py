@@ -89,7 +89,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
             cause: why another graph is needed for it.
         """
         from graphopt.tracing.besides import Besides
-        from graphopt.tracing.placed import changing
+        from graphopt.tracing.found_places import changing
 
         places = changing(entry.captured.found for entry in self._entries)
         if cause is not None and cause.kind != MODE and self._entries:

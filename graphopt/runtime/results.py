@@ -17,16 +17,13 @@ from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.setting_place import SettingPlace
 from graphopt.tracing.signature import Computed, Constant, Nested, Recipe, View
 
-_ONE = _compat.tree_flatten(None)[1]
-"""The structure of a result that is no container."""
-
 
 class StepResults:
     """Puts what the graph of a captured step has computed where the step would have put it."""
 
     def __init__(self, captured: CapturedStep) -> None:
         self._signature, self._tensors = captured.signature, captured.live.module_tensors
-        self._returns_one = captured.signature.output_spec == _ONE
+        self._returns_one = captured.signature.output_spec == _compat.ONE_VALUE
 
     def put(
         self, call: Call, flat: Sequence[Any], results: Sequence[Any], there: PutOutside
@@ -42,7 +39,7 @@ class StepResults:
         Returns:
             What the step returns.
         """
-        signature, tensors, done = self._signature, self._tensors, there.changed
+        signature, tensors = self._signature, self._tensors
         optimizers = call.optimizer_objects()
         # Everything is found before anything is put where others may find it.
         outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]
@@ -55,7 +52,7 @@ class StepResults:
             (each.now(), self._value(each.recipe, flat, results)) for each in signature.placed
         ]
         changed = [
-            (each, each.now(), [self._value(item, flat, results) for item in each.items])
+            (each.now(), [(how, self._value(item, flat, results)) for how, item in each.changes])
             for each in signature.changed
         ]
         selected = [
@@ -83,9 +80,9 @@ class StepResults:
         for left, (place, value) in zip(signature.placed, placed, strict=True):
             if not self._is_changed(left.place.identity, there):
                 place.write(value)
-        for outside, container, items in changed:
-            for how, item in list(zip(outside.changes, items, strict=True))[done(container) :]:
-                how.make(container, item)
+        for container, made in changed:
+            for how, value in made[there.changed(container) :]:
+                how.make(container, value)
         for result, key, value in selected:
             result.container[key][result.position] = value
         for change, items in changes:

@@ -26,6 +26,7 @@ from graphopt.tracing.compare import GraphDifference, fingerprint, first_differe
 from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.failures import definition_of, explained
 from graphopt.tracing.first_call import left_alike
+from graphopt.tracing.found_places import FoundPlace, found_places
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.input_notes import (
     forget_unwritten,
@@ -46,7 +47,6 @@ from graphopt.tracing.outside.existing import (
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
-from graphopt.tracing.placed import FoundPlace, found_places
 from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step

@@ -42,7 +42,6 @@ from graphopt.tracing.signature import Signature
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
 
-_ONE = _compat.tree_flatten(None)[1]
 _UNKNOWN = object()
 """Stands for an object that the step has made."""
 
@@ -103,12 +102,10 @@ class HostView:
                     call.outside.left.append(LeftThere(place, left, stamp))
         for changed in self._record.changed_containers():
             if reach.has(changed.container):
-                items = [self._left(value, given) for _, value in changed.changes]
-                found = tuple(item for item in items if item is not None)
-                if len(found) == len(items):
-                    changes = tuple(change for change, _ in changed.changes)
-                    before = ChangedBefore(changed.container, changes, found)
-                    call.outside.changed.append(before)
+                items = [(change, self._left(value, given)) for change, value in changed.changes]
+                known = tuple((change, item) for change, item in items if item is not None)
+                if len(known) == len(items):
+                    call.outside.changed.append(ChangedBefore(changed.container, known))
         return given
 
     def _held(self, call: HostCall) -> Held | None:
@@ -163,7 +160,7 @@ class HostView:
         marks = [self._leaf(leaf, given) for leaf in leaves]
         if any(mark is _UNKNOWN for mark in marks):
             return None
-        return LeftValue(None if spec == _ONE else spec, tuple(marks))
+        return LeftValue(None if spec == _compat.ONE_VALUE else spec, tuple(marks))
 
     def _leaf(self, leaf: Any, given: list[Any]) -> Any:
         entry = self._live.get(id(leaf))

@@ -13,6 +13,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call, has_gradient
+from graphopt.tracing.changed import Changed
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.failures import definition_of
@@ -32,7 +33,7 @@ from graphopt.tracing.optimizer_state import (
     same_nest,
 )
 from graphopt.tracing.outside.places import is_value
-from graphopt.tracing.placed import Changed, Placed
+from graphopt.tracing.placed import Placed
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.signature import (
     AttributeResult,
@@ -57,9 +58,6 @@ _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step"})
 """Attributes of optimizers that the trace itself replaces."""
 
 _TABLES = "registered names"
-
-_ONE = _compat.tree_flatten(None)[1]
-"""The structure of a value that is no container."""
 
 
 class Ran(NamedTuple):
@@ -197,7 +195,9 @@ class ResultCollector:
             ],
             changed=[
                 ChangedResult(
-                    each.container, each.changes, tuple(map(self._nest, each.items)), each.within
+                    each.container,
+                    tuple((change, self._nest(value)) for change, value in each.changes),
+                    each.within,
                 )
                 for each in ran.changed
             ],
@@ -379,7 +379,7 @@ class ResultCollector:
             else Constant(leaf)
             for leaf in leaves
         )
-        return recipes[0] if spec == _ONE else Nested(spec, recipes)
+        return recipes[0] if spec == _compat.ONE_VALUE else Nested(spec, recipes)
 
     def _real(self, leaf: Any) -> Any:
         """What stands in a container for a leaf: the model's own tensor for its stand-in; None for

@@ -154,14 +154,12 @@ class ChangedResult:
     """How the step has changed a list, queue or set outside its arguments.
 
     Attributes:
-        changes: in order.
-        items: the value of each.
+        changes: in order, each with its value.
         within: as of `PlacedResult`.
     """
 
     container: Any
-    changes: tuple[Change, ...]
-    items: tuple[Recipe, ...]
+    changes: tuple[tuple[Change, Recipe], ...]
     within: OutsidePlace | None = None
 
     def now(self) -> Any:
@@ -233,7 +231,7 @@ class Signature:
         yield from (setting.recipe for setting in self.settings)
         yield from (leaf for each in self.placed for leaf in leaves_of(each.recipe))
         for changed in self.changed:
-            yield from (leaf for item in changed.items for leaf in leaves_of(item))
+            yield from (leaf for _, value in changed.changes for leaf in leaves_of(value))
         for each in self.selected:
             yield from (each.key, *leaves_of(each.recipe))
         for container in self.containers:

@@ -22,6 +22,7 @@ from graphopt.tracing.alike import own_inputs
 from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
+from graphopt.tracing.changed import take_changed
 from graphopt.tracing.collectives import functional_collectives
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
@@ -40,7 +41,7 @@ from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
-from graphopt.tracing.placed import note_counted, take_changed, take_placed
+from graphopt.tracing.placed import note_counted, take_placed
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.replacing import Replacing

@@ -91,7 +91,7 @@ class Instructions:
             if isinstance(value, (list, tuple, set, frozenset, dict, str)):
                 for key in value:
                     if key not in counter:
-                        self._record.item(counter, key, "a Counter", line)
+                        self._record.item(counter, key, self._record.path(counter, "Counter"), line)
                     self._calls.store_item(counter, key, line, counting=True)
 
     def _stored(

@@ -159,6 +159,7 @@ class Record:
         self._tables.clear()
         self.loads.take_all()
         self._changes.clear()
+        self._begun.clear()
 
     # ------------------------------------------------------------------ objects
 

@@ -1,0 +1,94 @@
+"""How a traced step changes lists, queues and sets outside its arguments: each call does the same.
+
+    history.append(loss.item())      every call appends its own number
+    seen.add("warm"); rows.clear()   and changes what there is then
+
+Taken out after the trace, where nothing else has been done with a container and none has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphopt.errors import CaptureError
+from graphopt.host.changes import Change, is_changed_to, put_back
+from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.record import ChangedContainer, Record
+from graphopt.tracing.placed import Placed, is_at
+from graphopt.tracing.signature import Constant
+from graphopt.tracing.told import told
+
+
+@dataclass(frozen=True)
+class Changed:
+    """How the step has changed a list, queue or set outside.
+
+    Attributes:
+        changes: in order, each with its value, as `told` gives it.
+        within: where each call finds the container; None where it is the same one in each call.
+    """
+
+    container: Any
+    changes: tuple[tuple[Change, Any], ...]
+    within: OutsidePlace | None = None
+
+
+def take_changed(
+    record: Record, placed: Iterable[Placed], puts_back: Callable[[Any], bool]
+) -> list[Changed]:
+    """Take out what a traced step has put into lists, queues and sets outside, where these are
+    tensors, numbers, texts, nests of them, or objects from outside.
+
+    Args:
+        placed: what it has left in places, in which there is what was before.
+        puts_back: whether an object is as it was when the trace is over. What other threads may be
+            changing is not.
+    """
+    found = []
+    exchanged = {id(each.place.now()): each.place for each in placed}
+    for each in record.take_changed():
+        if not puts_back(each.container):
+            continue
+        made = tuple((change, told(record, value)) for change, value in each.changes)
+        constant = all(isinstance(value, Constant) for _, value in made)
+        if isinstance(each.container, set) and not constant:
+            continue  # where it stands in a set goes by what stands for it
+        if any(value is None for _, value in made):
+            record.refused = record.refused or _puts_new(record, each, made)
+            continue
+        if not is_changed_to(each.container, each.before, each.changes):
+            if not is_changed_to(each.container, each.before, ()):
+                record.refused = record.refused or _changes_otherwise(record, each)
+            continue
+        put_back(each.container, each.before)
+        within = exchanged.get(id(each.container))
+        if within is None or not is_at(record, each.container, within):
+            within = None
+            record.pin(each.container)
+        found.append(Changed(each.container, made, within))
+    return found
+
+
+def _puts_new(
+    record: Record, changed: ChangedContainer, made: Sequence[tuple[Change, Any]]
+) -> CaptureError:
+    pairs = zip(changed.changes, made, strict=True)
+    kinds = {type(value).__name__ for (_, value), (_, known) in pairs if known is None}
+    path = record.path(changed.container, type(changed.container).__name__)
+    return CaptureError(
+        f"it puts a {' and a '.join(sorted(kinds))} that it makes into {path}, which would happen"
+        " at capture only",
+        location=str(changed.line),
+        hint="put a tuple, dictionary or data class of its values there, or do it outside the step",
+    )
+
+
+def _changes_otherwise(record: Record, changed: ChangedContainer) -> CaptureError:
+    path = record.path(changed.container, type(changed.container).__name__)
+    return CaptureError(
+        f"it changes {path} in a way that is not followed, which would happen at capture only",
+        location=str(changed.line),
+        hint="append, insert, add or delete single items, or do it outside the step",
+    )

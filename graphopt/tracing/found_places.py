@@ -1,0 +1,88 @@
+"""Where steps find tensors and numbers; what is another one in later calls becomes an input."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from graphopt.tracing.besides import CarriedPlace
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.outside.attributes import attributes_of
+from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.record import Record
+
+
+class FoundPlace(NamedTuple):
+    """An item of a dictionary in which a step has found a tensor, or a number. Neither the object
+    whose attribute it is nor the tensor is kept alive.
+
+    Attributes:
+        holder: gives that object, or the dictionary.
+        value: the number, or a weak reference to the tensor.
+    """
+
+    path: str
+    holder: Callable[[], Any]
+    key: Any
+    value: Any
+
+    @property
+    def table(self) -> dict[Any, Any]:
+        """The dictionary; an empty one where the object is gone."""
+        holder = self.holder()
+        return holder if isinstance(holder, dict) else attributes_of(holder) or {}
+
+    def is_changed(self) -> bool:
+        """Whether another tensor, or another number of its kind, is there now."""
+        now = self.table.get(self.key)
+        if isinstance(self.value, weakref.ref):
+            return isinstance(now, torch.Tensor) and now is not self.value()
+        return type(now) is type(self.value) and is_exact(now) and now != self.value
+
+
+def found_places(record: Record, call: Call) -> Iterator[FoundPlace]:
+    """Where a step has found tensors, each in one place, and numbers."""
+    for read in record.reads.values():
+        value = read.value
+        if not read.place.is_item or not (is_exact(value) or _is_in_one_place(record, value)):
+            continue
+        kept = weakref.ref(value) if isinstance(value, torch.Tensor) else value
+        yield FoundPlace(read.path, _holder(record, read.place.holder), read.place.key, kept)
+    for name, module in call.named_submodules():
+        for key, value in vars(module).items():
+            if is_exact(value):
+                yield FoundPlace(f"{name}.{key}".strip("."), weakref.ref(module), key, value)
+
+
+def _is_in_one_place(record: Record, value: Any) -> bool:
+    tensor = isinstance(value, torch.Tensor) and not value.requires_grad
+    return tensor and len(record.places_of(value)) == 1
+
+
+def _holder(record: Record, table: dict[Any, Any]) -> Callable[[], Any]:
+    owner = record.owner(table)
+    if owner is None:
+        return lambda: table
+    try:
+        return weakref.ref(owner)
+    except TypeError:  # of some kinds there are no weak references
+        return lambda: owner
+
+
+def changing(captured: Iterable[Sequence[FoundPlace]]) -> list[CarriedPlace]:
+    """Places to be inputs from now on: those of tensors that are others than in an earlier graph,
+    and those of numbers that are others than in two."""
+    times: Counter[tuple[int, Any]] = Counter()
+    found: dict[tuple[int, Any], CarriedPlace] = {}
+    for places in captured:
+        for each in filter(FoundPlace.is_changed, places):
+            table = each.table
+            known = (id(table), each.key)
+            times[known] += 2 if isinstance(each.value, weakref.ref) else 1
+            found[known] = CarriedPlace(each.path, OutsidePlace("item", table, each.key))
+    return [place for known, place in found.items() if times[known] > 1]

@@ -1,0 +1,51 @@
+"""How each call makes what a traced step leaves outside."""
+
+from __future__ import annotations
+
+import gc
+from types import FunctionType, ModuleType
+from typing import Any
+
+from graphopt import _compat
+from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.places import is_value
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.signature import Constant
+
+_NEAR = 1000
+"""Objects among which one is looked for that is traced."""
+
+
+def told(record: Record, value: Any, within: frozenset[int] = frozenset()) -> Any:
+    """What every call puts there: a recipe of a value or of an object that was there before the
+    step; what is traced; or a nest of these to be made anew. None where it is none of these, as a
+    nest that contains itself."""
+    if isinstance(value, SYMBOLIC) or _compat.is_fake(value) or is_known(value):
+        return value
+    if is_value(value):
+        return Constant(value)
+    if record.is_outside(value):
+        record.pin(value)
+        return Constant(value)
+    nest = None if id(value) in within else _compat.open_nest(value)
+    if nest is None:
+        return None
+    inner, filled = nest
+    items = [told(record, each, within | {id(value)}) for each in inner]
+    return None if any(item is None for item in items) else filled(items)
+
+
+def holds_traced(record: Record, value: Any) -> bool:
+    """Whether an object that the step has made holds what is traced, itself or in its own."""
+    seen, pending = {id(value)}, [value]
+    while pending and len(seen) < _NEAR:
+        each = pending.pop()
+        if _compat.is_fake(each) or isinstance(each, SYMBOLIC):
+            return True
+        if isinstance(each, (type, ModuleType, FunctionType)) or record.is_outside(each):
+            continue
+        inner = [held for held in gc.get_referents(each) if id(held) not in seen]
+        seen.update(map(id, inner))
+        pending.extend(inner)
+    return False
