@@ -193,6 +193,8 @@ def plain(value: Any) -> Any:
     """A value with numbers in place of tensors, and the names of all types."""
     if isinstance(value, Tensor):
         return "tensor", value.item(), value.requires_grad
+    if value is NAMES:
+        return "NAMES"
     if isinstance(value, dict):
         return type(value).__name__, [(key, plain(item)) for key, item in value.items()]
     if isinstance(value, set):
@@ -229,6 +231,30 @@ def test_a_callback_finds_what_the_step_has_changed_before_it() -> None:
     theirs: list[Any] = []
     expected, _ = run(lambda log, loss: changing(log, loss, theirs), compiled=False)
     found, _ = run(lambda log, loss: changing(log, loss, ours), compiled=True)
+    assert found == expected
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loss: Entry(loss.item(), [loss.detach()]),
+        lambda loss: [Entry(1), Row(loss.detach(), 2)],
+        lambda loss: {"names": NAMES, "rows": [NAMES, loss.item()]},
+    ],
+)
+def test_a_callback_finds_what_the_step_has_put_there(make: Callable[[Tensor], Any]) -> None:
+    """Data classes too, and objects from outside themselves."""
+
+    def putting(log: Log, loss: Tensor, found: list[Any]) -> None:
+        log.rows.append(make(loss))
+        log.by_name["rows"] = make(loss)
+        graphopt.callback(lambda: found.append([plain(log.rows), plain(log.by_name)]))
+
+    ours: list[Any] = []
+    theirs: list[Any] = []
+    expected, _ = run(lambda log, loss: putting(log, loss, theirs), compiled=False)
+    found, _ = run(lambda log, loss: putting(log, loss, ours), compiled=True)
     assert found == expected
     assert ours == theirs
 

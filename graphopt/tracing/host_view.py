@@ -29,21 +29,17 @@ from graphopt.host.seen import (
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
 from graphopt.tracing.given import GivenContainers
-from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.reachable import Reach, reached_from
 from graphopt.tracing.schedulers import Unknown
 from graphopt.tracing.setting_place import SettingPlace
-from graphopt.tracing.signature import Signature
+from graphopt.tracing.signature import Constant, Signature
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
-
-_UNKNOWN = object()
-"""Stands for an object that the step has made."""
+from graphopt.tracing.told import told
 
 Tables = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 """Attributes of objects, with what they were when the step began."""
@@ -156,20 +152,21 @@ class HostView:
         """What stands for a value; None where it cannot be made in each call."""
         if value is MISSING or self._record.is_outside(value):
             return LeftValue(None, (value,))
-        leaves, spec = _compat.tree_flatten(value)
-        marks = [self._leaf(leaf, given) for leaf in leaves]
-        if any(mark is _UNKNOWN for mark in marks):
+        made = told(self._record, value)
+        if made is None:
             return None
+        leaves, spec = _compat.tree_flatten(made)
+        marks = [self._leaf(leaf, given) for leaf in leaves]
         return LeftValue(None if spec == _compat.ONE_VALUE else spec, tuple(marks))
 
     def _leaf(self, leaf: Any, given: list[Any]) -> Any:
+        if isinstance(leaf, Constant):
+            return leaf.value
         entry = self._live.get(id(leaf))
         if entry is not None:
             return LiveValue(entry.tensor, entry.live)
-        if isinstance(leaf, SYMBOLIC) or _compat.is_fake(leaf):
-            given.append(leaf)
-            return GivenValue(len(given) - 1)
-        return leaf if is_plain(leaf) or self._record.is_outside(leaf) else _UNKNOWN
+        given.append(leaf)
+        return GivenValue(len(given) - 1)
 
     def _stamp(self, place: Any, value: Any) -> int:
         times = self._record.times_written.get(place.identity, 0)
