@@ -218,6 +218,16 @@ def test_no_graph_is_captured_for_what_the_program_does_between_calls() -> None:
         assert len(step.captures) == 1, name
 
 
+def assert_found_alike(changing: Callable[[Log, Tensor, list[Any]], None]) -> None:
+    """Both leave the same, and put into a list what callbacks find."""
+    ours: list[Any] = []
+    theirs: list[Any] = []
+    expected, _ = run(lambda log, loss: changing(log, loss, theirs), compiled=False)
+    found, _ = run(lambda log, loss: changing(log, loss, ours), compiled=True)
+    assert found == expected
+    assert ours == theirs
+
+
 def test_a_callback_finds_what_the_step_has_changed_before_it() -> None:
     def changing(log: Log, loss: Tensor, found: list[Any]) -> None:
         log.rows.insert(0, loss.item())
@@ -227,12 +237,7 @@ def test_a_callback_finds_what_the_step_has_changed_before_it() -> None:
         log.last.appendleft(loss.item())
         graphopt.callback(lambda: found.append([plain(log.rows), plain(log.last)]))
 
-    ours: list[Any] = []
-    theirs: list[Any] = []
-    expected, _ = run(lambda log, loss: changing(log, loss, theirs), compiled=False)
-    found, _ = run(lambda log, loss: changing(log, loss, ours), compiled=True)
-    assert found == expected
-    assert ours == theirs
+    assert_found_alike(changing)
 
 
 @pytest.mark.parametrize(
@@ -251,12 +256,7 @@ def test_a_callback_finds_what_the_step_has_put_there(make: Callable[[Tensor], A
         log.by_name["rows"] = make(loss)
         graphopt.callback(lambda: found.append([plain(log.rows), plain(log.by_name)]))
 
-    ours: list[Any] = []
-    theirs: list[Any] = []
-    expected, _ = run(lambda log, loss: putting(log, loss, theirs), compiled=False)
-    found, _ = run(lambda log, loss: putting(log, loss, ours), compiled=True)
-    assert found == expected
-    assert ours == theirs
+    assert_found_alike(putting)
 
 
 def test_what_a_failing_callback_has_found_is_taken_back() -> None:
