@@ -319,7 +319,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sweep", nargs="*", type=float, default=[0.25, 0.5, 1, 2, 5], help="MB")
     parser.add_argument("--pipelines", nargs="*", default=[], help="further ones, as text")
     parser.add_argument(
-        "--turn", type=int, default=10, help="steps of one variant before the next one's turn"
+        "--turn", type=int, default=20, help="steps of one variant before the next one's turn"
     )
     parser.add_argument("--others", action="store_true", help="variants of the default as well")
     parser.add_argument("--compiled", action="store_true", help="DDP and the default with Inductor")

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,15 @@ def run_work(
 
 @contextmanager
 def process_group(folder: Path, reporter: Reporter) -> Iterator[None]:
-    """A gloo group of all ranks; none for a single process."""
+    """A gloo group of all ranks; none for a single process. A rank that waits for another for five
+    minutes fails: a link may have gone."""
     if reporter.ranks == 1:
         yield
         return
-    store = dist.FileStore(str(folder / "rendezvous"), reporter.ranks)
-    dist.init_process_group("gloo", store=store, rank=reporter.rank, world_size=reporter.ranks)
+    rank, ranks = reporter.rank, reporter.ranks
+    store = dist.FileStore(str(folder / "rendezvous"), ranks)
+    timeout = timedelta(minutes=5)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     yield
     dist.destroy_process_group()
 
