@@ -135,15 +135,24 @@ def held_names(inputs: Inputs, raw: RawTrace) -> Set[str]:
     return inputs.held | {inputs.module_tensors[index].fqn for index in raw.signature.rebound}
 
 
-def mark_inputs(
-    graph_module: fx.GraphModule, inputs: Inputs, names: Set[str], as_what: str
+def note_held(
+    graph_module: fx.GraphModule, inputs: Inputs, here: Set[str], anywhere: Set[str]
 ) -> None:
-    """Set a key of the metadata of inputs that have one of these names."""
+    """Mark inputs whose use is not seen, by their names.
+
+    Args:
+        here: held on this rank: they must not be in flight between two steps.
+        anywhere: held on some rank, which all ranks know: their gradients are not among those sent
+            last, for which others had to wait.
+    """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for node, holder in zip(placeholders, [*inputs.placeholders, *inputs.states], strict=False):
         members = holder.members if isinstance(holder, Storage) else [holder]
-        if not names.isdisjoint(member.fqn for member in members):
-            node.meta[as_what] = True
+        names = {member.fqn for member in members}
+        if not here.isdisjoint(names):
+            node.meta["held"] = True
+        if not anywhere.isdisjoint(names):
+            node.meta["held_somewhere"] = True
 
 
 def _storage(placeholder: fx.Node) -> int:
