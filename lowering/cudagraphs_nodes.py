@@ -17,6 +17,7 @@ from graphopt.graph_utils import (
     tensors_in,
     written,
 )
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, fused_optimizer, is_item
 from graphopt.lowering.subgraph import LoweredSubgraph
 
@@ -57,7 +58,7 @@ def is_unknown_number(value: object) -> bool:
 
 def takes_numbers(node: fx.Node) -> bool:
     """Whether a node takes Python numbers that are computed in the graph."""
-    return any(is_unknown_number(source.meta.get("val")) for source in node.all_input_nodes)
+    return any(is_unknown_number(known_value(source)) for source in node.all_input_nodes)
 
 
 def is_learning_rate(node: fx.Node, user: fx.Node) -> bool:
@@ -91,7 +92,7 @@ class Recordable:
             return "it computes with Python numbers or calls Python"
         if target.namespace not in _NAMESPACES:
             return f"what operators of {target.namespace} do besides their result is not known"
-        if isinstance(node.meta.get("val"), (list, tuple)) and not all(map(is_item, node.users)):
+        if isinstance(known_value(node), (list, tuple)) and not all(map(is_item, node.users)):
             return "its results are used as a list"
         return (
             self._against_communication(node)
@@ -107,7 +108,7 @@ class Recordable:
         for inner in module.graph_module.graph.nodes:
             if inner.op == "placeholder":
                 continue
-            if any(t.device.type != self.device_type for t in tensors_in(inner.meta.get("val"))):
+            if any(t.device.type != self.device_type for t in tensors_in(known_value(inner))):
                 return f"%{inner.name} of it is on another device"
         return self._against_values(node)
 
@@ -120,12 +121,12 @@ class Recordable:
 
     def _against_values(self, node: fx.Node) -> str | None:
         devices = set()
-        for tensor in tensors_in(node.meta.get("val")):
+        for tensor in tensors_in(known_value(node)):
             devices.add(tensor.device)
             if tensor.layout is not torch.strided or _compat.has_symbolic_shape(tensor):
                 return "its result has a shape or layout that is not fixed"
         for source in node.all_input_nodes:
-            value = source.meta.get("val")
+            value = known_value(source)
             if is_unknown_number(value) and fused_optimizer(node.target) is None:
                 return "it takes a number that is computed in the graph"
             for tensor in tensors_in(value):
@@ -160,9 +161,9 @@ class Recordable:
 
 
 def _tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    yield from tensors_in(node.meta.get("val"))
+    yield from tensors_in(known_value(node))
     for source in node.all_input_nodes:
-        yield from tensors_in(source.meta.get("val"))
+        yield from tensors_in(known_value(source))
 
 
 def _against_waiting(node: fx.Node, target: _compat.OpOverload) -> str | None:
@@ -179,7 +180,7 @@ def _against_waiting(node: fx.Node, target: _compat.OpOverload) -> str | None:
 
 
 def _is_mask(index: Any) -> bool:
-    values = tensors_in(index.meta.get("val")) if isinstance(index, fx.Node) else ()
+    values = tensors_in(known_value(index)) if isinstance(index, fx.Node) else ()
     return any(value.dtype in (torch.bool, torch.uint8) for value in values)
 
 

@@ -20,18 +20,15 @@ from torch import fx
 from graphopt.graph_utils import is_collective, is_wait, tensors_in
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import list_call
+from graphopt.ir.metadata import fake_value, is_state, known_value, late_group
 from graphopt.ir.operators import is_item, is_list_operator, written
 from graphopt.ir.views import base_of, is_pure_view, may_be_view, outer_bases
-from graphopt.iter_graph.running import GROUP
 from graphopt.lowering.cudagraphs_nodes import Recordable, is_number, takes_numbers
 from graphopt.lowering.subgraph import LoweredSubgraph
 
 _BYTES_PER_OPERATOR = 2**18
 """What may be copied to spare the launch of an operator. Copying takes the device's time. Launching
 takes the CPU's, for which a device with much to do does not wait."""
-
-_STATE = ("parameter", "buffer", "optimizer_state")
-"""Kinds of inputs that are the same tensors in each call."""
 
 ModuleOf = Callable[[fx.Node], Any]
 
@@ -177,7 +174,7 @@ class _Scan:
         if node.op in ("placeholder", "get_attr", "output"):
             return
         if not _computes(node):
-            if self._run and node.meta.get(GROUP) != self._run[0].meta.get(GROUP):
+            if self._run and late_group(node) != late_group(self._run[0]):
                 self._close()
             if is_pure_view(node) or set(node.all_input_nodes) <= self._inside:
                 self._add(node)
@@ -202,7 +199,7 @@ class _Scan:
         A number that changes calls for a new recording. So that it is a short one, nodes that take
         numbers begin a piece, of optimizer operators alone.
         """
-        if node.meta.get(GROUP) != self._run[0].meta.get(GROUP):
+        if late_group(node) != late_group(self._run[0]):
             return False
         if self._device is not None and device is not None and device != self._device:
             return False
@@ -230,7 +227,7 @@ class _Scan:
         computing = [node for node in run if _computes(node)]
         if not computing or device is None:
             return
-        piece = Piece(run, device, computing[0].meta.get(GROUP))
+        piece = Piece(run, device, late_group(computing[0]))
         self._fill(piece, computing)
         copies = sum(itertools.starmap(_copying, piece.inputs.items()))
         if sum(map(self._operators, computing)) < self._min_ops + copies:
@@ -254,15 +251,14 @@ class _Scan:
                 piece.leaving.add(node)
 
     def _way(self, base: fx.Node) -> Way:
-        value = base.meta.get("val")
+        value = known_value(base)
         if is_number(value):
             return Way.NUMBER
         if base.op == "get_attr" or base in self._static:
             return Way.STATIC
         if isinstance(value, torch.Tensor) and value.device.type != self._recordable.device_type:
             return Way.SCALAR
-        is_state = base.op == "placeholder" and base.meta.get("kind") in _STATE
-        return Way.STATIC if is_state else Way.COPIED
+        return Way.STATIC if is_state(base) else Way.COPIED
 
     def _operators(self, node: fx.Node) -> int:
         """How many operators a node stands for: compiled ones, or those of its list."""
@@ -278,4 +274,4 @@ def _copying(node: fx.Node, way: Way) -> int:
     """How many operators have to be spared so that copying an input pays."""
     if way not in (Way.COPIED, Way.SCALAR):
         return 0
-    return 1 + sum(tensor.nbytes for tensor in tensors_in(node.meta["val"])) // _BYTES_PER_OPERATOR
+    return 1 + sum(tensor.nbytes for tensor in tensors_in(fake_value(node))) // _BYTES_PER_OPERATOR

@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_operator, is_random, is_wait, tensors_in
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import draws, fused_optimizer, operator_of
 from graphopt.ir.views import is_pure_view
 from graphopt.lowering.numbers import counts_steps, is_listed, takes_numbers
@@ -78,12 +79,12 @@ def _selects_by_values(node: fx.Node) -> bool:
     if not is_operator(target, "aten::index", "aten::index_put", "aten::_unsafe_index_put"):
         return torch.Tag.dynamic_output_shape in target.tags
     indices: Any = node.args[1] if len(node.args) > 1 else node.kwargs["indices"]
-    values = [index.meta.get("val") for index in indices if isinstance(index, fx.Node)]
+    values = [known_value(index) for index in indices if isinstance(index, fx.Node)]
     return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(values))
 
 
 def _adds_in_no_order(node: fx.Node) -> bool:
-    value = node.meta.get("val")
+    value = known_value(node)
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return False
     if is_operator(node.target, *_ADDED_IN_ORDER):
@@ -94,10 +95,10 @@ def _adds_in_no_order(node: fx.Node) -> bool:
 
 
 def _unsuitable_value(node: fx.Node) -> str | None:
-    results = list(tensors_in(node.meta.get("val")))
+    results = list(tensors_in(known_value(node)))
     if not results:
         return "no meta kernel says what it returns, or it returns no tensor"
-    values = [source.meta.get("val") for source in node.all_input_nodes]
+    values = [known_value(source) for source in node.all_input_nodes]
     numbers = [value for value in values if isinstance(value, _NUMBERS)]
     if numbers and not (
         takes_numbers(node) and all(isinstance(v, torch.SymFloat) for v in numbers)
@@ -137,9 +138,7 @@ def is_free(node: fx.Node, stays: Callable[[fx.Node], bool]) -> bool:
     Args:
         stays: whether a node before it is free or not lowerable.
     """
-    if node.op != "call_function" or not isinstance(
-        node.meta.get("val"), (torch.Tensor, list, tuple)
-    ):
+    if node.op != "call_function" or not isinstance(known_value(node), (torch.Tensor, list, tuple)):
         return False
     if reads_metadata_only(node):
         return True
@@ -156,7 +155,7 @@ def as_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | N
     Returns:
         Target, args and kwargs; None where no single operator does.
     """
-    value = node.meta.get("val")
+    value = known_value(node)
     if not isinstance(value, torch.Tensor) or unsuitable_tensor(value) is not None:
         return None
     sizes, options = list(value.shape), {"dtype": value.dtype, "device": value.device}

@@ -14,6 +14,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt._compat import triton as compat_triton
 from graphopt.errors import LoweringError
+from graphopt.ir.metadata import fake_value, has_value, source_line
 from graphopt.lowering.compiler import NUMBER
 from graphopt.lowering.prepare import Prepared
 
@@ -111,12 +112,12 @@ def _constants(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
 
 
 def _input_value(node: fx.Node) -> Any:
-    if "val" not in node.meta:
+    if not has_value(node):
         raise LoweringError(
             f"the placeholder %{node.name} has no meta['val'], which says what it is\n"
             '  hint:  trace with make_fx(tracing_mode="fake"), or use graphopt.capture'
         )
-    value = node.meta["val"]
+    value = fake_value(node)
     if isinstance(value, torch.SymFloat):
         return NUMBER.fake()
     symbolic = isinstance(value, (torch.SymInt, torch.SymBool))
@@ -138,7 +139,7 @@ def _on_cuda(value: Any, mode: Any) -> Any:
 
 
 def _described(node: fx.Node) -> str:
-    where = node.meta.get("source")
+    where = source_line(node)
     line = f"%{node.name} = {node.target}"
     return line if where is None else f"{line}\n  from:  {where}"
 

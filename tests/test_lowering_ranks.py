@@ -57,7 +57,7 @@ def train_both(rank: int, pipeline: str, optimizer: str) -> dict[str, Any]:
 
 
 def region_names(derived: fx.GraphModule) -> list[str]:
-    return [body.text() for body in Cut(derived.graph).bodies.values()]
+    return [region.text() for region in Cut(derived.graph).regions]
 
 
 def check_hidden(module: graphopt.IterGraphModule) -> int:

@@ -18,6 +18,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.host import is_host_call
+from graphopt.ir.metadata import known_value, set_value
 from graphopt.verify.evaluated import Evaluation
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.module_constants import attribute, same_object
@@ -68,7 +69,7 @@ class Course:
     def add_input(self, like: fx.Node, name: str | None = None) -> fx.Node:
         """An input of the call; `name`: the one that it has in another course."""
         node = self.graph.placeholder(name or self.names.of_input())
-        node.meta["val"] = like.meta.get("val")
+        set_value(node, known_value(like))
         return node
 
     def run(

@@ -2,7 +2,6 @@
 
 from graphopt.comm.blocks import (
     MAX_WAIT_DISTANCE,
-    SENDS,
     CommBlock,
     get_all_comm_blocks,
     get_comm_block,
@@ -18,7 +17,6 @@ from graphopt.ir.views import view_tail
 
 __all__ = [
     "MAX_WAIT_DISTANCE",
-    "SENDS",
     "CommBlock",
     "argument",
     "get_all_comm_blocks",

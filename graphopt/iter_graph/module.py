@@ -192,7 +192,7 @@ class IterGraphModule(fx.GraphModule):
 
         Args:
             args: one value per input of the step.
-            there: the values, by `INDEX`; taken out as they are needed.
+            there: the values, by their `carried_index`; taken out as they are needed.
 
         Returns:
             What `graph` returns.

@@ -15,6 +15,7 @@ from graphopt import _compat
 from graphopt.comm.waits import split_waits
 from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
+from graphopt.ir.metadata import PROVENANCE, provenance_of
 from graphopt.ir.positions import give_by_position
 from graphopt.ir.rewritten import forget_places
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
@@ -284,8 +285,8 @@ def _finish(context: PassContext) -> None:
         _refuse_unread(context, inserted)
     if record.changed:
         for node in before.new_nodes():
-            made_by = (*node.meta.get("provenance", ()), record.name)
-            node.meta = {**node.meta, "provenance": made_by}
+            made_by = (*provenance_of(node), record.name)
+            node.meta = {**node.meta, PROVENANCE: made_by}
         gm.recompile()
         context.changed = before.changed_nodes()
         record.difference = difference(before, gm, record.name, context.changed)

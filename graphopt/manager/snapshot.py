@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.graph_utils import follows_output_convention
+from graphopt.ir.metadata import has_value, known_value
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
 from graphopt.manager.besides import HOOKS, BesidesNodes
@@ -69,7 +70,7 @@ class Snapshot:
         self.placeholders = [n.target for n in nodes if n.op == "placeholder"]
         self.kinds_returned = kinds_returned(gm.graph)
         self.functional = follows_output_convention(gm.graph)
-        self.annotated = not any(n.op != "output" for n in nodes if "val" not in n.meta)
+        self.annotated = not any(n.op != "output" for n in nodes if not has_value(n))
 
     def note_attributes(self) -> None:
         """Take what the module and its submodules hold besides the graph as it is now."""
@@ -161,7 +162,7 @@ class Snapshot:
                 continue
             content, meta = held
             value = meta.get("val")
-            if node.meta.get("val") is not value or not _same(content_of(node), content):
+            if known_value(node) is not value or not _same(content_of(node), content):
                 found.append((node, value))
         return found
 
@@ -173,7 +174,7 @@ class Snapshot:
                 continue
             content, meta = self.nodes[old]
             value, now = meta.get("val"), self._in_names(_compat.content_of(node))
-            same = node.op == old.op and node.meta.get("val") is value
+            same = node.op == old.op and known_value(node) is value
             if not (same and _same(now, self._in_names(content))):
                 found.append((node, value))
         return found
@@ -183,7 +184,7 @@ class Snapshot:
         _, target, args, kwargs = self.nodes[cast(fx.Node, self.was(node))].content
 
         def given(source: fx.Node) -> Any:
-            return Given(self.nodes[source].meta.get("val"))
+            return Given(known_value(self.nodes[source]))
 
         return target, *fx.node.map_arg((args, kwargs), given)
 

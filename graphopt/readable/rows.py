@@ -22,6 +22,15 @@ from graphopt.graph_utils import (
     is_wait,
     tensors_in,
 )
+from graphopt.ir.metadata import (
+    input_kind,
+    input_name,
+    known_value,
+    modules_of,
+    phase_of,
+    provenance_of,
+    source_line,
+)
 from graphopt.iter_graph import IterGraph
 from graphopt.listing import LATE, LAUNCH, UPDATE, WAIT, Row, Section
 
@@ -73,14 +82,14 @@ def sections(
 def title_of(node: fx.Node) -> str:
     """Under which heading a node stands: its phase, or the kind of input."""
     if node.op == "placeholder":
-        kind = node.meta.get("kind")
+        kind = input_kind(node)
         return f"inputs: {kind}" if kind else "inputs"
-    return str(node.meta.get("phase", "graph"))
+    return phase_of(node) or "graph"
 
 
 def row_of(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool = True) -> Row:
     """What there is to say about one node."""
-    row = Row(_statement(node, shorten), shape=describe(node.meta.get("val")))
+    row = Row(_statement(node, shorten), shape=describe(known_value(node)))
     row.size = _size(node)
     row.place = _place(node)
     if is_collective(node):
@@ -174,7 +183,7 @@ def _size(node: fx.Node) -> int | None:
     """Bytes of what a node computes, None if it shows what another node computed."""
     if node.target is operator.getitem or (node.op == "call_function" and is_view(node)):
         return None
-    tensors = list(tensors_in(node.meta.get("val")))
+    tensors = list(tensors_in(known_value(node)))
     return sum(_bytes(tensor) for tensor in tensors) if tensors else None
 
 
@@ -192,21 +201,21 @@ def sent_bytes(node: fx.Node) -> int:
     >>> [sent_bytes(node) for node in find_nodes(gm.graph, is_collective)]
     [8, 32]
     """
-    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    inputs = [known_value(source) for source in node.all_input_nodes]
     return sum(_bytes(tensor) for tensor in tensors_in(inputs))
 
 
 def _place(node: fx.Node) -> str:
     parts = []
-    modules = node.meta.get("nn_module_stack")
+    modules = modules_of(node)
     if node.op == "placeholder":
-        parts.append(node.meta.get("fqn", ""))
+        parts.append(input_name(node) or "")
     elif modules:
         parts.append(list(modules.values())[-1][0])
-    source = node.meta.get("source")
+    source = source_line(node)
     if source is not None:
         parts.append(f"{PurePath(source.file).name}:{source.line}")
-    origin = node.meta.get("provenance", ())[-1:]
+    origin = provenance_of(node)[-1:]
     if origin and origin[0] != "capture":
         parts.append(f"by {origin[0]}")
     return "  ".join(part for part in parts if part)

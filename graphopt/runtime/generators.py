@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import draws
 from graphopt.tracing.rng import generator_of
 
@@ -22,7 +23,7 @@ class DrawnGenerators:
         found = {g: None for node in nodes for g in _given(node)}
         if nodes:
             found[torch.random.default_generator] = None
-        values = (_compat.tree_leaves(node.meta.get("val")) for node in nodes)
+        values = (_compat.tree_leaves(known_value(node)) for node in nodes)
         for value in (leaf for leaves in values for leaf in leaves):
             if isinstance(value, torch.Tensor) and value.device.type == "cuda":
                 found[generator_of(value.device)] = None

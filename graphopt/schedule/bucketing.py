@@ -27,8 +27,9 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import SENDS, argument, kind_of, located
+from graphopt.comm import argument, kind_of, located
 from graphopt.graph_utils import call_function_with_meta, is_collective, is_wait
+from graphopt.ir.metadata import sent_names, set_sent_names
 from graphopt.schedule.errors import ScheduleError
 
 _c10d = torch.ops._c10d_functional
@@ -114,11 +115,11 @@ def join_launches(graph: fx.Graph, bucket: Sequence[fx.Node]) -> fx.Node:
             call_function_with_meta(graph, operator.getitem, (joined, index), like=launch)
             for index, launch in enumerate(bucket)
         ]
-    names_sent = [name for launch in bucket for name in launch.meta.get(SENDS, ())]
+    names_sent = [name for launch in bucket for name in sent_names(launch)]
     if names_sent:
-        joined.meta[SENDS] = tuple(names_sent)
+        set_sent_names(joined, names_sent)
     for launch, item in zip(bucket, items, strict=True):
-        item.meta.pop(SENDS, None)
+        set_sent_names(item, ())
         launch.replace_all_uses_with(item)
         graph.erase_node(launch)
     return joined

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import SENDS, argument, kind_of, late_nodes, view_tail
+from graphopt.comm import argument, kind_of, late_nodes, view_tail
 from graphopt.cost import CostModel, Transfer
 from graphopt.graph_utils import is_collective, is_wait, tensors_in, written
+from graphopt.ir.metadata import sent_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class Message:
     @property
     def parameters(self) -> tuple[str, ...]:
         """Whose gradients or values are sent, where the graph says so."""
-        return tuple(self.launch.meta.get(SENDS, ()))
+        return sent_names(self.launch)
 
 
 @dataclass

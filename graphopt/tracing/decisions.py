@@ -31,6 +31,7 @@ from graphopt.graph_utils import is_collective, without_autocast
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
+from graphopt.ir.metadata import set_value
 from graphopt.ir.operators import is_marker
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing import recurrent
@@ -176,7 +177,7 @@ class Decider:
             values.append(value)
         where = [(used.index(index), dimension) for index, dimension in places]
         if not isinstance(leaves[0], torch.Tensor):
-            node.meta["val"] = leaves[0]
+            set_value(node, leaves[0])
             source = cast(fx.Node, node.args[0])
             values = [fx.Proxy(source, self._tracer)]  # the number may be a constant
         assumption = SizeAssumption(self._count, line, where, len(values), self._relations)

@@ -22,6 +22,7 @@ from graphopt.graph_utils import (
     is_wait,
     tensors_in,
 )
+from graphopt.ir.metadata import fake_value, has_value, known_value, phase_of, source_line
 from graphopt.ir.operators import calls_of
 from graphopt.ir.placement import placement_of
 
@@ -104,7 +105,7 @@ def check_graph(
 
 
 def _at(node: fx.Node) -> str:
-    source = node.meta.get("source")
+    source = source_line(node)
     return f"  > {node.format_node()}" + (f"\n    from:  {source}" if source else "")
 
 
@@ -120,7 +121,7 @@ def _placeholders(graph: fx.Graph, inputs: Sequence[InputSpec]) -> Iterator[str]
     for node, spec in zip(nodes, inputs, strict=True):
         if placement_of(node) is not spec.placement:
             yield f"{node.name} is {placement_of(node).value}, and the input {spec.placement.value}"
-        value = node.meta.get("val")
+        value = known_value(node)
         if not isinstance(value, torch.Tensor):
             yield f"placeholder {node.name} has no tensor in its metadata"
             continue
@@ -154,9 +155,9 @@ def _nodes(graph: fx.Graph) -> Iterator[str]:
             continue
         if node.op not in ("call_function", "get_attr"):
             yield f"{node.op} is not part of the dialect\n{_at(node)}"
-        elif "val" not in node.meta:
+        elif not has_value(node):
             yield f"a node has no meta['val']\n{_at(node)}"
-        elif node.op == "call_function" and node.meta.get("phase") not in PHASES:
+        elif node.op == "call_function" and phase_of(node) not in PHASES:
             yield f"a node has no phase\n{_at(node)}"
 
 
@@ -210,7 +211,7 @@ def _collectives(graph: fx.Graph) -> Iterator[str]:
             yield from _one_wait(node, result)
         if not isinstance(node.args[-1], str):
             yield f"a collective without a named group\n{_at(node)}"
-        if not any(True for _ in tensors_in(node.meta["val"])):
+        if not any(True for _ in tensors_in(fake_value(node))):
             yield f"a collective of unknown dtype and device\n{_at(node)}"
 
 
@@ -221,7 +222,7 @@ def _markers(graph: fx.Graph) -> Iterator[str]:
 
 def _results(launch: fx.Node) -> list[fx.Node]:
     """The nodes to wait for: the launch, or its items where it sends several tensors."""
-    if isinstance(launch.meta["val"], (list, tuple)):
+    if isinstance(fake_value(launch), (list, tuple)):
         items = [user for user in launch.users if user.target is operator.getitem]
         if len(items) == len(launch.users):
             return items

@@ -17,6 +17,7 @@ from torch import fx
 
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import list_call
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.reads import values_read
 from graphopt.verify.labels import Labels, signature_of
 from graphopt.verify.segments import (
@@ -142,7 +143,7 @@ class Flow:
                 needs += [self.vertex(*written[source]) for source, _ in read if source in written]
             entries.append(self._computed(node, needs + shared))
         self._entries[node] = entries
-        return Items([Items(entries)] * len(node.meta["val"]) if call.several else entries)
+        return Items([Items(entries)] * len(fake_value(node)) if call.several else entries)
 
     def _by_element(self, node: fx.Node) -> Value | None:
         """The value of an operator that keeps elements apart; None where it does not."""
@@ -159,7 +160,7 @@ class Flow:
         if not isinstance(value, Segments):
             return None
         if kind == "slice":
-            run = slice_range(node, source.meta["val"])
+            run = slice_range(node, fake_value(source))
             return None if run is None else value.part(*run)
         ends = split_ends(node)
         if ends is None:
@@ -171,7 +172,7 @@ class Flow:
         if not concatenates_vectors(node) or not isinstance(parts, (list, tuple)):
             return None
         nodes = [part for part in parts if isinstance(part, fx.Node)]
-        sizes = [size_of(part.meta.get("val")) for part in nodes]
+        sizes = [size_of(known_value(part)) for part in nodes]
         if None in sizes:
             return None
         return concatenation(
@@ -190,7 +191,7 @@ class Flow:
                 single.append(self._whole(value))
             else:
                 return None
-        if not segments or size_of(node.meta.get("val")) != segments[0].bounds[-1]:
+        if not segments or size_of(known_value(node)) != segments[0].bounds[-1]:
             return None
         if any(other.bounds != segments[0].bounds for other in segments[1:]):
             return None
@@ -199,5 +200,5 @@ class Flow:
 
 
 def _is_single(node: fx.Node) -> bool:
-    value = node.meta.get("val")
+    value = known_value(node)
     return not isinstance(value, torch.Tensor) or size_of(value) == 1

@@ -9,6 +9,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import VerificationError
+from graphopt.ir.metadata import source_line
 
 _SHOWN_PROBLEMS = 10
 _SHOWN_ITEMS = 4
@@ -38,7 +39,7 @@ class Problem:
     @property
     def source(self) -> object | None:
         """The user's line that the first offending node with one comes from."""
-        lines = (node.meta.get("source") for node in self.nodes)
+        lines = (source_line(node) for node in self.nodes)
         return next((line for line in lines if line is not None), None)
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt.errors import PartitionError
 from graphopt.graph_utils import is_operator, tensors_in
+from graphopt.ir.metadata import known_value
 from graphopt.pipelining.pipe.marks import insert_mark_after
 
 Weight = Callable[[fx.Node], float]
@@ -68,7 +69,7 @@ def _parameter_elements(graph_module: fx.GraphModule, nodes: Sequence[fx.Node]) 
     for node in nodes:
         new = [n for n in node.all_input_nodes if n.op == "get_attr" and n not in seen]
         seen.update(new)
-        values = tensors_in([n.meta.get("val") for n in new])
+        values = tensors_in([known_value(n) for n in new])
         weights.append(float(sum(value.numel() for value in values)))
     return weights
 
@@ -86,7 +87,7 @@ def _bytes_across(graph_module: fx.GraphModule, nodes: Sequence[fx.Node]) -> lis
         made = position.get(node, 0)
         if last <= made:
             continue
-        value = node.meta.get("val")
+        value = known_value(node)
         change, amount = (size, value.nbytes) if isinstance(value, torch.Tensor) else (lists, 1)
         change[made] += amount
         change[last] -= amount

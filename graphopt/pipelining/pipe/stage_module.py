@@ -12,8 +12,9 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt._compat import pipelining as _private
+from graphopt.ir.metadata import MODULES
 
-_KEPT_META = ("nn_module_stack", "stack_trace")
+_KEPT_META = (MODULES, "stack_trace")
 
 
 class StageModule(fx.GraphModule):
