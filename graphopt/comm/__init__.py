@@ -12,11 +12,13 @@ from graphopt.comm.blocks import (
     wait_of,
 )
 from graphopt.comm.editing import replace_collective, updates_of
+from graphopt.ir.metadata import SENT as SENDS
 from graphopt.ir.operators import argument
 from graphopt.ir.views import view_tail
 
 __all__ = [
     "MAX_WAIT_DISTANCE",
+    "SENDS",
     "CommBlock",
     "argument",
     "get_all_comm_blocks",

@@ -162,6 +162,7 @@ class PassManager:
             self._settings.disable,
         )
         callbacks = self._all_callbacks(proof)
+        forget_places(gm.graph)
         if split_waits(gm.graph) + give_by_position(gm.graph):
             gm.recompile()
         before = Snapshot(gm)
@@ -256,7 +257,6 @@ def run_alone(
 
 def _call(context: PassContext) -> None:
     """Run the function of a pass, and take what it returns."""
-    forget_places(context.gm.graph)
     try:
         changes = context.pass_.function(context.gm, **context.arguments)
     except Exception as error:

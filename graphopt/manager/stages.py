@@ -153,8 +153,10 @@ class StageRunner:
         Raises:
             VerificationError: there are problems.
         """
-        record.after, record.launches = count(after.graph), launches_digest(after.graph)
-        record.changed = after.graph is not before or record.after != record.before
+        untouched = after.graph is before
+        record.after = record.before if untouched else count(after.graph)
+        record.launches = launches_digest(after.graph)
+        record.changed = not untouched
         try:
             with refusing_what_fails():
                 found = list(problems)
