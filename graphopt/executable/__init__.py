@@ -28,6 +28,7 @@ from graphopt.graph_utils import (
     same_kind,
     set_outputs,
 )
+from graphopt.ir import inplace
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.families import TWINS
@@ -40,7 +41,6 @@ from graphopt.ir.operators import (
     row,
     updated_lists,
 )
-from graphopt.tracing import inplace
 
 aten = torch.ops.aten
 

@@ -15,9 +15,10 @@ from graphopt import _compat
 from graphopt._compat.sizes import laid_out_like
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
+from graphopt.ir import inplace
 from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
-from graphopt.tracing import averages, fused, inplace, numbers, recurrent, statistics
+from graphopt.tracing import averages, fused, numbers, recurrent, statistics
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.number_functions import PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (

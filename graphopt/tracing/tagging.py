@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx, nn
 
 from graphopt import _compat
+from graphopt.ir.inplace import CALLABLE
 from graphopt.ir.metadata import MODULES, SOURCE, set_phase, set_provenance, set_sent_names
-from graphopt.tracing.inplace import CALLABLE
 from graphopt.tracing.source import current_modules, current_user_line
 
 

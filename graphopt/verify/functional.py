@@ -9,8 +9,8 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.sizes import is_contiguous
+from graphopt.ir import inplace
 from graphopt.ir.operators import rounds_in_place
-from graphopt.tracing import inplace
 
 _OURS = {written: functional for functional, written in inplace.INPLACE.items()}
 
