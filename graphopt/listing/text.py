@@ -20,6 +20,7 @@ def listing_text(listing: Listing, *, bytes: bool = True, places: bool = True) -
 
 
 def heading(title: str) -> str:
+    """A line above a part of a listing."""
     return f"── {title} ──"
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 from torch import fx, nn
 
 from graphopt import _compat
+from graphopt.comm import late_nodes
 from graphopt.graph_utils import follows_output_convention
 from graphopt.ir.metadata import has_value, known_value
 from graphopt.iter_graph import IterGraph
@@ -64,7 +65,7 @@ class Snapshot:
             # Arguments are immutable: a changed node has other argument objects.
             nodes = list(gm.graph.nodes)
             self.nodes = dict(zip(nodes, map(noted, nodes), strict=True))
-        self.late = late_nodes(gm.graph)
+        self.late = dict(late_nodes(gm.graph))
         self.besides = BesidesNodes(gm)
         self.note_attributes()
         self.placeholders = [n.target for n in nodes if n.op == "placeholder"]
@@ -201,10 +202,6 @@ def copy_of(
 ) -> fx.Node:
     """What a node was, at the end of another graph."""
     return _compat.copy_node(graph, node, value_of, (*held.content, held.meta))
-
-
-def late_nodes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    return dict(graph.late) if isinstance(graph, IterGraph) else {}
 
 
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -69,6 +69,8 @@ class _Rough:
 
 @dataclass(frozen=True)
 class Exchange:
+    """A place where a rule applies, and the replacement that is to stand there."""
+
     match: Match
     new: Pattern
 
@@ -106,6 +108,7 @@ def _kind_of(value: Any) -> Any:
 def exchanges(
     graph: fx.Graph, rule: Rule, where: Callable[[Match], bool] | None
 ) -> Iterator[Exchange]:
+    """All places where a rule applies that have no node in common, in the order of the graph."""
     taken: set[fx.Node] = set()
     seen: set[tuple[fx.Node, ...]] = set()
     for match in _matches(graph, rule):
@@ -276,6 +279,7 @@ def _check_outputs(rule: Rule, match: Match, new: Pattern) -> None:
 
 
 def names_of(rule: Rule, match: Match) -> list[str]:
+    """What results and gradients of a place are called in messages."""
     results = [f"result {index}" for index in range(len(match.results))]
     return [*results, *(f"the gradient of {name}" for name in rule.gradients)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -12,7 +13,6 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.errors import VerificationError
 from graphopt.graph_utils import (
     get_output,
     get_outputs,
@@ -25,6 +25,7 @@ from graphopt.graph_utils import (
 from graphopt.ir.metadata import fake_value, has_value, known_value, phase_of, source_line
 from graphopt.ir.operators import calls_of
 from graphopt.ir.placement import placement_of
+from graphopt.verify.problems import Report
 
 if TYPE_CHECKING:
     from graphopt.tracing.capture import CapturedStep
@@ -38,7 +39,7 @@ PHASES = ("forward", "backward", "communication", "optimizer")
 
 
 @dataclass
-class SpecReport:
+class SpecReport(Report):
     """The outcome of checking one graph: `problems` says what breaks the contract, and where.
 
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -49,20 +50,13 @@ class SpecReport:
 
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def ok(self) -> bool:
-        return not self.problems
+    shown = sys.maxsize
 
-    def __str__(self) -> str:
-        if self.ok:
-            return "the graph keeps the contract of the captured dialect"
-        count = len(self.problems)
-        return "\n".join([f"the graph breaks the IR contract in {count} place(s):", *self.problems])
-
-    def raise_for_failure(self) -> None:
-        """Raise `VerificationError` with all problems, if there are any."""
-        if not self.ok:
-            raise VerificationError(str(self))
+    def _says(self) -> tuple[str, str]:
+        return (
+            "the graph keeps the contract of the captured dialect",
+            "the graph breaks the IR contract",
+        )
 
 
 def check_captured(captured: CapturedStep) -> SpecReport:

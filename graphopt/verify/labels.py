@@ -55,6 +55,7 @@ class Labels:
         self._labels: dict[frozenset[int], int] = {frozenset(): 0}
 
     def number(self, signature: Signature) -> int:
+        """The number of a signature, the same for equal ones."""
         if signature not in self._numbers:
             self._numbers[signature] = len(self._signatures)
             self._signatures.append(signature)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from graphopt.graph_utils.nodes import graph_of
 from graphopt.ir.metadata import known_value
 from graphopt.readable.rows import describe, target_text, title_of
-from graphopt.readable.text import graph_of
 
 
 def dot_text(graph: fx.GraphModule | fx.Graph, name: str = "step") -> str:

@@ -17,9 +17,11 @@ _ROUND_TRIPS = 20
 class Marks(Protocol):
     """Notes moments on a device, and tells them as seconds of this host's clock afterwards."""
 
-    def mark(self) -> Any: ...
+    def mark(self) -> Any:
+        """A mark of now."""
 
-    def seconds(self, mark: Any) -> float: ...
+    def seconds(self, mark: Any) -> float:
+        """When a mark was reached, on the clock of the host."""
 
 
 class HostMarks:
@@ -53,6 +55,7 @@ class CudaMarks:
 
 
 def marks_for(device: torch.device) -> Marks:
+    """The marks of a device: events of its streams, or times of the host."""
     return CudaMarks(device) if device.type == "cuda" else HostMarks()
 
 
