@@ -23,7 +23,7 @@ from graphopt.lowering.lowerable import as_factory, reads_metadata_only
 from graphopt.lowering.regions import MARK, Mark, mark_regions
 
 
-class Region(Part):
+class LoweredRegion(Part):
     """One region as a graph of its own, which returns a list of tensors that share no storage,
     neither with each other nor with inputs."""
 
@@ -60,8 +60,8 @@ class Cut:
                 members.setdefault(self._marks[node].region, []).append(node)
         self.regions = list(map(self._region, members.values()))
 
-    def _region(self, nodes: list[fx.Node]) -> Region:
-        region = Region(nodes, self._inside)
+    def _region(self, nodes: list[fx.Node]) -> LoweredRegion:
+        region = LoweredRegion(nodes, self._inside)
         region.fill()
         leave = leaving(region.nodes, lambda user: not reads_metadata_only(user))
         region.returning(tensor for node in leave for tensor in _tensors_of(node))
@@ -73,7 +73,7 @@ class Cut:
         """What another node is in a region."""
         return _copied(copies, node) if self._marks[node].free else region.take(node)
 
-    def splice(self, call: Callable[[fx.Graph, Region, list[fx.Node]], fx.Node]) -> fx.Graph:
+    def splice(self, call: Callable[[fx.Graph, LoweredRegion, list[fx.Node]], fx.Node]) -> fx.Graph:
         """The graph in which each region is one call.
 
         Args:
@@ -82,7 +82,7 @@ class Cut:
         """
 
         def insert(copies: Copies, region: Part) -> None:
-            assert isinstance(region, Region)
+            assert isinstance(region, LoweredRegion)
             give_items(copies, region, call(copies.graph, region, list(map(copies, region.inputs))))
 
         ordered = (node for node in self.ordered if not self._marks[node].free)

@@ -13,7 +13,7 @@ from graphopt.graph_utils import environment, written
 from graphopt.ir.outlining import describe_call
 from graphopt.iter_graph import IterGraphModule
 from graphopt.lowering.compiler import Options
-from graphopt.lowering.extract import Cut, Region
+from graphopt.lowering.extract import Cut, LoweredRegion
 from graphopt.lowering.lowerable import NodePredicate
 from graphopt.lowering.memory import Workspace
 from graphopt.lowering.regions import RegionPredicate, mark_regions
@@ -52,7 +52,7 @@ class Lowering:
         return gm
 
     def _call(
-        self, gm: fx.GraphModule, graph: fx.Graph, region: Region, inputs: list[fx.Node]
+        self, gm: fx.GraphModule, graph: fx.Graph, region: LoweredRegion, inputs: list[fx.Node]
     ) -> fx.Node:
         name = next(n for n in map("subgraph_{}".format, count()) if not hasattr(gm, n))
         module = self._module(region)
@@ -62,7 +62,7 @@ class Lowering:
         describe_call(node, region, states)
         return node
 
-    def _module(self, region: Region) -> LoweredSubgraph:
+    def _module(self, region: LoweredRegion) -> LoweredSubgraph:
         text = f"{environment()}\n{region.text()}"
         if text not in self.subgraphs:
             name = f"region {len(self.subgraphs)}"

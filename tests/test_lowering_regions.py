@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graphopt.graph_utils import get_outputs, is_collective, is_wait
-from graphopt.lowering.extract import Cut, Region, region_graphs
+from graphopt.lowering.extract import Cut, LoweredRegion, region_graphs
 from graphopt.lowering.regions import MARK, mark_regions
 from sketch import Sketch, one_rank, values_for
 from slices import examples
@@ -35,7 +35,7 @@ def spliced(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph with its marked regions called as plain modules, not compiled."""
     root = fx.GraphModule(gm, gm.graph)
 
-    def call(graph: fx.Graph, region: Region, inputs: list[fx.Node]) -> fx.Node:
+    def call(graph: fx.Graph, region: LoweredRegion, inputs: list[fx.Node]) -> fx.Node:
         name = f"subgraph_{sum(node.op == 'call_module' for node in graph.nodes)}"
         root.add_submodule(name, fx.GraphModule({}, region.graph))
         return graph.call_module(name, tuple(inputs))

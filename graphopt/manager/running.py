@@ -206,7 +206,7 @@ class PassManager:
                 callback.before_pass(context)
             _call(context)
             with refusing_what_fails():
-                _finish(context)
+                _settle(context)
             checked = _content(context.gm) if self._callbacks else []
             for callback in reversed(callbacks):
                 callback.after_pass(context)
@@ -269,7 +269,7 @@ def _call(context: PassContext) -> None:
     raise Refused([Problem(f"it returned {returned}", hint=hint)], broken=False)
 
 
-def _finish(context: PassContext) -> None:
+def _settle(context: PassContext) -> None:
     """Check what a pass has left, clean it up, and complete the record."""
     gm, before, record = context.gm, context.before, context.record
     give_by_position(gm.graph)

@@ -27,7 +27,7 @@ from graphopt.manager.records import PassRecord, add_record, count
 from graphopt.manager.settings import Settings
 from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
-from graphopt.verify.launches import LaunchOrder
+from graphopt.verify.launches import FollowedLaunches
 from graphopt.verify.stages import StageProof
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class StageRunner:
         """
         given = derived.graph
         done: tuple[str, ...] = ()
-        order, counted = LaunchOrder(derived), count(derived.graph)
+        order, counted = FollowedLaunches(derived), count(derived.graph)
         for stage in stages:
             if not stage.runs_on(which):
                 continue
@@ -173,7 +173,7 @@ class StageRunner:
         self,
         stage: GraphStage,
         record: PassRecord,
-        order: LaunchOrder,
+        order: FollowedLaunches,
         after: fx.GraphModule,
         before: fx.Graph,
         proof: StageProof,

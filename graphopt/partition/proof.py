@@ -47,7 +47,7 @@ def _composed(
     module: fx.GraphModule, objects: Objects, attributes: Attributes, pieces: Collection[str]
 ) -> fx.Graph:
     composition = Composition(objects, attributes.find, pieces=pieces)
-    return composition.finish(composition.call(module, composition.inputs(module.graph)))
+    return composition.end(composition.call(module, composition.inputs(module.graph)))
 
 
 def _problems(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[Problem]:

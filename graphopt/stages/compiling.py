@@ -261,7 +261,7 @@ class Stages:
         memory again."""
         return self.options is None or not self.options.cudagraphs
 
-    def finish(self, module: IterGraphModule, agreement: Agreement | None = None) -> None:
+    def make_ready(self, module: IterGraphModule, agreement: Agreement | None = None) -> None:
         """The stages behind the passes, for a graph of its own on which the ranks need not agree:
         a part of what was captured.
 

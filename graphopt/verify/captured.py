@@ -25,7 +25,7 @@ from graphopt.graph_utils import (
 from graphopt.ir.metadata import fake_value, has_value, known_value, phase_of, source_line
 from graphopt.ir.operators import calls_of
 from graphopt.ir.placement import placement_of
-from graphopt.verify.problems import Report
+from graphopt.verify.problems import CheckReport
 
 if TYPE_CHECKING:
     from graphopt.tracing.capture import CapturedStep
@@ -39,7 +39,7 @@ PHASES = ("forward", "backward", "communication", "optimizer")
 
 
 @dataclass
-class SpecReport(Report):
+class SpecReport(CheckReport):
     """The outcome of checking one graph: `problems` says what breaks the contract, and where.
 
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))

@@ -29,13 +29,13 @@ from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations, late_problems
 from graphopt.verify.module_constants import of_constants
 from graphopt.verify.outcomes import differences, of_errors, of_what_is_said, reorders_sums
-from graphopt.verify.problems import Problem, Report
+from graphopt.verify.problems import CheckReport, Problem
 from graphopt.verify.regions import RewrittenRegions
 from graphopt.verify.terms import Terms
 
 
 @dataclass
-class EquivalenceReport(Report):
+class EquivalenceReport(CheckReport):
     """The outcome of comparing what two graphs compute.
 
     Attributes:

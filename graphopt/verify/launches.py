@@ -46,7 +46,7 @@ def _launches(gm: fx.GraphModule) -> Iterator[Launch]:
             yield launch_of(node)
 
 
-class LaunchOrder:
+class FollowedLaunches:
     """The order in which a graph launches collectives, followed from stage to stage."""
 
     def __init__(self, gm: fx.GraphModule) -> None:

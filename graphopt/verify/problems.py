@@ -54,7 +54,7 @@ class Problem:
         return "\n".join(lines)
 
 
-class Report:
+class CheckReport:
     """Base of what checks have found.
 
     Attributes:
@@ -91,7 +91,7 @@ class Report:
 
 
 @dataclass
-class DependencyReport(Report):
+class DependencyReport(CheckReport):
     """The outcome of comparing the dependencies of two graphs.
 
     >>> graphopt.verify.check_dependencies(gm, gm).ok
