@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,10 +18,8 @@ from graphopt.graph_utils import (
 )
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, fused_optimizer, is_item
+from graphopt.lowering.lowerable import has_mask, takes_indices
 from graphopt.lowering.subgraph import LoweredSubgraph
-
-_READS_INDICES = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index_put")
-"""Operators that wait for the device where an index is a mask, and else do not."""
 
 _WAITS_FOR_DEVICE = (
     "aten::_assert_scalar",
@@ -172,16 +169,11 @@ def _against_waiting(node: fx.Node, target: _compat.OpOverload) -> str | None:
         return "it is tagged as unsafe in CUDA graphs"
     name = _compat.operator_name(target)
     waits = any(tag in target.tags for tag in _TAGS)
-    if name in _READS_INDICES:
-        waits = any(map(_is_mask, argument(node, "indices")))
+    if takes_indices(node):  # they wait where an index is a mask, and else do not
+        waits = has_mask(node)
     if waits or name in _WAITS_FOR_DEVICE or name.startswith(_WAITING_FAMILIES):
         return "it waits for the device"
     return None
-
-
-def _is_mask(index: Any) -> bool:
-    values = tensors_in(known_value(index)) if isinstance(index, fx.Node) else ()
-    return any(value.dtype in (torch.bool, torch.uint8) for value in values)
 
 
 def _against_generator(node: fx.Node) -> str | None:

@@ -12,7 +12,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_operator, is_random, is_wait, tensors_in
 from graphopt.ir.metadata import known_value
-from graphopt.ir.operators import draws, fused_optimizer, operator_of
+from graphopt.ir.operators import argument, draws, fused_optimizer, operator_of
 from graphopt.ir.views import is_pure_view
 from graphopt.lowering.numbers import counts_steps, is_listed, takes_numbers
 from graphopt.lowering.updates import reason_to_keep_update
@@ -22,6 +22,8 @@ aten = torch.ops.aten
 _NAMESPACES = ("aten", "prims")
 
 NodePredicate = Callable[[fx.Node], bool]
+
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index_put")
 
 _READS_STRIDES = ("aten::as_strided", "aten::as_strided_scatter")
 
@@ -76,11 +78,21 @@ def _selects_by_values(node: fx.Node) -> bool:
     """Whether values decide how many elements a node works on. Where a graph holds for one number
     of them, which it has checked, Inductor would check it again in its own way."""
     target: Any = node.target
-    if not is_operator(target, "aten::index", "aten::index_put", "aten::_unsafe_index_put"):
-        return torch.Tag.dynamic_output_shape in target.tags
-    indices: Any = node.args[1] if len(node.args) > 1 else node.kwargs["indices"]
+    if takes_indices(node):
+        return has_mask(node)
+    return torch.Tag.dynamic_output_shape in target.tags
+
+
+def takes_indices(node: fx.Node) -> bool:
+    """Whether a node is given a list of indices, each of which may be a mask."""
+    return is_operator(node.target, *_INDEXING)
+
+
+def has_mask(node: fx.Node) -> bool:
+    """Whether one of the indices of such a node is a mask, whose values say how many there are."""
+    indices: Any = argument(node, "indices")
     values = [known_value(index) for index in indices if isinstance(index, fx.Node)]
-    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(values))
+    return any(value.dtype in (torch.bool, torch.uint8) for value in tensors_in(values))
 
 
 def _adds_in_no_order(node: fx.Node) -> bool:

@@ -31,22 +31,10 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.ir.metadata import fake_value, known_value
+from graphopt.ir.operators import operator_of
 from graphopt.tracing.numbers import ARITHMETIC
 from graphopt.tracing.signature import Computed, Constant, StateResult
 from graphopt.tracing.trace import RawTrace
-
-_METADATA_ALONE = (
-    "aten::empty_like",
-    "aten::full_like",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::new_full",
-    "aten::new_ones",
-    "aten::new_zeros",
-    "aten::ones_like",
-    "aten::zeros_like",
-)
-"""Operators that read no values of their first argument."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +178,7 @@ def _sources(node: fx.Node, end: int, writes: Mapping[int, int]) -> set[fx.Node]
 
 def _value_inputs(node: fx.Node) -> list[fx.Node]:
     """The arguments whose values a node reads."""
-    if is_operator(node.target, *_METADATA_ALONE):
+    if operator_of(node).metadata_only:
         return [source for source in node.all_input_nodes if source is not node.args[0]]
     return node.all_input_nodes
 
