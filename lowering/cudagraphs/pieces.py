@@ -4,6 +4,8 @@ A piece is a run of nodes in graph order. A node that cannot be recorded ends it
 of the device, or of the late group (`graphopt.iter_graph.running`), whose bookkeeping is inserted
 between the nodes afterwards. Views compute nothing: they end no piece, and whoever needs one makes
 it from the tensor that it is a view of.
+
+Each piece then becomes a graph of its own, and one call in the graph that it is cut from.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +25,10 @@ from graphopt.ir.effects import Effects
 from graphopt.ir.entries import list_call
 from graphopt.ir.metadata import fake_value, is_state, known_value, late_group
 from graphopt.ir.operators import is_item, is_list_operator, written
-from graphopt.ir.views import base_of, is_pure_view, may_be_view, outer_bases
-from graphopt.lowering.cudagraphs_nodes import Recordable, is_number, takes_numbers
+from graphopt.ir.outlining import Copies, Part, describe_call, give_items, leaving, splice
+from graphopt.ir.views import base_of, is_pure_view, is_update, may_be_view, outer_bases
+from graphopt.lowering.boxed import box_calls
+from graphopt.lowering.cudagraphs.recorder import Recordable, is_number, takes_numbers
 from graphopt.lowering.subgraph import LoweredSubgraph
 
 _BYTES_PER_OPERATOR = 2**18
@@ -275,3 +280,68 @@ def _copying(node: fx.Node, way: Way) -> int:
     if way not in (Way.COPIED, Way.SCALAR):
         return 0
     return 1 + sum(tensor.nbytes for tensor in tensors_in(fake_value(node))) // _BYTES_PER_OPERATOR
+
+
+class PieceBody(Part):
+    """A piece as a graph of its own, which takes the piece's inputs in their order.
+
+    Attributes:
+        piece: what it is made from.
+    """
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__(piece.nodes, _inside)
+        self.piece = piece
+        for node in piece.inputs:
+            self.take(node)
+        self.fill(without=is_pure_view)
+        self.returning(leaving(piece.nodes))
+
+    def module(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """As a module. It shares submodules with `gm`, from which the piece is cut."""
+        return box_calls(fx.GraphModule(gm, self.graph))
+
+
+def _inside(body: Part, copies: Copies, node: fx.Node) -> fx.Node:
+    """What a node is in a piece: an update before it began, or a view, made where it is needed."""
+    if not is_pure_view(node) and is_update(node):
+        updated: fx.Node = copies(node.all_input_nodes[0])
+        return updated
+    assert is_pure_view(node), f"%{node.name} is no input of its piece"
+    return copies.copy(node)
+
+
+def with_calls(
+    source: fx.Graph, bodies: list[PieceBody], name_of: Callable[[PieceBody], str]
+) -> fx.Graph:
+    """A graph in which each piece is one call.
+
+    Args:
+        name_of: the name of the submodule that runs a piece.
+    """
+
+    def call(copies: Copies, body: Part) -> None:
+        assert isinstance(body, PieceBody)
+        called = copies.graph.call_module(name_of(body), tuple(map(copies, body.inputs)))
+        # Running code marks where a late group begins to update state.
+        describe_call(called, body, body.piece.written)
+        give_items(copies, body, called)
+        inside = set(body.nodes)
+        for node in body.nodes:  # here, so that views stand in the late group of their piece
+            if any(user not in inside for user in node.users):
+                copies(node)
+
+    members = {node for body in bodies for node in body.nodes}
+    graph = splice(source, source.nodes, bodies, call, partial(_outside, members))
+    for node in reversed(graph.nodes):
+        if not node.users and is_pure_view(node):
+            graph.erase_node(node)
+    return graph
+
+
+def _outside(members: set[fx.Node], copies: Copies, node: fx.Node) -> Any:
+    """A node outside of the pieces, or of one that does not return it."""
+    if node in members and (is_update(node) or is_wait(node)):
+        return copies(node.all_input_nodes[0])
+    assert node not in members or is_pure_view(node), f"%{node.name} is not returned by its piece"
+    return copies.copy(node)

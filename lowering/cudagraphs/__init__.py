@@ -30,12 +30,15 @@ from torch import fx, nn
 
 from graphopt.graph_utils import tensors_in
 from graphopt.ir.metadata import known_value
-from graphopt.lowering.cudagraphs_cut import PieceBody, with_calls
-from graphopt.lowering.cudagraphs_inputs import Input
-from graphopt.lowering.cudagraphs_nodes import Recordable
-from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
-from graphopt.lowering.cudagraphs_pieces import Pieces, find_pieces, gather_items
-from graphopt.lowering.cudagraphs_recorder import CudaRecorder, Recorder
+from graphopt.lowering.cudagraphs.pieces import (
+    PieceBody,
+    Pieces,
+    find_pieces,
+    gather_items,
+    with_calls,
+)
+from graphopt.lowering.cudagraphs.recorder import CudaRecorder, Recordable, Recorder
+from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
 from graphopt.lowering.log import log_left_out
 
 logger = logging.getLogger("graphopt")
