@@ -42,7 +42,7 @@ class LoweredRegion(Part):
         return "\n".join(lines)
 
 
-class Cut:
+class RegionCut:
     """A marked graph, cut into its regions and what stays. The graph itself stays as it is.
 
     Attributes:
@@ -156,4 +156,4 @@ def region_graphs(gm: fx.GraphModule, min_ops: int = 10) -> list[fx.GraphModule]
         Graphs that take tensors described by ``meta["val"]`` and return a list of tensors.
     """
     mark_regions(gm.graph, node_predicate=lambda n: not is_fused_optimizer(n), min_ops=min_ops)
-    return [fx.GraphModule({}, region.graph) for region in Cut(gm.graph).regions]
+    return [fx.GraphModule({}, region.graph) for region in RegionCut(gm.graph).regions]

@@ -13,7 +13,7 @@ from graphopt.graph_utils import environment, written
 from graphopt.ir.outlining import describe_call
 from graphopt.iter_graph import IterGraphModule
 from graphopt.lowering.compiler import Options
-from graphopt.lowering.extract import Cut, LoweredRegion
+from graphopt.lowering.extract import LoweredRegion, RegionCut
 from graphopt.lowering.lowerable import NodePredicate
 from graphopt.lowering.memory import Workspace
 from graphopt.lowering.regions import RegionPredicate, mark_regions
@@ -39,7 +39,7 @@ class Lowering:
 
     def lower(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Replace the regions of a marked graph by calls, in place."""
-        cut = Cut(gm.graph)
+        cut = RegionCut(gm.graph)
         if not cut.regions:
             return gm
         gm.graph = cut.splice(partial(self._call, gm))

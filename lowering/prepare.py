@@ -43,7 +43,7 @@ def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
     return None
 
 
-class Prepared(fx.Interpreter):
+class PreparedRegion(fx.Interpreter):
     """Runs the graph of a region in the form that the compiler takes.
 
     Operators on lists and numbers are written out. Updates of inputs come last: whoever reads an
@@ -112,7 +112,7 @@ def _has_factor(node: fx.Node) -> bool:
     return bool(node.kwargs.get("alpha", 1) != 1)
 
 
-class ChannelsLast(Prepared):
+class ChannelsLast(PreparedRegion):
     """Runs a graph with all that convolutions read laid out channels-last."""
 
     def __init__(self, module: fx.GraphModule) -> None:

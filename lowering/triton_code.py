@@ -16,7 +16,7 @@ from graphopt._compat import triton as compat_triton
 from graphopt.errors import LoweringError
 from graphopt.ir.metadata import fake_value, has_value, source_line
 from graphopt.lowering.compiler import NUMBER
-from graphopt.lowering.prepare import Prepared
+from graphopt.lowering.prepare import PreparedRegion
 
 _LOWERED_FROM = "lowered_from"
 """Metadata of traced nodes: the node that they come from, described for a message."""
@@ -64,7 +64,7 @@ def cuda_code(graph_module: fx.GraphModule) -> Code:
         raise LoweringError(_message(place, error)) from error
 
 
-class _OnCuda(Prepared):
+class _OnCuda(PreparedRegion):
     """Runs a graph on CUDA tensors, whichever device its nodes name."""
 
     def __init__(self, graph_module: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ from graphopt.iter_graph.graph import empty_like
 from graphopt.manager.besides import HOOKS, BesidesNodes
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify.interface import kinds_returned
-from graphopt.verify.metadata import Given
+from graphopt.verify.metadata import GivenArgument
 
 _TABLES = ("_modules", "_parameters", "_buffers", *HOOKS)
 
@@ -185,7 +185,7 @@ class Snapshot:
         _, target, args, kwargs = self.nodes[cast(fx.Node, self.was(node))].content
 
         def given(source: fx.Node) -> Any:
-            return Given(known_value(self.nodes[source]))
+            return GivenArgument(known_value(self.nodes[source]))
 
         return target, *fx.node.map_arg((args, kwargs), given)
 

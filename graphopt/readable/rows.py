@@ -32,7 +32,7 @@ from graphopt.ir.metadata import (
     source_line,
 )
 from graphopt.iter_graph import IterGraph
-from graphopt.listing import LATE, LAUNCH, UPDATE, WAIT, Row, Section
+from graphopt.listing import LATE, LAUNCH, UPDATE, WAIT, ListingRow, Section
 
 _SHORT = {
     torch.float64: "f64",
@@ -61,7 +61,7 @@ def sections(
         phase: give the calls of this phase only.
     """
     late: Mapping[fx.Node, fx.Node] = graph.late if isinstance(graph, IterGraph) else {}
-    current, rows = "", list[Row]()
+    current, rows = "", list[ListingRow]()
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -87,9 +87,9 @@ def title_of(node: fx.Node) -> str:
     return phase_of(node) or "graph"
 
 
-def row_of(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool = True) -> Row:
+def row_of(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool = True) -> ListingRow:
     """What there is to say about one node."""
-    row = Row(_statement(node, shorten), shape=describe(known_value(node)))
+    row = ListingRow(_statement(node, shorten), shape=describe(known_value(node)))
     row.size = _size(node)
     row.place = _place(node)
     if is_collective(node):
@@ -221,11 +221,11 @@ def _place(node: fx.Node) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _output(graph: fx.Graph, shorten: bool) -> Iterator[Row]:
+def _output(graph: fx.Graph, shorten: bool) -> Iterator[ListingRow]:
     if not follows_output_convention(graph):
-        yield Row(argument(get_output(graph).args[0], shorten))
+        yield ListingRow(argument(get_output(graph).args[0], shorten))
         return
     outputs = get_outputs(graph)
-    yield Row(f"results: {argument(outputs.results, shorten)}")
-    yield Row(f"updates: {argument(outputs.updates, shorten)}")
-    yield Row(f"carried: {argument(outputs.carried, shorten)}")
+    yield ListingRow(f"results: {argument(outputs.results, shorten)}")
+    yield ListingRow(f"updates: {argument(outputs.updates, shorten)}")
+    yield ListingRow(f"carried: {argument(outputs.carried, shorten)}")

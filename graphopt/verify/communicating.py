@@ -30,7 +30,7 @@ from graphopt.verify.traits import traits_of
 _SUMMING = ("all_reduce", "reduce_scatter_tensor")
 
 
-class Communication:
+class CollectiveTerms:
     """The collectives of one graph as it runs.
 
     Args:

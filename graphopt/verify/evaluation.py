@@ -25,14 +25,14 @@ from graphopt.ir.operators import (
 )
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, has_empty, named
-from graphopt.verify.communicating import Communication
+from graphopt.verify.communicating import CollectiveTerms
 from graphopt.verify.constants import sent_constant, sent_constants
 from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
 from graphopt.verify.inlining import call_of, constant_name
 from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
 from graphopt.verify.recall import RecalledCall
-from graphopt.verify.regions import Unknown
+from graphopt.verify.regions import UnknownPlace
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storage_layout_of
 from graphopt.verify.traits import traits_of
 from graphopt.verify.updating import Updates
@@ -47,7 +47,7 @@ def evaluate_graph(
     inputs: dict[str, Any] | None = None,
     *,
     by_launch: bool = False,
-    unknowns: Mapping[fx.Node, Unknown] | None = None,
+    unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
     settled: Mapping[str, Settled] | None = None,
 ) -> Evaluation:
     """What a graph gives for arbitrary inputs, or for some that are terms already.
@@ -82,7 +82,7 @@ class _Evaluator:
         found: Evaluation | None = None,
         *,
         by_launch: bool = False,
-        unknowns: Mapping[fx.Node, Unknown] | None = None,
+        unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
         settled: Mapping[str, Settled] | None = None,
         outer: Any = None,
     ) -> None:
@@ -98,7 +98,9 @@ class _Evaluator:
         self._awaited = {source for wait in waits for source in wait.all_input_nodes}
         self._reading = Reading(terms, self._view)
         self._contents, self._read = self._reading.contents, self._reading.read
-        self._communication = Communication(terms, self._reading, self._found, by_launch=by_launch)
+        self._communication = CollectiveTerms(
+            terms, self._reading, self._found, by_launch=by_launch
+        )
         self._updates = Updates(
             terms, self._reading, self._communication, self._applied, settled or {}
         )

@@ -21,7 +21,7 @@ from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.reads import values_read
 from graphopt.verify.labels import Labels, signature_of
 from graphopt.verify.segments import (
-    Items,
+    SegmentItems,
     Segments,
     Value,
     concatenates_vectors,
@@ -74,7 +74,7 @@ class Flow:
         if node in self._entries:
             return self._entries[node][item]
         value = self._value(node)
-        return self._whole(value.values[item] if isinstance(value, Items) else value)
+        return self._whole(value.values[item] if isinstance(value, SegmentItems) else value)
 
     def known(self, node: fx.Node) -> int | None:
         """The vertex of a node as a whole; None if nothing that is needed reads it."""
@@ -123,7 +123,7 @@ class Flow:
         source, index = node.args
         assert isinstance(source, fx.Node)
         value = self._value(source)
-        if isinstance(value, Items) and isinstance(index, int) and index < len(value.values):
+        if isinstance(value, SegmentItems) and isinstance(index, int) and index < len(value.values):
             return value.values[index]
         return self._whole(value)
 
@@ -143,7 +143,9 @@ class Flow:
                 needs += [self.vertex(*written[source]) for source, _ in read if source in written]
             entries.append(self._computed(node, needs + shared))
         self._entries[node] = entries
-        return Items([Items(entries)] * len(fake_value(node)) if call.several else entries)
+        return SegmentItems(
+            [SegmentItems(entries)] * len(fake_value(node)) if call.several else entries
+        )
 
     def _by_element(self, node: fx.Node) -> Value | None:
         """The value of an operator that keeps elements apart; None where it does not."""
@@ -165,7 +167,7 @@ class Flow:
         ends = split_ends(node)
         if ends is None:
             return None
-        return Items([value.part(*run) for run in zip([0, *ends], ends, strict=False)])
+        return SegmentItems([value.part(*run) for run in zip([0, *ends], ends, strict=False)])
 
     def _cat(self, node: fx.Node) -> Value | None:
         parts = node.args[0]

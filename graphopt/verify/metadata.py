@@ -49,7 +49,7 @@ _DATA_DEPENDENT = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenArgument:
     """What a node gave as an argument, in place of the node."""
 
     value: Any
@@ -126,7 +126,7 @@ def _kind_of(value: Any) -> Any:
     Raises:
         TypeError: it is symbolic: to compare that would decide something.
     """
-    if isinstance(value, (fx.Node, Given)):
+    if isinstance(value, (fx.Node, GivenArgument)):
         return "node", _kind_of(fake_value(value) if isinstance(value, fx.Node) else value.value)
     if isinstance(value, torch.Tensor) and not _compat.has_symbolic_shape(value):
         return "tensor", layout_of(value)

@@ -47,7 +47,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownPlace:
     """What a node gives in a proof: an unknown function.
 
     Attributes:
@@ -128,17 +128,17 @@ class RewrittenRegions:
                 compared.add(text)
                 yield from _compared(place, *graphs)
 
-    def unknowns(self) -> tuple[dict[fx.Node, Unknown], dict[fx.Node, Unknown]]:
+    def unknowns(self) -> tuple[dict[fx.Node, UnknownPlace], dict[fx.Node, UnknownPlace]]:
         """What stands for the outputs of all parts, before and after."""
-        old: dict[fx.Node, Unknown] = {}
-        new: dict[fx.Node, Unknown] = {}
+        old: dict[fx.Node, UnknownPlace] = {}
+        new: dict[fx.Node, UnknownPlace] = {}
         for number, (_, before, after) in enumerate(self._pairs):
             inputs = dict(zip(before.inputs, after.inputs, strict=True))
             for index, (was, now) in enumerate(zip(before.outputs, after.outputs, strict=True)):
                 needed = _needed(was, before.inputs)
                 key = ("rewritten", number, index)
-                old[was] = Unknown(key, tuple(needed), was)
-                new[now] = Unknown(key, tuple(inputs[node] for node in needed), was)
+                old[was] = UnknownPlace(key, tuple(needed), was)
+                new[now] = UnknownPlace(key, tuple(inputs[node] for node in needed), was)
         return old, new
 
 

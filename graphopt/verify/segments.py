@@ -15,7 +15,7 @@ from graphopt.verify.traits import traits_of
 
 
 @dataclass(eq=False)
-class Items:
+class SegmentItems:
     """A value of several results. `joined`: the vertex for all of them, once there is one."""
 
     values: Sequence[Value]
@@ -47,7 +47,7 @@ class Segments:
         )
 
 
-Value: TypeAlias = int | Items | Segments
+Value: TypeAlias = int | SegmentItems | Segments
 """A vertex, or a value of several vertices."""
 
 

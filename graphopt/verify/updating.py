@@ -19,7 +19,7 @@ from graphopt.ir.operators import (
 )
 from graphopt.verify.calls import entries
 from graphopt.verify.casts import converted
-from graphopt.verify.communicating import Communication
+from graphopt.verify.communicating import CollectiveTerms
 from graphopt.verify.contents import CannotWriteError, with_layout
 from graphopt.verify.evaluated import NotDecidedError, Settled
 from graphopt.verify.functional import functional_form, functional_form_for
@@ -43,7 +43,7 @@ class Updates:
         self,
         terms: Terms,
         reading: Reading,
-        communication: Communication,
+        communication: CollectiveTerms,
         applied: Applied,
         settled: Mapping[str, Settled],
     ) -> None:

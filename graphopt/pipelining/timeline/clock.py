@@ -14,7 +14,7 @@ import torch.distributed as dist
 _ROUND_TRIPS = 20
 
 
-class Marks(Protocol):
+class DeviceMarks(Protocol):
     """Notes moments on a device, and tells them as seconds of this host's clock afterwards."""
 
     def mark(self) -> Any:
@@ -54,7 +54,7 @@ class CudaMarks:
         return self._base_seconds + float(self._base.elapsed_time(mark)) / 1e3
 
 
-def marks_for(device: torch.device) -> Marks:
+def marks_for(device: torch.device) -> DeviceMarks:
     """The marks of a device: events of its streams, or times of the host."""
     return CudaMarks(device) if device.type == "cuda" else HostMarks()
 
