@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from graphopt.branches.course import Course, Names
+from graphopt.branches.course import Course, CourseNames
 from graphopt.branches.cut import Cut, handed_out, in_order
 from graphopt.graph_utils import (
     call_function_with_meta,
@@ -45,7 +45,7 @@ Beginning = Callable[[fx.Graph], tuple[Course, dict[fx.Node, fx.Node]]]
 
 def from_the_beginning(graph: fx.Graph) -> tuple[Course, dict[fx.Node, fx.Node]]:
     """A call has done nothing."""
-    course = Course(Names())
+    course = Course(CourseNames())
     return course, {node: course.add_input(node) for node in graph.find_nodes(op="placeholder")}
 
 

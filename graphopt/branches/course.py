@@ -25,8 +25,8 @@ from graphopt.verify.module_constants import attribute, same_object
 from graphopt.verify.terms import Terms
 
 
-class Names:
-    """Names of inputs and constants that all courses of one call share."""
+class CourseNames:
+    """CourseNames of inputs and constants that all courses of one call share."""
 
     def __init__(self) -> None:
         self._inputs = count()
@@ -56,7 +56,7 @@ class Course:
         names: of its inputs and constants.
     """
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: CourseNames) -> None:
         self.graph, self.names = fx.Graph(), names
 
     def forked(self) -> tuple[Course, dict[fx.Node, fx.Node]]:

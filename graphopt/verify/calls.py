@@ -105,7 +105,7 @@ def _alone_value(terms: Terms, target: Any, values: dict[str, Any], fake: torch.
     return fresh(terms, ("call", target_name(known.operator), canonical(renamed)), fake)
 
 
-class Called(NamedTuple):
+class CalledForEntry(NamedTuple):
     """What a list operator does for each entry, on CPUs.
 
     Attributes:
@@ -122,24 +122,28 @@ class Called(NamedTuple):
 aten = torch.ops.aten
 
 CALLED = {
-    aten._foreach_add.List: Called(aten.add.Tensor, {}, True),
-    aten._foreach_sub.List: Called(aten.sub.Tensor, {}, True),
+    aten._foreach_add.List: CalledForEntry(aten.add.Tensor, {}, True),
+    aten._foreach_sub.List: CalledForEntry(aten.sub.Tensor, {}, True),
     **dict.fromkeys(
         (aten._foreach_lerp.Scalar, aten._foreach_lerp.ScalarList),
-        Called(aten.lerp.Scalar, {"tensors1": "end"}, True),
+        CalledForEntry(aten.lerp.Scalar, {"tensors1": "end"}, True),
     ),
-    aten._foreach_addcmul.Scalar: Called(aten.addcmul.default, {}, True),
-    aten._foreach_addcmul.ScalarList: Called(aten.addcmul.default, {"scalars": "value"}, True),
-    aten._foreach_addcdiv.Scalar: Called(aten.addcdiv.default, {}, True),
-    aten._foreach_addcdiv.ScalarList: Called(aten.addcdiv.default, {"scalars": "value"}, True),
-    aten._foreach_maximum.List: Called(aten.maximum.default, {}, True),
-    aten._foreach_minimum.List: Called(aten.minimum.default, {}, True),
+    aten._foreach_addcmul.Scalar: CalledForEntry(aten.addcmul.default, {}, True),
+    aten._foreach_addcmul.ScalarList: CalledForEntry(
+        aten.addcmul.default, {"scalars": "value"}, True
+    ),
+    aten._foreach_addcdiv.Scalar: CalledForEntry(aten.addcdiv.default, {}, True),
+    aten._foreach_addcdiv.ScalarList: CalledForEntry(
+        aten.addcdiv.default, {"scalars": "value"}, True
+    ),
+    aten._foreach_maximum.List: CalledForEntry(aten.maximum.default, {}, True),
+    aten._foreach_minimum.List: CalledForEntry(aten.minimum.default, {}, True),
 }
 """List operators that call another one for each entry."""
 
 
 @cache
-def called(target: Any) -> Called | None:
+def called(target: Any) -> CalledForEntry | None:
     """What is known of the entries of a list operator: that it calls another operator for each, or
     that it computes the same of each element as one of which there is a rule."""
     if target in CALLED:
@@ -149,7 +153,7 @@ def called(target: Any) -> Called | None:
         return None
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"))
     operator_of_one = getattr(packet, packet.overloads()[0])
-    return Called(operator_of_one, {"scalar": "other", "scalars": "other"}, False)
+    return CalledForEntry(operator_of_one, {"scalar": "other", "scalars": "other"}, False)
 
 
 def fresh(terms: Terms, key: tuple[Any, ...], fake: Any, *, even_empty: bool = False) -> Any:

@@ -205,7 +205,7 @@ def _against_update(node: fx.Node, target: _compat.OpOverload) -> str | None:
 Run = Callable[[], list[Any]]
 
 
-class Recording(Protocol):
+class DeviceRecording(Protocol):
     """Work that can be done again."""
 
     def replay(self) -> None:
@@ -230,7 +230,9 @@ class Recorder(Protocol):
     def warm_up(self, device: torch.device, run: Run) -> list[Any]:
         """Run as it is, so that nothing is left to be done for the first time."""
 
-    def record(self, device: torch.device, run: Run, pool: Any) -> tuple[Recording, list[Any]]:
+    def record(
+        self, device: torch.device, run: Run, pool: Any
+    ) -> tuple[DeviceRecording, list[Any]]:
         """Record without doing the work.
 
         Returns:
@@ -266,7 +268,9 @@ class CudaRecorder:
             finally:
                 current.wait_stream(stream)
 
-    def record(self, device: torch.device, run: Run, pool: Any) -> tuple[Recording, list[Any]]:
+    def record(
+        self, device: torch.device, run: Run, pool: Any
+    ) -> tuple[DeviceRecording, list[Any]]:
         # objects that are freed while something is recorded must not call the driver
         with torch.cuda.device(device), collector_paused():
             torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from graphopt._compat import cuda
 from graphopt.errors import LoweringError
 from graphopt.lowering.compiler import Kind, kind_of
 from graphopt.lowering.cudagraphs.pieces import Way
-from graphopt.lowering.cudagraphs.recorder import Recorder, Recording
+from graphopt.lowering.cudagraphs.recorder import DeviceRecording, Recorder
 
 _CHANGES_BEFORE_COPYING = 2
 
@@ -275,7 +275,7 @@ class CudaGraphPiece(nn.Module):
         self._pools, self._recorder = pools, recorder
         self._recordings = 0
         self._warm: tuple[Kind, ...] | None = None
-        self._recorded: tuple[Recording, Values] | None = None
+        self._recorded: tuple[DeviceRecording, Values] | None = None
 
     @property
     def leaving(self) -> list[bool]:
