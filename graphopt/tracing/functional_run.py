@@ -86,6 +86,7 @@ class RawGraphRunner(fx.Interpreter):
         )
 
     def tag(self, node: fx.Node) -> None:
+        """Let a node say what the node of the trace says that is running."""
         source = self._running
         if source is not None and source.op == "output":
             # A view that is returned, made anew of what its base has become.

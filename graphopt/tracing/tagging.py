@@ -33,6 +33,7 @@ class Tagger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
+        """While active, the nodes that are created belong to a phase."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -50,6 +51,7 @@ class Tagger:
             self.sends = before
 
     def tag(self, node: fx.Node) -> None:
+        """Say of a new node where it comes from."""
         set_provenance(node, ("capture",))
         if self.sends:
             set_sent_names(node, self.sends)
