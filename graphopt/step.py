@@ -155,7 +155,7 @@ class TrainStep:
             return self._run_eagerly(call)
         result = self._run(other, call, going_on)
         if going_on is None and self._stages.hands_out:
-            learn(left, entry, other, self._stages.finish)
+            learn(left, entry, other, self._stages.make_ready)
         return result
 
     def _captured_or_refused(

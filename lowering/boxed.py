@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.metadata import set_written_arguments, written_arguments
 from graphopt.lowering.subgraph import LoweredSubgraph
 
 
@@ -31,7 +32,7 @@ def box_calls(gm: fx.GraphModule) -> fx.GraphModule:
             call = gm.graph.call_method("call_boxed", (module, box), dict(node.kwargs))
         for new in (box, call):
             new.meta = dict(node.meta)
-        call.meta["writes"] = [1] if node.meta["writes"] else []
+        set_written_arguments(call, [1] if written_arguments(node) else [])
         node.replace_all_uses_with(call)
         gm.graph.erase_node(node)
     gm.recompile()

@@ -20,6 +20,7 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.ir.effects import Effects
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import is_fused_optimizer, is_item
 from graphopt.lowering.lowerable import NodePredicate, is_free, reason_to_keep, unsuitable_tensor
 from graphopt.lowering.updates import stored_by, updated
@@ -89,7 +90,7 @@ def _single_numbers(node: fx.Node) -> set[fx.Node]:
     pending = list(node.all_input_nodes)
     while pending:
         source = pending.pop()
-        if any(tensor.dim() for tensor in tensors_in(source.meta.get("val"))):
+        if any(tensor.dim() for tensor in tensors_in(known_value(source))):
             return set()
         if source not in found:
             found.add(source)
@@ -99,9 +100,9 @@ def _single_numbers(node: fx.Node) -> set[fx.Node]:
 
 def _whole_list(node: fx.Node) -> str | None:
     """Only tensors cross the boundary of a region, so nobody may use a list of results whole."""
-    if isinstance(node.meta["val"], (list, tuple)) and not all(map(is_item, node.users)):
+    if isinstance(fake_value(node), (list, tuple)) and not all(map(is_item, node.users)):
         return "its results are used as a whole list"
-    if any(isinstance(source.meta.get("val"), (list, tuple)) for source in node.all_input_nodes):
+    if any(isinstance(known_value(source), (list, tuple)) for source in node.all_input_nodes):
         return "it takes a whole list of results"
     return None
 
@@ -113,7 +114,7 @@ def _updates_whole(node: fx.Node) -> bool:
     state, value = node.all_input_nodes
     if state.op != "placeholder" or node.args[0] is not state or not same_kind(state, value):
         return False
-    return unsuitable_tensor(value.meta["val"]) is None
+    return unsuitable_tensor(fake_value(value)) is None
 
 
 def keep_updates(graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str | None]) -> None:
@@ -122,7 +123,7 @@ def keep_updates(graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str |
     reached = {
         effects.key(node)
         for node, reason in reasons.items()
-        if reason is not None and list(tensors_in(node.meta.get("val")))
+        if reason is not None and list(tensors_in(known_value(node)))
     }
     states: Counter[Any] = Counter(
         effects.key(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")
@@ -169,9 +170,9 @@ def _reason_to_keep_fused(
 
 def _may_be_copy(reader: fx.Node, state: fx.Node, effects: Effects) -> bool:
     if is_operator(reader.target, *_COPIES_OF_THE_SAME_SHAPE):
-        shape, key = reader.meta["val"].shape, effects.key(state)
+        shape, key = fake_value(reader).shape, effects.key(state)
         return any(
-            source.meta["val"].shape == shape
+            fake_value(source).shape == shape
             for source in reader.all_input_nodes
             if effects.key(source) == key
         )

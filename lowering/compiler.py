@@ -17,7 +17,7 @@ from graphopt import _compat
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import without_autocast
 from graphopt.ir.operators import is_fused_optimizer
-from graphopt.lowering.prepare import ChannelsLast, Prepared, can_change_layout
+from graphopt.lowering.prepare import ChannelsLast, PreparedRegion, can_change_layout
 from graphopt.lowering.updates import FUSED_UPDATE
 
 
@@ -145,7 +145,7 @@ def _decompose(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.Graph
     from graphopt._compat import inductor
 
     inductor.order_after_reads(FUSED_UPDATE)
-    decomposed = inductor.decompose(body, inputs, Prepared)
+    decomposed = inductor.decompose(body, inputs, PreparedRegion)
     if not inductor.prefers_channels_last(decomposed) or not can_change_layout(body.graph):
         return decomposed
     return inductor.decompose(body, inputs, ChannelsLast)

@@ -11,7 +11,8 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_operator, is_random, is_wait, tensors_in
-from graphopt.ir.operators import draws, fused_optimizer, operator_of
+from graphopt.ir.metadata import known_value
+from graphopt.ir.operators import argument, draws, fused_optimizer, operator_of
 from graphopt.ir.views import is_pure_view
 from graphopt.lowering.numbers import counts_steps, is_listed, takes_numbers
 from graphopt.lowering.updates import reason_to_keep_update
@@ -21,6 +22,8 @@ aten = torch.ops.aten
 _NAMESPACES = ("aten", "prims")
 
 NodePredicate = Callable[[fx.Node], bool]
+
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index_put")
 
 _READS_STRIDES = ("aten::as_strided", "aten::as_strided_scatter")
 
@@ -75,15 +78,25 @@ def _selects_by_values(node: fx.Node) -> bool:
     """Whether values decide how many elements a node works on. Where a graph holds for one number
     of them, which it has checked, Inductor would check it again in its own way."""
     target: Any = node.target
-    if not is_operator(target, "aten::index", "aten::index_put", "aten::_unsafe_index_put"):
-        return torch.Tag.dynamic_output_shape in target.tags
-    indices: Any = node.args[1] if len(node.args) > 1 else node.kwargs["indices"]
-    values = [index.meta.get("val") for index in indices if isinstance(index, fx.Node)]
-    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(values))
+    if takes_indices(node):
+        return has_mask(node)
+    return torch.Tag.dynamic_output_shape in target.tags
+
+
+def takes_indices(node: fx.Node) -> bool:
+    """Whether a node is given a list of indices, each of which may be a mask."""
+    return is_operator(node.target, *_INDEXING)
+
+
+def has_mask(node: fx.Node) -> bool:
+    """Whether one of the indices of such a node is a mask, whose values say how many there are."""
+    indices: Any = argument(node, "indices")
+    values = [known_value(index) for index in indices if isinstance(index, fx.Node)]
+    return any(value.dtype in (torch.bool, torch.uint8) for value in tensors_in(values))
 
 
 def _adds_in_no_order(node: fx.Node) -> bool:
-    value = node.meta.get("val")
+    value = known_value(node)
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return False
     if is_operator(node.target, *_ADDED_IN_ORDER):
@@ -94,10 +107,10 @@ def _adds_in_no_order(node: fx.Node) -> bool:
 
 
 def _unsuitable_value(node: fx.Node) -> str | None:
-    results = list(tensors_in(node.meta.get("val")))
+    results = list(tensors_in(known_value(node)))
     if not results:
         return "no meta kernel says what it returns, or it returns no tensor"
-    values = [source.meta.get("val") for source in node.all_input_nodes]
+    values = [known_value(source) for source in node.all_input_nodes]
     numbers = [value for value in values if isinstance(value, _NUMBERS)]
     if numbers and not (
         takes_numbers(node) and all(isinstance(v, torch.SymFloat) for v in numbers)
@@ -137,9 +150,7 @@ def is_free(node: fx.Node, stays: Callable[[fx.Node], bool]) -> bool:
     Args:
         stays: whether a node before it is free or not lowerable.
     """
-    if node.op != "call_function" or not isinstance(
-        node.meta.get("val"), (torch.Tensor, list, tuple)
-    ):
+    if node.op != "call_function" or not isinstance(known_value(node), (torch.Tensor, list, tuple)):
         return False
     if reads_metadata_only(node):
         return True
@@ -156,7 +167,7 @@ def as_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | N
     Returns:
         Target, args and kwargs; None where no single operator does.
     """
-    value = node.meta.get("val")
+    value = known_value(node)
     if not isinstance(value, torch.Tensor) or unsuitable_tensor(value) is not None:
         return None
     sizes, options = list(value.shape), {"dtype": value.dtype, "device": value.device}

@@ -142,7 +142,7 @@ class StaticMemory:
             self._workspace.give_back(slab)
 
     def _record(self, args: list[Any]) -> Sequence[torch.Tensor]:
-        recording = _Recording()
+        recording = _SlabRecording()
         code = inductor.with_allocator(self._code, recording.allocate)
         if code is None:
             self._recorded = True
@@ -167,7 +167,7 @@ class _Made(NamedTuple):
     storage: StorageWeakRef
 
 
-class _Recording:
+class _SlabRecording:
     """Makes tensors, and sees when their memory is free again.
 
     Attributes:

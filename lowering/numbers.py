@@ -16,6 +16,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in
+from graphopt.ir.metadata import known_value
 
 aten = torch.ops.aten
 
@@ -73,7 +74,7 @@ def is_listed(node: fx.Node) -> bool:
 def counts_steps(node: fx.Node) -> bool:
     """Whether a list operator works on single numbers, such as the step counters of an optimizer:
     what it returns is read as Python numbers."""
-    return is_listed(node) and all(not tensor.dim() for tensor in tensors_in(node.meta.get("val")))
+    return is_listed(node) and all(not tensor.dim() for tensor in tensors_in(known_value(node)))
 
 
 def takes_numbers(node: fx.Node) -> bool:
@@ -84,7 +85,7 @@ def takes_numbers(node: fx.Node) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, fx.Node) and not list(tensors_in(value.meta.get("val")))
+    return isinstance(value, fx.Node) and not list(tensors_in(known_value(value)))
 
 
 def _name(target: object) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 from torch import fx
 
 from graphopt.graph_utils import environment, written
+from graphopt.ir.outlining import describe_call
 from graphopt.iter_graph import IterGraphModule
-from graphopt.iter_graph.running import GROUP
 from graphopt.lowering.compiler import Options
-from graphopt.lowering.extract import Body, Cut
+from graphopt.lowering.extract import LoweredRegion, RegionCut
 from graphopt.lowering.lowerable import NodePredicate
 from graphopt.lowering.memory import Workspace
 from graphopt.lowering.regions import RegionPredicate, mark_regions
@@ -38,10 +39,10 @@ class Lowering:
 
     def lower(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Replace the regions of a marked graph by calls, in place."""
-        cut = Cut(gm.graph)
-        if not cut.bodies:
+        cut = RegionCut(gm.graph)
+        if not cut.regions:
             return gm
-        gm.graph = cut.splice(lambda graph, body, inputs: self._call(gm, graph, body, inputs))
+        gm.graph = cut.splice(partial(self._call, gm))
         gm.graph.lint()
         gm.recompile()
         if self._options.ahead:
@@ -51,25 +52,22 @@ class Lowering:
         return gm
 
     def _call(
-        self, gm: fx.GraphModule, graph: fx.Graph, body: Body, inputs: list[fx.Node]
+        self, gm: fx.GraphModule, graph: fx.Graph, region: LoweredRegion, inputs: list[fx.Node]
     ) -> fx.Node:
         name = next(n for n in map("subgraph_{}".format, count()) if not hasattr(gm, n))
-        module = self._module(body)
+        module = self._module(region)
         gm.add_submodule(name, module)
         node = graph.call_module(name, tuple(inputs), {"tag": self._tag(name, module)})
-        first = body.nodes[0].meta
-        node.meta = {key: first[key] for key in ("phase", "source", GROUP) if key in first}
-        node.meta["val"] = tuple(output.meta["val"] for output in body.outputs)
-        states = {state for update in body.nodes for state in written(update)}
-        node.meta["writes"] = [i for i, source in enumerate(body.inputs) if source in states]
+        states = {state for update in region.nodes for state in written(update)}
+        describe_call(node, region, states)
         return node
 
-    def _module(self, body: Body) -> LoweredSubgraph:
-        text = f"{environment()}\n{body.text()}"
+    def _module(self, region: LoweredRegion) -> LoweredSubgraph:
+        text = f"{environment()}\n{region.text()}"
         if text not in self.subgraphs:
             name = f"region {len(self.subgraphs)}"
-            region = fx.GraphModule({}, body.graph)
-            self.subgraphs[text] = LoweredSubgraph(region, name, self._options, self._workspace)
+            module = fx.GraphModule({}, region.graph)
+            self.subgraphs[text] = LoweredSubgraph(module, name, self._options, self._workspace)
         return self.subgraphs[text]
 
     def _tag(self, name: str, module: LoweredSubgraph) -> str:

@@ -15,6 +15,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import get_output, is_operator
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import is_fused_optimizer
 from graphopt.lowering.cross_entropy import RowSums
 from graphopt.lowering.numbers import Number, is_listed, written_out
@@ -27,7 +28,7 @@ def can_change_layout(graph: fx.Graph) -> bool:
     """Whether every result of a graph, and every gradient, has a layout that can be restored."""
     updates = [node for node in graph.nodes if is_fused_optimizer(node)]
     kept = [*_returned(graph), *(gradient for node in updates for gradient in gradients(node))]
-    return all(_memory_format(node.meta["val"]) is not None for node in kept)
+    return all(_memory_format(fake_value(node)) is not None for node in kept)
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:
@@ -42,7 +43,7 @@ def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
     return None
 
 
-class Prepared(fx.Interpreter):
+class PreparedRegion(fx.Interpreter):
     """Runs the graph of a region in the form that the compiler takes.
 
     Operators on lists and numbers are written out. Updates of inputs come last: whoever reads an
@@ -58,7 +59,7 @@ class Prepared(fx.Interpreter):
 
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().placeholder(target, args, kwargs)
-        is_number = isinstance(self._node.meta.get("val"), torch.SymFloat)
+        is_number = isinstance(known_value(self._node), torch.SymFloat)
         return Number(value) if is_number else value
 
     def run_node(self, n: fx.Node) -> Any:
@@ -86,14 +87,14 @@ class Prepared(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        wanted = [source.meta["val"] for source in _returned(self.graph)]
+        wanted = [fake_value(source) for source in _returned(self.graph)]
         results = [_restored(value, like) for value, like in zip(args[0], wanted, strict=True)]
         self.update_inputs()
         return results
 
     def _laid_out(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of a fused optimizer with the gradients in the layout that the graph says."""
-        wanted = [source.meta["val"] for source in gradients(self._node)]
+        wanted = [fake_value(source) for source in gradients(self._node)]
         restored = [_restored(value, like) for value, like in zip(args[1], wanted, strict=True)]
         return args[0], restored, *args[2:]
 
@@ -111,7 +112,7 @@ def _has_factor(node: fx.Node) -> bool:
     return bool(node.kwargs.get("alpha", 1) != 1)
 
 
-class ChannelsLast(Prepared):
+class ChannelsLast(PreparedRegion):
     """Runs a graph with all that convolutions read laid out channels-last."""
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -13,6 +13,7 @@ from graphopt import _compat
 from graphopt._compat.inductor import Compiled
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import tensors_in, written
+from graphopt.ir.metadata import fake_value
 from graphopt.lowering.compiler import (
     Kind,
     Options,
@@ -76,7 +77,7 @@ class LoweredSubgraph(nn.Module):
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of inputs that the region was made for."""
         nodes = self.graph_module.graph.nodes
-        return tuple(kind_of(node.meta["val"]) for node in nodes if node.op == "placeholder")
+        return tuple(kind_of(fake_value(node)) for node in nodes if node.op == "placeholder")
 
     @property
     def is_compiled(self) -> bool:

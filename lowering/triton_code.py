@@ -14,8 +14,9 @@ from torch import fx
 from graphopt import _compat
 from graphopt._compat import triton as compat_triton
 from graphopt.errors import LoweringError
+from graphopt.ir.metadata import fake_value, has_value, source_line
 from graphopt.lowering.compiler import NUMBER
-from graphopt.lowering.prepare import Prepared
+from graphopt.lowering.prepare import PreparedRegion
 
 _LOWERED_FROM = "lowered_from"
 """Metadata of traced nodes: the node that they come from, described for a message."""
@@ -63,7 +64,7 @@ def cuda_code(graph_module: fx.GraphModule) -> Code:
         raise LoweringError(_message(place, error)) from error
 
 
-class _OnCuda(Prepared):
+class _OnCuda(PreparedRegion):
     """Runs a graph on CUDA tensors, whichever device its nodes name."""
 
     def __init__(self, graph_module: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
@@ -111,12 +112,12 @@ def _constants(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
 
 
 def _input_value(node: fx.Node) -> Any:
-    if "val" not in node.meta:
+    if not has_value(node):
         raise LoweringError(
             f"the placeholder %{node.name} has no meta['val'], which says what it is\n"
             '  hint:  trace with make_fx(tracing_mode="fake"), or use graphopt.capture'
         )
-    value = node.meta["val"]
+    value = fake_value(node)
     if isinstance(value, torch.SymFloat):
         return NUMBER.fake()
     symbolic = isinstance(value, (torch.SymInt, torch.SymBool))
@@ -138,7 +139,7 @@ def _on_cuda(value: Any, mode: Any) -> Any:
 
 
 def _described(node: fx.Node) -> str:
-    where = node.meta.get("source")
+    where = source_line(node)
     line = f"%{node.name} = {node.target}"
     return line if where is None else f"{line}\n  from:  {where}"
 

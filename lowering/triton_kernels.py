@@ -185,6 +185,7 @@ def parse_target(target: str) -> int:
 
 
 def triton_version() -> str:
+    """The version of Triton that compiles."""
     return triton_binaries.version()
 
 

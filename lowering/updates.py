@@ -21,6 +21,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.ir.entries import list_call
 from graphopt.ir.families import FUSED_OPTIMIZERS
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, fused_optimizer, is_copy
 from graphopt.lowering.numbers import Number
 
@@ -70,7 +71,7 @@ def reason_to_keep_update(node: fx.Node) -> str | None:
     if argument(node, "grad_scale") is not None:
         return "it unscales gradients in place"
     for source in node.all_input_nodes:
-        value = source.meta.get("val")
+        value = known_value(source)
         if isinstance(value, torch.SymFloat):
             continue
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:

@@ -31,6 +31,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from graphopt.graph_utils import find_nodes, is_operator
+from graphopt.ir.metadata import fake_value
 from graphopt.manager import graph_optimization_pass
 from graphopt.rewriting import Match, rewrite
 
@@ -67,7 +68,7 @@ def _is_softmax(node: fx.Node) -> bool:
 
 def _can_be_fused(match: Match) -> bool:
     """Whether torch has a fused kernel for it; the others write attention out themselves."""
-    q, k, v = (match.inputs[name].meta["val"] for name in "qkv")
+    q, k, v = (fake_value(match.inputs[name]) for name in "qkv")
     if len({t.shape[-1] for t in (q, k, v)}) > 1 or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False
     if match.inputs.get("fill", _NEGLIGIBLE) > _NEGLIGIBLE:

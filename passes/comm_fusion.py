@@ -55,7 +55,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.comm import SENDS, CommBlock
+from graphopt.comm import CommBlock
 from graphopt.comm.buckets import (
     Bucket,
     Planner,
@@ -69,6 +69,7 @@ from graphopt.comm.buckets import (
 from graphopt.cost import default_cost_model
 from graphopt.graph_utils import call_function_with_meta, is_collective, move_after
 from graphopt.ir.effects import Effects
+from graphopt.ir.metadata import fake_value, sent_names, set_phase, set_sent_names
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.schedule import collectives_by_cost
 
@@ -171,9 +172,9 @@ def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
 
 def _name_what_is_sent(blocks: Sequence[CommBlock], launch: fx.Node) -> None:
     """Let a fused all-reduce and its wait say what its members said."""
-    names = [name for block in blocks for name in block.comm_node.meta.get(SENDS, ())]
+    names = [name for block in blocks for name in sent_names(block.comm_node)]
     for node in (launch, *launch.users):
-        node.meta[SENDS] = tuple(names)
+        set_sent_names(node, names)
 
 
 def _first_reader(last: fx.Node, first_wait: fx.Node, overtaken: set[fx.Node]) -> fx.Node:
@@ -203,7 +204,7 @@ def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list
     for index, member in enumerate(members):
         places.append(len(parts))
         parts.append(member)
-        sizes.append(member.meta["val"].numel())
+        sizes.append(fake_value(member).numel())
         gap = -sizes[-1] % alignment
         if gap and index + 1 < len(members):
             if gap not in zeros:
@@ -232,7 +233,7 @@ def _members(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[list[fx.Node
 
 def _unscaled(graph: fx.Graph, scaled: Scaled, like: fx.Node) -> fx.Node:
     node = scaled.tensor
-    if not scaled.views and not node.meta["val"].is_contiguous():
+    if not scaled.views and not fake_value(node).is_contiguous():
         options = {"memory_format": torch.contiguous_format}
         return _new(graph, aten.clone.default, (node,), like, options)
     for view in scaled.views:
@@ -241,7 +242,7 @@ def _unscaled(graph: fx.Graph, scaled: Scaled, like: fx.Node) -> fx.Node:
 
 
 def _flat(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
-    value = node.meta["val"]
+    value = fake_value(node)
     if value.dim() == 1:
         return node
     return _new(graph, aten.view.default, (node, [value.numel()]), like)
@@ -260,7 +261,7 @@ def _receive(
     results = []
     for old, place in zip(waits, places, strict=True):
         result = _new(graph, operator.getitem, (split, place), old)
-        shape = old.meta["val"].shape
+        shape = fake_value(old).shape
         if len(shape) != 1:
             result = _new(graph, aten.view.default, (result, list(shape)), old)
         results.append(result)
@@ -293,5 +294,5 @@ def _new(
 ) -> fx.Node:
     assert callable(target)
     node = call_function_with_meta(graph, target, args, kwargs, like=like)
-    node.meta["phase"] = "communication"
+    set_phase(node, "communication")
     return node

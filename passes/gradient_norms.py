@@ -26,6 +26,7 @@ from torch import fx
 
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.host import host_call_of, insert_callback
+from graphopt.ir.metadata import phase_of
 from graphopt.manager import graph_optimization_pass
 from graphopt.optim import gradients_of
 
@@ -73,7 +74,7 @@ def _first_use(gradients: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """The first node of an optimizer behind all gradients."""
     last = max(gradients.values())
     node = last.next
-    while node.op != "output" and node.meta.get("phase") != "optimizer":
+    while node.op != "output" and phase_of(node) != "optimizer":
         node = node.next
     return node
 

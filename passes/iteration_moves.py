@@ -52,9 +52,10 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.host import host_calls
+from graphopt.ir.metadata import is_held, is_held_somewhere
 from graphopt.ir.operators import calls_of, writers
 from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.iter_graph.rules import is_held, is_held_somewhere, why_now_everywhere
+from graphopt.iter_graph.rules import why_now_everywhere
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.optim import split_updates
 from graphopt.schedule import Send, apply_launch_order, defer_products, hasten, hold_back

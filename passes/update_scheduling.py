@@ -34,6 +34,7 @@ from torch import fx
 
 from graphopt.graph_utils import is_copy, is_needed, move_after, written
 from graphopt.ir.effects import Effects
+from graphopt.ir.metadata import fake_value, phase_of
 from graphopt.ir.operators import calls_of
 from graphopt.manager import graph_optimization_pass
 from graphopt.optim import OptimizerSplitError, get_all_fused_optimizer_blocks
@@ -80,7 +81,7 @@ def _large_gradients(gm: fx.GraphModule, limit: float) -> Iterator[fx.Node]:
     seen: set[fx.Node] = set()
     for block in get_all_fused_optimizer_blocks(gm):
         for gradient in block.optim.grads:
-            value = gradient.meta["val"]
+            value = fake_value(gradient)
             if gradient in seen or gradient.op != "call_function":
                 continue
             seen.add(gradient)
@@ -204,5 +205,5 @@ class _Plan:
 
 
 def _can_move(node: fx.Node) -> bool:
-    movable = node.op == "call_function" and node.meta.get("phase") == "optimizer"
+    movable = node.op == "call_function" and phase_of(node) == "optimizer"
     return movable and not is_needed(node) and not written(node)

@@ -24,6 +24,7 @@ from torch import fx
 from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes, located
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import get_output, move_before
+from graphopt.ir.metadata import provenance_of
 from graphopt.ir.views import view_tail
 from graphopt.manager import graph_optimization_pass
 
@@ -47,7 +48,7 @@ def _first_user(block: CommBlock, tail: list[fx.Node]) -> fx.Node:
     users = [user for node in tail for user in node.users if user not in inside]
     if users:
         return min(users)
-    if "capture" in block.comm_node.meta.get("provenance", ()):
+    if "capture" in provenance_of(block.comm_node):
         return get_output(block.comm_node.graph)
     raise VerificationError(
         f"nobody reads the result of collective %{block.comm_node.name}\n"

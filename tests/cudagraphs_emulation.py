@@ -17,8 +17,8 @@ from graphopt import _compat
 from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule
 from graphopt.lowering.cudagraphs import CudaGraphs
-from graphopt.lowering.cudagraphs_piece import CudaGraphPiece
-from graphopt.lowering.cudagraphs_recorder import Recorder
+from graphopt.lowering.cudagraphs.recorder import Recorder
+from graphopt.lowering.cudagraphs.replay import CudaGraphPiece
 from graphopt.manager import PassManager
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import capture_call

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.lowering.cudagraphs_nodes import Recordable
-from graphopt.lowering.cudagraphs_pieces import Pieces, find_pieces, gather_items
+from graphopt.lowering.cudagraphs.pieces import Pieces, find_pieces, gather_items
+from graphopt.lowering.cudagraphs.recorder import Recordable
 from sketch import Sketch
 
 aten = torch.ops.aten

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -92,6 +96,41 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     runner.run(example, out=sys.stderr.write)
     assert runner.failures == 0
+
+
+def methods_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A public name, and the public methods and properties of a class."""
+    yield name, value
+    for entry, held in vars(value).items() if isinstance(value, type) else ():
+        called = isinstance(held, FunctionType | property | classmethod | staticmethod)
+        if called and not entry.startswith("_"):
+            yield f"{name}.{entry}", getattr(value, entry)
+
+
+def raised_by(function: Any) -> Iterator[str]:
+    """Names of the errors of graphopt that a function itself raises."""
+    source = function.fget if isinstance(function, property) else function
+    if not isinstance(source, FunctionType | MethodType):
+        return
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(source)))):
+        error = node.exc if isinstance(node, ast.Raise) else None
+        called = error.func if isinstance(error, ast.Call) else error
+        if isinstance(called, ast.Name) and isinstance(getattr(graphopt, called.id, None), type):
+            yield called.id
+
+
+def test_public_functions_are_described() -> None:
+    """Every public function, class, method and property says what it is for, and what it raises."""
+    entries = [entry for name, value in public() for entry in methods_of(name, value)]
+    texts = {name: inspect.getdoc(value) or "" for name, value in entries}
+    assert not [name for name, text in texts.items() if not text]
+    silent = [
+        (name, error)
+        for name, value in entries
+        for error in raised_by(value)
+        if "Raises:" not in texts[name] and error not in texts[name]
+    ]
+    assert not silent, "their docstrings do not say what they raise"
 
 
 def test_page_of_helpers() -> None:

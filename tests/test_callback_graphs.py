@@ -18,7 +18,7 @@ import test_callback as cases
 from graphopt.graph_utils import eliminate_dead_code, get_outputs
 from graphopt.host import HostCall, insert_callback, is_host_call
 from graphopt.iter_graph import copy_graph
-from graphopt.lowering.cudagraphs_nodes import Recordable
+from graphopt.lowering.cudagraphs.recorder import Recordable
 from graphopt.lowering.lowerable import reason_to_keep
 from graphopt.manager import PassRegistry
 from graphopt.saved import SavedGraphError, save_graph

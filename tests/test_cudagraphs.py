@@ -20,9 +20,8 @@ from graphopt.executable import finalize
 from graphopt.lowering.boxed import box_calls
 from graphopt.lowering.compiler import Options
 from graphopt.lowering.cudagraphs import CudaGraphs
-from graphopt.lowering.cudagraphs_inputs import Input
-from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
-from graphopt.lowering.cudagraphs_pieces import Way
+from graphopt.lowering.cudagraphs.pieces import Way
+from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
 from graphopt.lowering.subgraph import LoweredSubgraph
 from graphopt.stages import default_pipeline
 from sketch import Sketch, one_rank

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 import graphopt
 from cudagraphs_emulation import Training
 from graphopt._compat import make_fx
-from graphopt.lowering.cudagraphs_inputs import Input
-from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
-from graphopt.lowering.cudagraphs_pieces import Way
-from graphopt.lowering.cudagraphs_recorder import CudaRecorder
+from graphopt.lowering.cudagraphs.pieces import Way
+from graphopt.lowering.cudagraphs.recorder import CudaRecorder
+from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
 from graphopt.stages import default_pipeline
 from zoo import MODELS, OPTIMIZERS, train_step
 

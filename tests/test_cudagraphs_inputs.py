@@ -8,8 +8,8 @@ from torch import Tensor
 
 from graphopt._compat import cuda
 from graphopt.errors import LoweringError
-from graphopt.lowering.cudagraphs_inputs import Input, PieceInputs, copy_of, same_layout
-from graphopt.lowering.cudagraphs_pieces import Way
+from graphopt.lowering.cudagraphs.pieces import Way
+from graphopt.lowering.cudagraphs.replay import Input, PieceInputs, copy_of, same_layout
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from cudagraphs_sketch import CUDA, CudaSketch, outside
-from graphopt.lowering.cudagraphs_pieces import Way
+from graphopt.lowering.cudagraphs.pieces import Way
 
 aten = torch.ops.aten
 

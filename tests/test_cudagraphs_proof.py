@@ -17,7 +17,7 @@ from cudagraphs_emulation import EmulatedRecorder, pieces_of
 from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.lowering.cudagraphs import CudaGraphs
-from graphopt.lowering.cudagraphs_pieces import Way
+from graphopt.lowering.cudagraphs.pieces import Way
 from graphopt.lowering.stages import Record
 from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages

@@ -14,11 +14,11 @@ from cudagraphs_emulation import pieces_of
 from cudagraphs_sketch import CUDA, CudaSketch, NoRecorder, outside
 from graphopt import _compat
 from graphopt.executable import finalize
+from graphopt.ir.metadata import LATE_GROUP as GROUP
 from graphopt.ir.views import is_pure_view
-from graphopt.iter_graph.running import GROUP
 from graphopt.lowering.cudagraphs import CudaGraphs
-from graphopt.lowering.cudagraphs_nodes import Recordable
-from graphopt.lowering.cudagraphs_pieces import Way, find_pieces, gather_items
+from graphopt.lowering.cudagraphs.pieces import Way, find_pieces, gather_items
+from graphopt.lowering.cudagraphs.recorder import Recordable
 from sketch import c10d
 from zoo import MODELS, OPTIMIZERS, train_step
 

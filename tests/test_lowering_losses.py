@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from graphopt import _compat
 from graphopt._compat import inductor
 from graphopt.lowering import LoweredSubgraph
-from graphopt.lowering.prepare import Prepared
+from graphopt.lowering.prepare import PreparedRegion
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def gradient_graph(logits: Tensor, targets: Tensor, **options: Any) -> fx.GraphM
 
 def prepared(graph: fx.GraphModule, *inputs: Tensor) -> fx.GraphModule:
     mode = _compat.new_fake_mode()
-    return inductor.decompose(graph, [mode.from_tensor(x) for x in inputs], Prepared)
+    return inductor.decompose(graph, [mode.from_tensor(x) for x in inputs], PreparedRegion)
 
 
 def sums_of_rows(graph: fx.GraphModule) -> int:

@@ -13,7 +13,7 @@ from gloo import Pool
 from graphopt.graph_utils import is_collective, is_wait
 from graphopt.iter_graph.derive import Derivation, plan
 from graphopt.lowering import Options
-from graphopt.lowering.extract import Cut
+from graphopt.lowering.extract import RegionCut
 from graphopt.lowering.regions import MARK
 from zoo import MODELS, OPTIMIZERS, train_step
 
@@ -57,7 +57,7 @@ def train_both(rank: int, pipeline: str, optimizer: str) -> dict[str, Any]:
 
 
 def region_names(derived: fx.GraphModule) -> list[str]:
-    return [body.text() for body in Cut(derived.graph).bodies.values()]
+    return [region.text() for region in RegionCut(derived.graph).regions]
 
 
 def check_hidden(module: graphopt.IterGraphModule) -> int:
@@ -66,7 +66,7 @@ def check_hidden(module: graphopt.IterGraphModule) -> int:
     for derive in ("setup", "main"):
         graph = getattr(Derivation(module.graph, plan(module.graph)), derive)()
         before = {node: index for index, node in enumerate(graph.nodes)}
-        after = {node: index for index, node in enumerate(Cut(graph).ordered)}
+        after = {node: index for index, node in enumerate(RegionCut(graph).ordered)}
         calls = [n for n in before if n.op == "call_function" and not n.meta[MARK].free]
         for launch in filter(is_collective, calls):
             (wait,) = filter(is_wait, launch.users) if any(map(is_wait, launch.users)) else (None,)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graphopt.graph_utils import get_outputs, is_collective, is_wait
-from graphopt.lowering.extract import Body, Cut, region_graphs
+from graphopt.lowering.extract import LoweredRegion, RegionCut, region_graphs
 from graphopt.lowering.regions import MARK, mark_regions
 from sketch import Sketch, one_rank, values_for
 from slices import examples
@@ -35,12 +35,12 @@ def spliced(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph with its marked regions called as plain modules, not compiled."""
     root = fx.GraphModule(gm, gm.graph)
 
-    def call(graph: fx.Graph, body: Body, inputs: list[fx.Node]) -> fx.Node:
+    def call(graph: fx.Graph, region: LoweredRegion, inputs: list[fx.Node]) -> fx.Node:
         name = f"subgraph_{sum(node.op == 'call_module' for node in graph.nodes)}"
-        root.add_submodule(name, fx.GraphModule({}, body.graph))
+        root.add_submodule(name, fx.GraphModule({}, region.graph))
         return graph.call_module(name, tuple(inputs))
 
-    root.graph = Cut(gm.graph).splice(call)
+    root.graph = RegionCut(gm.graph).splice(call)
     root.graph.lint()
     root.recompile()
     return root
@@ -283,7 +283,7 @@ def programs(draw: st.DrawFn) -> fx.GraphModule:
 
 def flat_order(gm: fx.GraphModule) -> dict[str, int]:
     """When each call of a marked graph runs, those of a region as one moment after another."""
-    order = Cut(gm.graph).ordered
+    order = RegionCut(gm.graph).ordered
     return {node.name: index for index, node in enumerate(order)}
 
 
@@ -299,7 +299,7 @@ def test_any_program_computes_the_same(gm: fx.GraphModule) -> None:
 def test_communication_is_not_delayed_and_stays_hidden(gm: fx.GraphModule) -> None:
     mark_regions(gm.graph, min_ops=1)
     before = {node: index for index, node in enumerate(gm.graph.nodes)}
-    after = {node: index for index, node in enumerate(Cut(gm.graph).ordered)}
+    after = {node: index for index, node in enumerate(RegionCut(gm.graph).ordered)}
     calls = [node for node in before if node.op == "call_function" and not is_free(node)]
     for launch in filter(is_collective, calls):
         assert not [

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from graphopt.ir.families import METADATA_ONLY, SAME_ELEMENTS, SPLITS, collective_kind
+from graphopt.ir.inplace import INPLACE
 from graphopt.ir.operators import (
     draws,
     is_copy,
@@ -21,7 +22,6 @@ from graphopt.ir.operators import (
     row,
     written,
 )
-from graphopt.tracing.inplace import INPLACE
 from observed import Observer, run, same_bits, storage
 from operators import cloned, database, list_arguments, list_operators
 

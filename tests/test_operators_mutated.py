@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import test_operators as rows
 from graphopt import executable
+from graphopt.ir import inplace
 from graphopt.ir.operators import table as operators
-from graphopt.tracing import inplace
 from observed import Observer
 
 aten = torch.ops.aten

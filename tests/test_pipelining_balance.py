@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from graphopt.errors import PartitionError
 from graphopt.pipelining import balanced, pipeline
-from graphopt.pipelining.pipe.balance import _cheapest_cuts, _lightest_maximum
+from graphopt.pipelining.pipe.balance import cheapest_cuts, lightest_maximum
 from pipeline_cases import CASES
 
 X = torch.randn(3, 8)
@@ -112,10 +112,10 @@ def test_divisions_are_the_best_of_all(weights: list[int], data: st.DataObject) 
 
     divisions = list(itertools.combinations(range(count - 1), num_stages - 1))
     best = min(map(heaviest, divisions))
-    assert _lightest_maximum(weights, num_stages) == pytest.approx(best)
+    assert lightest_maximum(weights, num_stages) == pytest.approx(best)
     limit = best * (1 + slack)
     fewest = min(sum(across[e] for e in ends) for ends in divisions if heaviest(ends) <= limit)
-    found = tuple(_cheapest_cuts(weights, across, num_stages, limit))
+    found = tuple(cheapest_cuts(weights, across, num_stages, limit))
     assert found in divisions
     assert heaviest(found) <= limit
     assert sum(across[end] for end in found) == fewest

@@ -191,6 +191,7 @@ def fake_laid_out(
 
 
 def is_fake(value: object) -> bool:
+    """Whether a value is a FakeTensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, FakeTensor)

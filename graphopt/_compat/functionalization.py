@@ -9,6 +9,7 @@ import torch
 
 
 def functional_mode() -> AbstractContextManager[Any]:
+    """The mode in which torch writes functionally what is done to functional tensors."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     return FunctionalTensorMode()
@@ -22,6 +23,7 @@ def without_functional_mode() -> AbstractContextManager[Any]:
 
 
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as functionalization follows it."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return FunctionalTensor.to_functional(tensor)

@@ -35,6 +35,7 @@ def default_store() -> dist.Store:
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or that of all ranks where None is given."""
     if group is not None:
         return group
     from torch.distributed.distributed_c10d import _get_default_group

@@ -145,6 +145,7 @@ class DescribedTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
+        """The device that it stands for."""
         return self.described_device
 
 

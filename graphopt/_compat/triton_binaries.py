@@ -38,6 +38,7 @@ class Binary(NamedTuple):
 
 
 def is_installed() -> bool:
+    """Whether Triton can be imported."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -46,6 +47,7 @@ def is_installed() -> bool:
 
 
 def version() -> str:
+    """Triton's version."""
     import triton
 
     return str(triton.__version__)
@@ -73,6 +75,7 @@ def _help(assembler: str) -> str:
 
 
 def gpu_target(capability: int) -> Any:
+    """What Triton calls a GPU of a compute capability, as 90."""
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("cuda", capability, 32)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from graphopt.branches.course import Course, Names
+from graphopt.branches.course import Course, CourseNames
 from graphopt.branches.cut import Cut, handed_out, in_order
 from graphopt.graph_utils import (
     call_function_with_meta,
@@ -22,12 +22,18 @@ from graphopt.graph_utils import (
 from graphopt.host import is_host_call
 from graphopt.host.assumptions import without_handed_out
 from graphopt.ir.effects import Effects
+from graphopt.ir.metadata import (
+    carried_index,
+    describe_carried,
+    fake_value,
+    input_kind,
+    input_name,
+    known_value,
+)
 from graphopt.ir.operators import draws
 from graphopt.ir.views import is_pure_view
 from graphopt.iter_graph import IterGraphModule, copy_graph
-from graphopt.iter_graph.derive import CARRIED
 from graphopt.iter_graph.graph import IterGraph
-from graphopt.iter_graph.running import INDEX
 from graphopt.verify.callees import OF_STORAGE
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.outcomes import differences
@@ -39,7 +45,7 @@ Beginning = Callable[[fx.Graph], tuple[Course, dict[fx.Node, fx.Node]]]
 
 def from_the_beginning(graph: fx.Graph) -> tuple[Course, dict[fx.Node, fx.Node]]:
     """A call has done nothing."""
-    course = Course(Names())
+    course = Course(CourseNames())
     return course, {node: course.add_input(node) for node in graph.find_nodes(op="placeholder")}
 
 
@@ -96,14 +102,14 @@ class Stopped:
 
 def _by_what_it_is(inputs: list[fx.Node]) -> dict[tuple[str, str], fx.Node]:
     """Inputs by kind and name, those that have these for themselves."""
-    keys = [(str(node.meta.get("kind")), str(node.meta.get("fqn"))) for node in inputs]
+    keys = [(str(input_kind(node)), str(input_name(node))) for node in inputs]
     counted = Counter(keys)
     pairs = zip(keys, inputs, strict=True)
-    return {key: n for key, n in pairs if counted[key] == 1 and INDEX not in n.meta}
+    return {key: n for key, n in pairs if counted[key] == 1 and carried_index(n) is None}
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
-    first, second = one.meta.get("val"), other.meta.get("val")
+    first, second = known_value(one), known_value(other)
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     return layout_of(first) == layout_of(second)
@@ -212,7 +218,7 @@ class _Making:
             for node, name in zip(inputs, names, strict=False):
                 values[node] = there[name] if name in there else fork.add_input(node, name)
             for node in inputs[len(names) :]:
-                values[node] = copies[there_already[node.meta[INDEX]]]
+                values[node] = copies[there_already[cast(int, carried_index(node))]]
             return fork, values
 
         return begins
@@ -235,8 +241,7 @@ def _computes(node: fx.Node) -> bool:
 def _carried(graph: fx.Graph, index: int, node: fx.Node) -> fx.Node:
     """An input for what is there already."""
     found = graph.placeholder(f"carried_{index}_{node.name}")
-    found.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "phase")}
-    found.meta |= {INDEX: index, "kind": CARRIED}
+    describe_carried(found, node, index)
     return found
 
 
@@ -246,7 +251,7 @@ def _of_carried(graph: fx.Graph) -> Callable[[fx.Node], bool]:
 
     def tell(node: fx.Node) -> bool:
         owner = effects.input_of(node)
-        return owner is not None and INDEX in owner.meta
+        return owner is not None and carried_index(owner) is not None
 
     return tell
 
@@ -281,7 +286,7 @@ def _own_outputs(graph: IterGraph) -> None:
 def _clone(graph: fx.Graph, node: fx.Node) -> fx.Node:
     clone = torch.ops.aten.clone.default
     found = call_function_with_meta(graph, clone, (node,), like=node)
-    if found.meta["val"].stride() != node.meta["val"].stride():
+    if fake_value(found).stride() != fake_value(node).stride():
         raise NotSharedError(f"%{node.name}, which is returned, has other strides as a copy")
     return found
 

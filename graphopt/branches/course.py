@@ -18,14 +18,15 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.host import is_host_call
+from graphopt.ir.metadata import known_value, set_value
 from graphopt.verify.evaluated import Evaluation
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.module_constants import attribute, same_object
 from graphopt.verify.terms import Terms
 
 
-class Names:
-    """Names of inputs and constants that all courses of one call share."""
+class CourseNames:
+    """CourseNames of inputs and constants that all courses of one call share."""
 
     def __init__(self) -> None:
         self._inputs = count()
@@ -55,7 +56,7 @@ class Course:
         names: of its inputs and constants.
     """
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: CourseNames) -> None:
         self.graph, self.names = fx.Graph(), names
 
     def forked(self) -> tuple[Course, dict[fx.Node, fx.Node]]:
@@ -68,7 +69,7 @@ class Course:
     def add_input(self, like: fx.Node, name: str | None = None) -> fx.Node:
         """An input of the call; `name`: the one that it has in another course."""
         node = self.graph.placeholder(name or self.names.of_input())
-        node.meta["val"] = like.meta.get("val")
+        set_value(node, known_value(like))
         return node
 
     def run(

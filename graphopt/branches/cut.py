@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from graphopt.ir.effects import Effects
+from graphopt.ir.metadata import carried_index, fake_value, known_value
 from graphopt.ir.operators import draws, is_collective, written
 from graphopt.ir.views import is_pure_view, may_be_view
-from graphopt.iter_graph.running import INDEX
 from graphopt.verify.terms import TensorValue
 
 
@@ -32,7 +32,7 @@ def handed_out(nodes: Iterable[fx.Node], value_of: Mapping[fx.Node, Any]) -> dic
             continue
         effects = effects or Effects(node.graph)
         owner = effects.input_of(node)
-        if node.op == "get_attr" or (owner is not None and INDEX not in owner.meta):
+        if node.op == "get_attr" or (owner is not None and carried_index(owner) is None):
             continue
         found.setdefault(value, node)
     return found
@@ -102,7 +102,7 @@ class Cut:
 
 def _alignment(node: fx.Node) -> int:
     """Where in a cache line a tensor begins, by which some kernels round otherwise."""
-    value = node.meta["val"]
+    value = fake_value(node)
     return int(value.storage_offset() * value.element_size() % 64)
 
 
@@ -119,7 +119,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether a tensor is nothing but its elements, their shape and strides."""
-    value = node.meta.get("val")
+    value = known_value(node)
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from graphopt.cli.options import Backend, Device, not_empty
+from graphopt.cli.options import Backend, DeviceOption, not_empty
 
 EXAMPLES = """
 Examples:
@@ -24,7 +24,7 @@ Examples:
 def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Processes to train with.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 60,
-    device: Annotated[Device, typer.Option(help="Where to train.")] = Device.cpu,
+    device: Annotated[DeviceOption, typer.Option(help="Where to train.")] = DeviceOption.cpu,
     backend: Annotated[
         Backend | None,
         typer.Option(help="Communication backend. Default: gloo on cpu, nccl on cuda."),
@@ -46,8 +46,8 @@ def demo(
     their timings can be compared and, on one or two ranks, their parameters must agree bit for
     bit: otherwise the exit status is 1.
     """
-    chosen = backend or (Backend.nccl if device is Device.cuda else Backend.gloo)
-    if chosen is Backend.nccl and device is Device.cpu:
+    chosen = backend or (Backend.nccl if device is DeviceOption.cuda else Backend.gloo)
+    if chosen is Backend.nccl and device is DeviceOption.cpu:
         raise typer.BadParameter(
             "nccl moves GPU memory only; add --device cuda, or use gloo", param_hint="--backend"
         )

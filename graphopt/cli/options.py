@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 
-class Device(str, Enum):
+class DeviceOption(str, Enum):
     """Where ranks compute."""
 
     cpu = "cpu"

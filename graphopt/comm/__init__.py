@@ -2,7 +2,6 @@
 
 from graphopt.comm.blocks import (
     MAX_WAIT_DISTANCE,
-    SENDS,
     CommBlock,
     get_all_comm_blocks,
     get_comm_block,
@@ -13,6 +12,7 @@ from graphopt.comm.blocks import (
     wait_of,
 )
 from graphopt.comm.editing import replace_collective, updates_of
+from graphopt.ir.metadata import SENT as SENDS
 from graphopt.ir.operators import argument
 from graphopt.ir.views import view_tail
 

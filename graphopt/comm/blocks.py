@@ -17,16 +17,13 @@ from graphopt.graph_utils import (
     is_wait,
     tensors_in,
 )
+from graphopt.ir.metadata import fake_value, known_value, sent_names, source_line
 from graphopt.ir.operators import argument, calls_of
 from graphopt.ir.views import is_only_view, view_tail
 from graphopt.iter_graph import IterGraph
 
 MAX_WAIT_DISTANCE = 5
 """How many nodes a wait may be away from its launch: one for the item of a coalesced collective."""
-
-SENDS = "sends"
-"""Metadata of the launches and waits of data parallelism: names of the parameters whose gradients,
-or of the buffers, that are sent."""
 
 
 @dataclass
@@ -99,7 +96,7 @@ class CommBlock:
         return sorted(found)
 
     def _sent(self) -> list[torch.Tensor]:
-        return list(tensors_in([node.meta["val"] for node in self.inputs]))
+        return list(tensors_in([fake_value(node) for node in self.inputs]))
 
 
 def get_comm_block(node: fx.Node) -> CommBlock:
@@ -127,7 +124,7 @@ def get_comm_block(node: fx.Node) -> CommBlock:
     nodes = sorted({*before, *(tail for wait in waits for tail in view_tail(wait))})
     inside = set(nodes)
     inputs = node.all_input_nodes
-    first = inputs[0].meta.get("val") if len(inputs) == 1 else None
+    first = known_value(inputs[0]) if len(inputs) == 1 else None
     return CommBlock(
         shape=first.shape if isinstance(first, torch.Tensor) else None,
         node_list=nodes,
@@ -202,7 +199,7 @@ def parameters_of(gm: fx.GraphModule, block: CommBlock) -> tuple[str, ...]:
     >>> [graphopt.comm.parameters_of(gm, block) for block in blocks]
     [('bias',), ('weight',)]
     """
-    return tuple(block.comm_node.meta.get(SENDS, ()))
+    return sent_names(block.comm_node)
 
 
 def late_nodes(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
@@ -222,7 +219,7 @@ def located(node: fx.Node) -> str:
     >>> "all_reduce" in located(get_all_comm_blocks(gm)[0].comm_node)
     True
     """
-    source = node.meta.get("source")
+    source = source_line(node)
     return f"  > {node.format_node()}" + (f"\n  from:  {source}" if source is not None else "")
 
 

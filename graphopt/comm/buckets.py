@@ -18,6 +18,7 @@ from graphopt import _compat
 from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes
 from graphopt.graph_utils import is_collective, is_operator, is_random, written
 from graphopt.ir.effects import Effects
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import argument, calls_of, writers
 
 BESIDE = 4
@@ -42,7 +43,7 @@ def pinned_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
-    values = [node.meta.get("val") for node in (*block.inputs, *block.wait_nodes)]
+    values = [known_value(node) for node in (*block.inputs, *block.wait_nodes)]
     if len(values) != 2 or list(block.comm_node.users) != block.wait_nodes:
         return False
     if not all(_has_place(value) for value in values):
@@ -135,7 +136,7 @@ def scaled_input(sent: fx.Node) -> Scaled | None:
     tensor, factor = product.args
     if not isinstance(tensor, fx.Node) or not isinstance(factor, float):
         return None
-    value, scaled = tensor.meta["val"], product.meta["val"]
+    value, scaled = fake_value(tensor), fake_value(product)
     same = (value.shape, value.dtype) == (scaled.shape, scaled.dtype)
     if not same or (value.stride() != scaled.stride() and (views or not scaled.is_contiguous())):
         return None

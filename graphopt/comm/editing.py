@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from graphopt.comm.blocks import SENDS, CommBlock, located
+from graphopt.comm.blocks import CommBlock, located
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import is_collective, is_wait
+from graphopt.ir.metadata import known_value, sent_names, set_sent_names
 
 
 def updates_of(gm: fx.GraphModule, block: CommBlock) -> list[fx.Node]:
@@ -87,7 +88,7 @@ def _leads_to_wait(block: CommBlock, member: fx.Node) -> bool:
 
 
 def _refuse_other_kind(wait: fx.Node, new: fx.Node) -> None:
-    was, now = wait.meta.get("val"), new.meta.get("val")
+    was, now = known_value(wait), known_value(new)
     if not isinstance(was, torch.Tensor) or not isinstance(now, torch.Tensor):
         return
     kinds = [(t.dtype, list(t.shape), str(t.device)) for t in (now, was)]
@@ -134,10 +135,10 @@ def _computed_from(node: fx.Node, end: fx.Node) -> set[fx.Node]:
 
 
 def _name_what_is_sent(launch: fx.Node, outputs: Sequence[fx.Node]) -> None:
-    names = launch.meta.get(SENDS)
+    names = sent_names(launch)
     if names is None:
         return
     for output in outputs:
         for node in _computed_from(output, launch.all_input_nodes[0]):
-            if (is_collective(node) or is_wait(node)) and SENDS not in node.meta:
-                node.meta[SENDS] = names
+            if (is_collective(node) or is_wait(node)) and not sent_names(node):
+                set_sent_names(node, names)

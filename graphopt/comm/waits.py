@@ -25,6 +25,7 @@ from graphopt.graph_utils import (
     find_nodes,
     is_operator,
 )
+from graphopt.ir.metadata import fake_value, has_value
 
 
 def split_waits(graph: fx.Graph) -> int:
@@ -39,7 +40,7 @@ def split_waits(graph: fx.Graph) -> int:
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> None:
-    new = _call_in(graph) if "val" in node.meta else graph.call_function
+    new = _call_in(graph) if has_value(node) else graph.call_function
     with graph.inserting_before(node):
         waits = [
             new(torch.ops._c10d_functional.wait_tensor.default, (tensor,))
@@ -65,7 +66,7 @@ def _tensors(node: fx.Node, new: Callable[..., fx.Node]) -> list[fx.Node]:
     waited = node.args[0]
     if not isinstance(waited, fx.Node):
         return list(cast(Any, waited))
-    count = len(waited.meta["val"]) if "val" in waited.meta else len(cast(Any, waited.args[0]))
+    count = len(fake_value(waited)) if has_value(waited) else len(cast(Any, waited.args[0]))
     return [new(operator.getitem, (waited, index)) for index in range(count)]
 
 

@@ -72,6 +72,7 @@ class SchedulePictures:
 
     @property
     def pictures(self) -> list[ScheduleTimeline]:
+        """Those that there are: predicted, measured."""
         return [picture for picture in (self.predicted, self.measured) if picture is not None]
 
 

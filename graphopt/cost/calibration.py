@@ -31,6 +31,7 @@ from graphopt.cost.operators import OperatorTable, machine_name, measure_operato
 from graphopt.cost.roofline import DEVICES
 from graphopt.errors import FileError, MissingFileError
 from graphopt.graph_utils import tensors_in
+from graphopt.ir.metadata import known_value
 from graphopt.ranks.meeting import Channel
 from graphopt.runtime.places import cache_folder, place
 
@@ -94,7 +95,7 @@ def example_inputs(graph_module: fx.GraphModule) -> list[Any]:
     Raises:
         CostTableError: a shape is symbolic.
     """
-    values = [n.meta.get("val") for n in graph_module.graph.find_nodes(op="placeholder")]
+    values = [known_value(n) for n in graph_module.graph.find_nodes(op="placeholder")]
     if any(_compat.has_symbolic_shape(tensor) for tensor in tensors_in(values)):
         raise CostTableError("the graph has inputs of symbolic shapes: give `inputs` to measure")
     return [_zeros(value) if isinstance(value, torch.Tensor) else value for value in values]
@@ -108,7 +109,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 def _check_inputs(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     wanted = graph_module.graph.find_nodes(op="placeholder")
     given = list(inputs)
-    kinds = [isinstance(n.meta.get("val"), torch.Tensor) for n in wanted]
+    kinds = [isinstance(known_value(n), torch.Tensor) for n in wanted]
     fits = [isinstance(value, torch.Tensor) for value in given]
     if kinds != fits:
         raise CostTableError(

@@ -37,6 +37,7 @@ from graphopt import _compat
 from graphopt.comm import argument, kind_of
 from graphopt.cost.errors import CostTableError
 from graphopt.graph_utils import tensors_in
+from graphopt.ir.metadata import known_value
 
 Point = tuple[int, float]
 """Bytes, and the seconds that a collective of so many took."""
@@ -107,8 +108,8 @@ def collective_of(node: fx.Node, ranks: int | None = None) -> Collective:
     >>> collective_of(graphopt.comm.get_all_comm_blocks(gm)[0].comm_node, 2).kind
     'all_reduce'
     """
-    sent = _nbytes([source.meta.get("val") for source in node.all_input_nodes])
-    received = _nbytes(node.meta.get("val"))
+    sent = _nbytes([known_value(source) for source in node.all_input_nodes])
+    received = _nbytes(known_value(node))
     group = str(argument(node, "group_name"))
     size = ranks or argument(node, "group_size") or _size_of(group)
     kind = kind_of(node).removesuffix(_SEVERAL)

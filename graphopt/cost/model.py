@@ -23,6 +23,7 @@ from graphopt.cost.hosts import spans_hosts
 from graphopt.cost.operators import OperatorTable
 from graphopt.cost.roofline import DEVICES, RooflineCost
 from graphopt.graph_utils import is_collective, tensors_in
+from graphopt.ir.metadata import known_value
 from graphopt.runtime.places import place, read_text, write
 
 _FORMAT = "graphopt costs"
@@ -160,7 +161,7 @@ def default_cost_model(graph: fx.Graph) -> CostModel:
         tensor.device.type
         for node in graph.nodes
         if is_collective(node) or node.op == "placeholder"
-        for tensor in tensors_in(node.meta.get("val"))
+        for tensor in tensors_in(known_value(node))
     }
     launches = [node for node in graph.nodes if is_collective(node)]
     ranks = max((collective_of(node).ranks for node in launches), default=1)

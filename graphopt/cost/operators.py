@@ -17,6 +17,7 @@ from torch import fx
 from graphopt.cost.roofline import DEVICES, Device, RooflineCost, is_free
 from graphopt.graph_utils import is_collective, is_wait
 from graphopt.host import is_host_call
+from graphopt.ir.metadata import known_value
 from graphopt.readable.rows import argument, describe
 
 _LONGEST_KEY = 160
@@ -33,7 +34,7 @@ def operator_key(node: fx.Node) -> str:
 
     def described(value: Any) -> str:
         if isinstance(value, fx.Node):
-            return _described(value.meta.get("val"))
+            return _described(known_value(value))
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(map(described, value)) + "]"
         return argument(value, shorten=False)
@@ -132,7 +133,7 @@ class _Timing(fx.Interpreter):
 
 
 def _synchronize(node: fx.Node) -> None:
-    value = node.meta.get("val")
+    value = known_value(node)
     if isinstance(value, torch.Tensor) and value.device.type == "cuda":
         torch.cuda.synchronize(value.device)
 

@@ -21,6 +21,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.cost.errors import CostTableError
 from graphopt.graph_utils import is_operator, tensors_in
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import operator_of
 
 TERA = 1e12
@@ -142,7 +143,7 @@ def is_free(node: fx.Node) -> bool:
         return not known.writes
     if is_operator(node.target, *_FREE):
         return True
-    value = node.meta.get("val")
+    value = known_value(node)
     if isinstance(value, torch.Tensor):
         return False
     return not any(True for _ in tensors_in(value)) and not known.writes
@@ -154,15 +155,15 @@ def flops_of(node: fx.Node) -> float:
     formula = _compat.flop_formula(node.target)
     if formula is None:
         return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: known_value(source))
     try:
-        return float(formula(*args, **kwargs, out_val=node.meta.get("val")))
+        return float(formula(*args, **kwargs, out_val=known_value(node)))
     except (AttributeError, IndexError, TypeError, ValueError):  # other arguments than expected
         return 0.0
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    for value in (node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)):
+    for value in (known_value(node), *(known_value(n) for n in node.all_input_nodes)):
         for tensor in tensors_in(value):
             return tensor.dtype
     return torch.float32
@@ -170,7 +171,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 def _bytes_of(node: fx.Node, sizes: Sizes) -> int:
     """Bytes of what a node holds, each value counted once: most are read several times."""
-    value = node.meta.get("val")
+    value = known_value(node)
     found = sizes.get(node)
     if found is None or found[0] is not value:
         found = sizes[node] = value, sum(map(_bytes, tensors_in(value)))

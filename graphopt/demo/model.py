@@ -45,6 +45,7 @@ class Block(nn.Module):
         return out
 
     def attention(self, x: Tensor) -> Tensor:
+        """Causal self-attention of shape `[batch, length, width]`."""
         batch, length, width = x.shape
         heads = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)

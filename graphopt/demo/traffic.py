@@ -10,6 +10,7 @@ from torch import fx
 from torch.distributed.tensor.debug import CommDebugMode
 
 from graphopt.graph_utils import is_collective
+from graphopt.ir.metadata import fake_value
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def traffic_of_call(call: Callable[[], object]) -> Traffic:
 def _bytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(_bytes(item) for item in value)
-    tensor = value.meta["val"] if isinstance(value, fx.Node) else value
+    tensor = fake_value(value) if isinstance(value, fx.Node) else value
     return int(tensor.numel() * tensor.element_size())
 
 

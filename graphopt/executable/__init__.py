@@ -28,9 +28,11 @@ from graphopt.graph_utils import (
     same_kind,
     set_outputs,
 )
+from graphopt.ir import inplace
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.families import TWINS
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import (
     argument,
     fused_optimizer,
@@ -39,7 +41,6 @@ from graphopt.ir.operators import (
     row,
     updated_lists,
 )
-from graphopt.tracing import inplace
 
 aten = torch.ops.aten
 
@@ -91,7 +92,7 @@ class _Reuse:
         self._drop_copies()
 
     def _reuse(self, node: fx.Node) -> None:
-        written = inplace_form(node.target, node.meta.get("val"))
+        written = inplace_form(node.target, known_value(node))
         if written is None:
             return
         pairs = list(_overwritten(node))
@@ -116,7 +117,7 @@ class _Reuse:
         effects = self._effects
         if not all(same_kind(source, result) for result in results):
             return False
-        if not lies_apart(source.meta["val"]):
+        if not lies_apart(fake_value(source)):
             return False
         if effects.old_read_after(source, node) or effects.leaves_the_graph(source):
             return False
@@ -149,7 +150,7 @@ class _Reuse:
             if not users:
                 return False
             last = max(users)
-            if inplace_form(last.target, last.meta.get("val")) is None:
+            if inplace_form(last.target, known_value(last)) is None:
                 return False
             following = [results for source, results in _overwritten(last) if source is value]
             if not following or not following[0]:
@@ -186,7 +187,7 @@ class _Reuse:
         """A clone of a value that nobody reads any more is that value."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        owned = self._effects.input_of(source) is None and _is_whole(source.meta["val"])
+        owned = self._effects.input_of(source) is None and _is_whole(fake_value(source))
         if owned and self._may_overwrite(node, source, [node]):
             self._take_over_clone(source, node)
 

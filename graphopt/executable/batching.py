@@ -27,7 +27,7 @@ from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.graph_utils.inserting import call_function_giving
 from graphopt.graph_utils.ordering import earliest_order
-from graphopt.iter_graph.running import GROUP, INDEX
+from graphopt.ir.metadata import fake_value, has_late_work, known_value, phase_of
 from graphopt.schedule import Schedule, apply_schedule
 from graphopt.schedule.constraints import Predecessors, predecessors
 
@@ -89,7 +89,7 @@ def batch_small_operators(graph: fx.Graph) -> int:
         How many operators are part of a list now.
     """
     forms = {node: form for node in graph.nodes if (form := _form_of(node)) is not None}
-    if len(forms) < 2 or any(GROUP in n.meta or INDEX in n.meta for n in graph.nodes):
+    if len(forms) < 2 or has_late_work(graph):
         return 0
     before = predecessors(graph)
     lists = list(_lists(forms, _levels(graph, before, forms)))
@@ -103,9 +103,9 @@ def batch_small_operators(graph: fx.Graph) -> int:
 
 def _form_of(node: fx.Node) -> _Form | None:
     """How a small operator of an optimizer is written on lists; None for all others."""
-    if node.op != "call_function" or node.meta.get("phase") != "optimizer" or not node.users:
+    if node.op != "call_function" or phase_of(node) != "optimizer" or not node.users:
         return None
-    value = node.meta.get("val")
+    value = known_value(node)
     if not isinstance(value, torch.Tensor) or not _is_small(value):
         return None
     form = _written_on_lists(node.target, node.args, dict(node.kwargs))
@@ -134,7 +134,7 @@ def _written_on_lists(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     if target is aten.sub.Tensor and any(isinstance(v, fx.Node) for v in kwargs.values()):
         return None  # on lists, its shape rule asks whether the factor is 1
     of_tensors, of_numbers = _OF_TWO[target]
-    if isinstance(args[1], fx.Node) and isinstance(args[1].meta.get("val"), torch.Tensor):
+    if isinstance(args[1], fx.Node) and isinstance(known_value(args[1]), torch.Tensor):
         return _Form(of_tensors, (args[0], args[1]), scale=tuple(kwargs.values()))
     return None if kwargs or of_numbers is None else _Form(of_numbers, (args[0],), (args[1],))
 
@@ -142,7 +142,7 @@ def _written_on_lists(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 def _is_like(node: Any, value: torch.Tensor) -> bool:
     """Whether a tensor is of the shape, dtype and device of a result, so that nothing is cast or
     expanded."""
-    given = node.meta.get("val") if isinstance(node, fx.Node) else None
+    given = known_value(node) if isinstance(node, fx.Node) else None
     if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:
         return False
     same = (given.dtype, given.device) == (value.dtype, value.device)
@@ -151,7 +151,7 @@ def _is_like(node: Any, value: torch.Tensor) -> bool:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, fx.Node):
-        value = value.meta.get("val")
+        value = known_value(value)
     kinds = (int, float, torch.SymInt, torch.SymFloat)
     return isinstance(value, kinds) and not isinstance(value, bool)
 
@@ -170,17 +170,17 @@ def _lists(forms: dict[fx.Node, _Form], levels: dict[fx.Node, int]) -> Iterator[
     """Nodes that become one, at least two each."""
     alike: dict[Any, list[fx.Node]] = {}
     for node, form in forms.items():
-        key = (levels[node], form.target, node.meta["val"].dtype, form.scale)
+        key = (levels[node], form.target, fake_value(node).dtype, form.scale)
         alike.setdefault(key, []).append(node)
     for nodes in alike.values():
         members: list[fx.Node] = []
         nbytes = 0
         for node in nodes:
-            if nbytes + node.meta["val"].nbytes > LIST_BYTES:
+            if nbytes + fake_value(node).nbytes > LIST_BYTES:
                 yield from [members] if len(members) > 1 else []
                 members, nbytes = [], 0
             members.append(node)
-            nbytes += node.meta["val"].nbytes
+            nbytes += fake_value(node).nbytes
         yield from [members] if len(members) > 1 else []
 
 
@@ -210,7 +210,7 @@ def _put_together(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     if form.numbers:
         args.append([number for each in forms for number in each.numbers])
     kwargs = {"alpha": form.scale[0]} if form.scale else {}
-    values = [member.meta["val"] for member in members]  # the kernels are the same
+    values = [fake_value(member) for member in members]  # the kernels are the same
     with graph.inserting_after(like):
         call = call_function_giving(graph, form.target, tuple(args), kwargs, values, like=like)
     place = call

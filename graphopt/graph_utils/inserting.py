@@ -14,6 +14,7 @@ from graphopt import _compat
 from graphopt.errors import VerificationError
 from graphopt.graph_utils.modes import without_autocast
 from graphopt.graph_utils.tensors import tensors_in
+from graphopt.ir.metadata import fake_value, known_value, set_value
 
 
 def call_function_with_meta(
@@ -54,7 +55,7 @@ def call_function_with_meta(
     node = _inserted(graph, target, args, kwargs, like)
     try:
         with _compat.quiet_fakes():
-            node.meta["val"] = _value_of_call(graph, node)
+            set_value(node, _value_of_call(graph, node))
     except Exception as error:  # operators raise what they like
         text = _refused_call(node, error)
         graph.erase_node(node)
@@ -74,7 +75,7 @@ def call_function_giving(
     """`call_function_with_meta` where it is known already what the call gives: `value`, made of
     fake tensors."""
     node = _inserted(graph, target, args, kwargs, like)
-    node.meta["val"] = value
+    set_value(node, value)
     return node
 
 
@@ -95,7 +96,7 @@ def _value_of_call(graph: fx.Graph, node: fx.Node) -> Any:
 def _refused_call(node: fx.Node, error: Exception) -> str:
     """What an operator said of its arguments, and what these are."""
     reason = str(error).partition("\n")[0] or type(error).__name__
-    values = {f"%{source.name}": source.meta.get("val") for source in node.all_input_nodes}
+    values = {f"%{source.name}": known_value(source) for source in node.all_input_nodes}
     kinds = [
         f"    {name} is {value.dtype} of shape {list(value.shape)} on {value.device}"
         for name, value in values.items()
@@ -108,7 +109,7 @@ def _refused_call(node: fx.Node, error: Exception) -> str:
 
 def _fake_mode(graph: fx.Graph) -> Any:
     """The FakeTensorMode of the first tensor of a graph."""
-    values = (tensors_in(node.meta.get("val")) for node in graph.nodes)
+    values = (tensors_in(known_value(node)) for node in graph.nodes)
     first = next((found for found in map(list, values) if found), [])
     return _compat.fake_mode_of(first)
 
@@ -128,8 +129,8 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = Non
     torch.Size([4, 2])
     """
     if target is operator.getitem and isinstance(args[0], fx.Node):
-        return args[0].meta["val"][args[1]]
-    values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+        return fake_value(args[0])[args[1]]
+    values = fx.node.map_arg((args, kwargs), lambda node: fake_value(node))
     view = None if kwargs else _compat.plain_view(target, values[0])
     if view is not None:  # those of buckets are many, and take a fraction of the time so
         return view

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.ir.metadata import known_value
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -71,7 +72,7 @@ def same_kind(a: fx.Node, b: fx.Node) -> bool:
     >>> same_kind(*update.args[:2])
     True
     """
-    x, y = a.meta.get("val"), b.meta.get("val")
+    x, y = known_value(a), known_value(b)
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
     return (

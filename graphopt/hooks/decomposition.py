@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from graphopt._compat import hooks as _torch
+from graphopt.ir.metadata import fake_value
 
 
 def targets_of(graph: fx.Graph) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
                 result = fx.node.map_arg(inner.args[0], copies.__getitem__)
             else:
                 copies[inner] = graph.node_copy(inner, copies.__getitem__)
-                copies[inner].meta = {**node.meta, "val": inner.meta["val"]}
+                copies[inner].meta = {**node.meta, "val": fake_value(inner)}
                 copies[inner].meta.pop("tensor_meta", None)
     _replace(graph, node, result)
 
@@ -58,7 +59,7 @@ def _traced(node: fx.Node) -> fx.Graph:
         assert callable(node.target)
         return node.target(*args, **kwargs)
 
-    return _torch.trace_decomposed(call, [source.meta["val"] for source in inputs], node).graph
+    return _torch.trace_decomposed(call, [fake_value(source) for source in inputs], node).graph
 
 
 def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:

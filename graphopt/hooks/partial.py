@@ -12,6 +12,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import PipelineSyntaxError
+from graphopt.ir.metadata import provenance_of, set_provenance
 from graphopt.manager import Pass, PassCallback, PassContext, PassManager, Pipeline
 from graphopt.manager.problems import Refused
 from graphopt.manager.text import Step
@@ -92,7 +93,7 @@ class PartialManager(PassManager):
         """
         gm.meta = {**gm.meta, _KIND: kind}
         for node in gm.graph.nodes:
-            node.meta.setdefault("provenance", ("capture",))
+            set_provenance(node, provenance_of(node) or ("capture",))
         try:
             self.run(gm)
         except Exception as error:

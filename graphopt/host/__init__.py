@@ -27,6 +27,7 @@ from graphopt.host.held import Held
 from graphopt.host.modes import Modes
 from graphopt.host.running import current_run
 from graphopt.host.seen import Outside
+from graphopt.ir.metadata import phase_of, set_phase
 
 __all__ = ["HostCall", "host_call_of", "host_calls", "insert_callback", "is_host_call"]
 
@@ -248,7 +249,7 @@ def insert_call(graph: fx.Graph, call: HostCall) -> fx.Node:
     with _insertion_point(graph, nodes):
         like = nodes[0] if nodes else None
         node = call_function_with_meta(graph, call, tuple(values), like=like)
-    node.meta.setdefault("phase", "forward")
+    set_phase(node, phase_of(node) or "forward")
     return node
 
 

@@ -30,11 +30,11 @@ from graphopt.graph_utils import find_nodes, get_output, is_collective, written
 from graphopt.host import host_call_of
 from graphopt.host.running import agree, hear
 from graphopt.ir.effects import Effects
-from graphopt.iter_graph.running import GROUP
+from graphopt.ir.metadata import STATE_KINDS, input_kind, late_group, set_value
 from graphopt.ranks.failed_runs import said_explained
 from graphopt.ranks.failures import reasons, tell
 
-_STATE = ("parameter", "buffer", "optimizer_state", "gradient")
+_UPDATED = STATE_KINDS | {"gradient"}
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ def commit_before(graph: fx.Graph) -> fx.Node:
     for node in graph.nodes:
         if is_collective(node):
             found = None
-        elif found is None and node.meta.get(GROUP) is None and _updates_state(node, effects):
+        elif found is None and late_group(node) is None and _updates_state(node, effects):
             found = node
     return found or get_output(graph)
 
 
 def _updates_state(node: fx.Node, effects: Effects) -> bool:
     owners = (effects.input_of(state) for state in written(node))
-    return any(owner is not None and owner.meta.get("kind") in _STATE for owner in owners)
+    return any(owner is not None and input_kind(owner) in _UPDATED for owner in owners)
 
 
 def with_agreement(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
@@ -154,12 +154,12 @@ def with_agreement(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
     graph = gm.graph
     if agreement.before_updates:
         with graph.inserting_before(commit_before(graph)):
-            graph.call_function(agree).meta["val"] = None
+            set_value(graph.call_function(agree), None)
     if agreement.at_end:
         launches = find_nodes(graph, lambda node: is_collective(node) or node.target is agree)
         first = launches[0] if launches else get_output(graph)
         with graph.inserting_before(_outside_late_work(graph, first)):
-            graph.call_function(hear).meta["val"] = None
+            set_value(graph.call_function(hear), None)
     gm.recompile()
     return gm
 
@@ -168,8 +168,8 @@ def _outside_late_work(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The last place up to a node where no late work has begun: what raises in it loses it."""
     nodes: list[fx.Node] = list(graph.nodes)
     place = nodes.index(node)
-    for group in {n.meta[GROUP] for n in nodes if n.meta.get(GROUP) is not None}:
-        places = [index for index, n in enumerate(nodes) if n.meta.get(GROUP) == group]
+    for group in {late_group(n) for n in nodes} - {None}:
+        places = [index for index, n in enumerate(nodes) if late_group(n) == group]
         if places[0] < place <= places[-1]:
             return _outside_late_work(graph, nodes[places[0]])
     return nodes[place]

@@ -20,6 +20,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.ir import views
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import overwritten
 from graphopt.ir.outputs import Outputs, get_outputs
 from graphopt.ir.reads import Reads, read_by
@@ -64,7 +65,7 @@ class Effects:
     # ---------------------------------------------------------------------------- alias classes
 
     def _add(self, node: fx.Node) -> None:
-        value = node.meta.get("val")
+        value = known_value(node)
         if isinstance(value, torch.Tensor):
             if node in self._parent:
                 self._join(node, _key(value))
@@ -111,7 +112,7 @@ class Effects:
 
     def keys(self, node: fx.Node) -> list[object]:
         """The alias classes of `node`: of each of its results, where it has several."""
-        value = node.meta.get("val")
+        value = known_value(node)
         if not isinstance(value, (list, tuple)):
             return [self._find(node)]
         tensors = (leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, torch.Tensor))

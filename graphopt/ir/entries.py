@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import (
     argument_at,
     is_list_of_tensors,
@@ -129,7 +130,7 @@ class ListCall:
             return False
         if any(isinstance(value, fx.Node) for value in self.lists.values()):
             return False
-        if any(_holds_several(node.meta.get("val")) for node in self.shared):
+        if any(_holds_several(known_value(node)) for node in self.shared):
             return False
         return self.read_by_entry
 
@@ -194,7 +195,7 @@ def _parts(container: fx.Node, new: list[list[fx.Node]]) -> list[fx.Node]:
     for nodes in new:
         with container.graph.inserting_before(container):
             part = container.graph.call_function(operator.getitem, (nodes[0], number))
-        part.meta = {**container.meta, "val": nodes[0].meta["val"][number]}
+        part.meta = {**container.meta, "val": fake_value(nodes[0])[number]}
         nodes.append(part)
     return [nodes[-1] for nodes in new]
 
@@ -212,7 +213,7 @@ def _arguments_of(call: ListCall, group: Sequence[int]) -> tuple[tuple[Any, ...]
 def _value_of(call: ListCall, group: Sequence[int]) -> Any:
     """`meta["val"]` of a call for some of the entries. To compute it anew would take longer than
     all else, and give what the whole call has."""
-    whole = call.node.meta["val"]
+    whole = fake_value(call.node)
     if not call.several:
         return [whole[item] for item in group]
     return tuple([results[item] for item in group] if results else [] for results in whole)
@@ -251,7 +252,7 @@ def list_positions(target: Any) -> tuple[int, ...]:
 def _length(value: Any) -> int:
     """Length of a list, or of the list that a node holds."""
     if isinstance(value, fx.Node):
-        value = value.meta.get("val")
+        value = known_value(value)
     return len(value) if isinstance(value, (list, tuple)) else 0
 
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 from torch import fx
 
-_KEY = "placement"
+from graphopt.ir.metadata import PLACEMENT
 
 
 class Placement(str, Enum):
@@ -25,9 +25,9 @@ def placement_of(placeholder: fx.Node) -> Placement:
     Raises:
         ValueError: there is no such placement, as in a file of a later version.
     """
-    return Placement(placeholder.meta.get(_KEY, Placement.FULL))
+    return Placement(placeholder.meta.get(PLACEMENT, Placement.FULL))
 
 
 def set_placement(placeholder: fx.Node, placement: Placement) -> None:
     """Say how the ranks hold what a placeholder stands for."""
-    placeholder.meta[_KEY] = placement.value
+    placeholder.meta[PLACEMENT] = placement.value

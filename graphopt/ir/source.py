@@ -16,6 +16,7 @@ class SourceLine:
 
     @property
     def code(self) -> str:
+        """The text of the line, stripped; empty where the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:

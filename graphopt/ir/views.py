@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import (
     aliased,
     argument_at,
@@ -187,11 +188,11 @@ def is_awaited(launch: fx.Node) -> bool:
 
 
 def _holds_several(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (list, tuple))
+    return isinstance(known_value(node), (list, tuple))
 
 
 def _share_storage(node: fx.Node, source: fx.Node) -> bool:
-    result, value = node.meta.get("val"), source.meta.get("val")
+    result, value = known_value(node), known_value(source)
     if not isinstance(result, torch.Tensor) or not isinstance(value, torch.Tensor):
         return False
     return _compat.storage_key_of_value(result) == _compat.storage_key_of_value(value)

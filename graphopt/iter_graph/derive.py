@@ -35,15 +35,21 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.ir.effects import Effects
+from graphopt.ir.metadata import (
+    KIND,
+    describe_carried,
+    is_state,
+    known_value,
+    phase_of,
+    set_late_group,
+    set_phase,
+    set_value,
+)
 from graphopt.ir.operators import writers
 from graphopt.ir.reads import values_read
 from graphopt.iter_graph.graph import IterGraph
-from graphopt.iter_graph.running import GROUP, INDEX
 
 aten = torch.ops.aten
-
-CARRIED = "carried"
-"""`meta["kind"]` of a placeholder for a carried value."""
 
 
 @dataclass
@@ -99,12 +105,12 @@ def plan(graph: IterGraph) -> LatePlan:
         if _is_constant_state(node, updated_now):
             continue
         found.carried.append(node)
-        if isinstance(node.meta.get("val"), (list, tuple)):
+        if isinstance(known_value(node), (list, tuple)):
             raise IterationError(
                 f"late nodes need the list %{node.name}, of which single items are wanted: move"
                 " the nodes that pick from it as well, or none of them"
             )
-        if not isinstance(node.meta.get("val"), torch.Tensor):
+        if not isinstance(known_value(node), torch.Tensor):
             continue
         owner = node if node.op == "placeholder" else effects.input_of(node)
         if owner is not None and owner not in updated_late:
@@ -120,14 +126,13 @@ def _takes_item_of_early_list(node: fx.Node, marked: Any, early: set[fx.Node]) -
     if not node.all_input_nodes or node.op != "call_function":
         return False
     source = node.all_input_nodes[0]
-    several = isinstance(source.meta.get("val"), (list, tuple))
+    several = isinstance(known_value(source), (list, tuple))
     return several and len(node.all_input_nodes) == 1 and (source not in marked or source in early)
 
 
 def _is_constant_state(node: fx.Node, updated_now: set[fx.Node]) -> bool:
     """State that the step only reads: whoever changes it between steps finishes late work first."""
-    known = node.meta.get("kind") in ("parameter", "buffer", "optimizer_state")
-    return node.op == "placeholder" and known and node not in updated_now
+    return is_state(node) and node not in updated_now
 
 
 class Derivation:
@@ -188,10 +193,9 @@ class Derivation:
     def _take_carried(self) -> None:
         for index, node in enumerate(self._plan.carried):
             taken = self._graph.placeholder(f"carried_{index}_{node.name}")
-            taken.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "phase")}
-            taken.meta |= {INDEX: index, "kind": CARRIED}
+            describe_carried(taken, node, index)
             if node in self._plan.cloned:
-                taken.meta["val"] = _fresh(node)
+                set_value(taken, _fresh(node))
             self._before[node] = taken
 
     def _rest(self, *, previous: bool, late: bool) -> None:
@@ -220,8 +224,8 @@ class Derivation:
         if node in self._plan.cloned and self._carries:
             value = self._now[node]
             clone = call_function_with_meta(self._graph, aten.clone.default, (value,), like=value)
-            clone.meta.pop("kind", None)
-            clone.meta.setdefault("phase", "forward")
+            clone.meta.pop(KIND, None)
+            set_phase(clone, phase_of(clone) or "forward")
             self._clones[node] = clone
 
     def _previous(self, destination: fx.Node, *, keep_updates: bool) -> None:
@@ -235,7 +239,7 @@ class Derivation:
                 continue
             new = _compat.copy_node(self._graph, node, self._value_before)
             self._before[node] = new
-            new.meta[GROUP] = number
+            set_late_group(new, number)
             if is_operator(node.target, "aten::copy_"):
                 state = node.args[0]
                 assert isinstance(state, fx.Node)

@@ -95,8 +95,9 @@ class IterGraphModule(fx.GraphModule):
                 `graphopt.executable.finalize`.
             derived: what `derive` has given, to be used in place of graphs that are derived anew.
         """
+        plan_of_given = self._plan if derived else None
         self._forget_derived()
-        self._given = dict(derived or {})
+        self._plan, self._given = plan_of_given, dict(derived or {})
         self._transform = transform
         self._frozen = True
 
@@ -192,7 +193,7 @@ class IterGraphModule(fx.GraphModule):
 
         Args:
             args: one value per input of the step.
-            there: the values, by `INDEX`; taken out as they are needed.
+            there: the values, by their `carried_index`; taken out as they are needed.
 
         Returns:
             What `graph` returns.

@@ -22,8 +22,9 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.host import is_host_call
+from graphopt.ir.metadata import STATE_KINDS, input_kind, is_held, is_returned, source_line
 
-LIVE_STATE = frozenset({"parameter", "buffer", "optimizer_state", None})
+LIVE_STATE = STATE_KINDS | {None}
 """Kinds of placeholders that may be updated late, because whoever reads them between steps is seen.
 None: the graph was made by hand and does not say."""
 
@@ -35,22 +36,12 @@ def why_now(state: fx.Node) -> str | None:
     return why_now_everywhere(state)
 
 
-def is_held(state: fx.Node) -> bool:
-    """Whether somebody on this rank holds a state in a way in which its use is not seen."""
-    return bool(state.meta.get("held"))
-
-
-def is_held_somewhere(state: fx.Node) -> bool:
-    """As `is_held`, on any rank, as far as the ranks knew it when they agreed on the capture."""
-    return bool(state.meta.get("held_somewhere"))
-
-
 def why_now_everywhere(state: fx.Node) -> str | None:
     """As `why_now`, for what is the same on all ranks."""
-    kind = state.meta.get("kind")
+    kind = input_kind(state)
     if kind not in LIVE_STATE:
         return f"a {kind}, which may be read between two steps"
-    if state.meta.get("returned"):
+    if is_returned(state):
         return f"{_named(state)}, which the step returns"
     return None
 
@@ -173,5 +164,5 @@ def _leaves(values: Any) -> list[fx.Node]:
 
 
 def _named(node: fx.Node) -> str:
-    source = node.meta.get("source")
+    source = source_line(node)
     return f"%{node.name}" + (f" ({source})" if source is not None else "")

@@ -14,12 +14,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.graph_utils import is_collective, written
-
-INDEX = "carried_index"
-"""Metadata of the placeholder of a carried value: its position among them."""
-
-GROUP = "late_group"
-"""Metadata of a late node in the iteration that runs it: the number of its group."""
+from graphopt.ir.metadata import carried_index, has_late_work, late_group, set_late_group
 
 
 class LateWorkError(GraphOptError):
@@ -152,7 +147,7 @@ class DerivedProgram:
 
     def __init__(self, graph_module: fx.GraphModule, carried: int, reads: tuple[bool, ...]) -> None:
         self._carried, self.reads = carried, reads
-        self._takes = any(INDEX in n.meta or GROUP in n.meta for n in graph_module.graph.nodes)
+        self._takes = has_late_work(graph_module.graph)
         if self._takes:
             _take_from_flight(graph_module)
         graph_module.graph.lint()
@@ -198,7 +193,7 @@ class DerivedProgram:
 def reads_of(graph: fx.Graph) -> tuple[bool, ...]:
     """Per placeholder of the step, whether a derived graph reads or updates it."""
     placeholders = graph.find_nodes(op="placeholder")
-    return tuple(bool(node.users) for node in placeholders if INDEX not in node.meta)
+    return tuple(bool(node.users) for node in placeholders if carried_index(node) is None)
 
 
 def _take_from_flight(graph_module: fx.GraphModule) -> None:
@@ -210,16 +205,16 @@ def _take_from_flight(graph_module: fx.GraphModule) -> None:
         flight = graph.placeholder("flight")
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in placeholders:
-        if INDEX not in node.meta:
+        if carried_index(node) is None:
             continue
         users = sorted((u for u in node.users if u.op != "output"), key=position.__getitem__)
         if users:
-            several = len({user.meta.get(GROUP) for user in users}) > 1
+            several = len(set(map(late_group, users))) > 1
             with graph.inserting_before(users[0]):
                 value = graph.call_function(
-                    look_at if several else take, (flight, node.meta[INDEX])
+                    look_at if several else take, (flight, carried_index(node))
                 )
-            value.meta[GROUP] = users[0].meta.get(GROUP)
+            set_late_group(value, late_group(users[0]))
             node.replace_all_uses_with(value)
         graph.erase_node(node)
     _mark_groups(graph, flight)
@@ -228,8 +223,9 @@ def _take_from_flight(graph_module: fx.GraphModule) -> None:
 def _mark_groups(graph: fx.Graph, flight: fx.Node) -> None:
     groups: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.meta.get(GROUP) is not None:
-            groups.setdefault(node.meta[GROUP], []).append(node)
+        group = late_group(node)
+        if group is not None:
+            groups.setdefault(group, []).append(node)
     for nodes in groups.values():
         with graph.inserting_before(nodes[0]):
             graph.call_function(begin, (flight,))

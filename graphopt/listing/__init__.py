@@ -6,7 +6,7 @@ from Python's random generator when it is imported, which a training program wou
 """
 
 from graphopt.listing.files import FORMAT, VERSION, packed, read_listing
-from graphopt.listing.rows import LATE, LAUNCH, MARKS, UPDATE, WAIT, Listing, Row, Section
+from graphopt.listing.rows import LATE, LAUNCH, MARKS, UPDATE, WAIT, Listing, ListingRow, Section
 from graphopt.listing.text import cells, heading, line, listing_text, readable_bytes
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "VERSION",
     "WAIT",
     "Listing",
-    "Row",
+    "ListingRow",
     "Section",
     "cells",
     "heading",

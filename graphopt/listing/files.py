@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from graphopt.listing.rows import Listing, Row
+from graphopt.listing.rows import Listing, ListingRow
 
 FORMAT = "graphopt graph"
 VERSION = 1
@@ -51,7 +51,7 @@ def _read(path: Path) -> Any:
 
 def _unpacked(text: str) -> Listing:
     data = json.loads(zlib.decompress(b64decode(text)))
-    sections = [(title, [Row(**row) for row in rows]) for title, rows in data["sections"]]
+    sections = [(title, [ListingRow(**row) for row in rows]) for title, rows in data["sections"]]
     return Listing(list(data["summary"]), sections, data["collectives"])
 
 

@@ -14,7 +14,7 @@ MARKS = {
 
 
 @dataclass
-class Row:
+class ListingRow:
     """One node, or one part of the output.
 
     Attributes:
@@ -34,7 +34,7 @@ class Row:
     place: str = ""
 
 
-Section = tuple[str, list[Row]]
+Section = tuple[str, list[ListingRow]]
 """A heading with rows below."""
 
 

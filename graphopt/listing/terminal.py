@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from graphopt.listing.rows import LATE, LAUNCH, UPDATE, WAIT, Listing, Row
+from graphopt.listing.rows import LATE, LAUNCH, UPDATE, WAIT, Listing, ListingRow
 from graphopt.listing.text import cells, heading, listing_text
 
 _STYLES = {"shape": "cyan", "size": "dim", "note": "magenta", "place": "dim"}
@@ -42,7 +42,7 @@ def print_diff(difference: str, console: Console) -> None:
         console.out(text, style=style, highlight=False)
 
 
-def _coloured(row: Row) -> Text:
+def _coloured(row: ListingRow) -> Text:
     mark_style = _MARK_STYLES.get(row.marks[:1], "")
     styles = {**_STYLES, "marks": mark_style, "text": mark_style.removeprefix("bold ")}
     columns = [(text, styles.get(name, "")) for name, text in cells(row, bytes=True, places=True)]

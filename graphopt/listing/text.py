@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphopt.listing.rows import Listing, Row
+from graphopt.listing.rows import Listing, ListingRow
 
 _TEXT_WIDTH = 64
 _SHAPE_WIDTH = 16
@@ -20,15 +20,16 @@ def listing_text(listing: Listing, *, bytes: bool = True, places: bool = True) -
 
 
 def heading(title: str) -> str:
+    """A line above a part of a listing."""
     return f"── {title} ──"
 
 
-def line(row: Row, *, bytes: bool, places: bool) -> str:
+def line(row: ListingRow, *, bytes: bool, places: bool) -> str:
     """One row in columns."""
     return "".join(text for _, text in cells(row, bytes=bytes, places=places)).rstrip()
 
 
-def cells(row: Row, *, bytes: bool, places: bool) -> Iterator[tuple[str, str]]:
+def cells(row: ListingRow, *, bytes: bool, places: bool) -> Iterator[tuple[str, str]]:
     """The columns of a row, padded, each with its name."""
     yield "marks", f"{row.marks:<3}"
     yield "text", f"{row.text:<{_TEXT_WIDTH}}  "

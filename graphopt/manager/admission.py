@@ -14,6 +14,11 @@ from graphopt.manager.text import Pipeline, marked_text
 
 
 def check_graph_module(gm: object) -> None:
+    """Refuse what is no graph module, with a hint to what was meant.
+
+    Raises:
+        PassArgumentError: it is none.
+    """
     if isinstance(gm, fx.GraphModule):
         return
     if isinstance(getattr(gm, "graph_module", None), fx.GraphModule):
@@ -29,6 +34,11 @@ def check_graph_module(gm: object) -> None:
 
 
 def check_iterations(gm: fx.GraphModule, pipeline: Pipeline, indices: Sequence[int]) -> None:
+    """Refuse passes that move work to the next iteration, of a plain graph module.
+
+    Raises:
+        IterationError: one of the passes to run needs an `IterGraphModule`.
+    """
     if isinstance(gm, IterGraphModule):
         return
     for index in indices:
@@ -43,6 +53,11 @@ def check_iterations(gm: fx.GraphModule, pipeline: Pipeline, indices: Sequence[i
 
 
 def check_open(gm: fx.GraphModule) -> None:
+    """Refuse a graph that is final, or of which an iteration is in flight.
+
+    Raises:
+        PassOrderError: it is.
+    """
     if not isinstance(gm, IterGraphModule):
         return
     if gm.frozen:

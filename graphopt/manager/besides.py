@@ -10,6 +10,16 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.host import host_calls
+from graphopt.ir.metadata import (
+    HELD,
+    HELD_SOMEWHERE,
+    KIND,
+    NAME,
+    PLACEMENT,
+    RETURNED,
+    WRITES,
+    known_value,
+)
 from graphopt.iter_graph import copy_graph
 from graphopt.verify import Problem
 from graphopt.verify.inlining import graph_of_part
@@ -18,7 +28,7 @@ from graphopt.verify.module_constants import attribute
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """The tables of a module with what runs when it is called, besides its graph."""
 
-_TOLD = ("kind", "fqn", "placement", "held", "held_somewhere", "returned", "writes")
+_TOLD = (KIND, NAME, PLACEMENT, HELD, HELD_SOMEWHERE, RETURNED, WRITES)
 """Metadata of inputs, and of calls of modules, which says who holds them or writes to them."""
 
 _KINDS = {"get_attr": "constant", "call_module": "part"}
@@ -29,7 +39,7 @@ class BesidesNodes:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm, self._graph = gm, gm.graph
-        held = ((node, node.meta.get("val")) for node in gm.graph.nodes)
+        held = ((node, known_value(node)) for node in gm.graph.nodes)
         self._lists = {n: (value, _entries(value)) for n, value in held if type(value) in _LISTS}
         self._code_maker = _compat.code_maker(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}

@@ -48,6 +48,7 @@ class Option:
 
     @property
     def required(self) -> bool:
+        """Whether a value has to be given."""
         return self.default is REQUIRED
 
     @property

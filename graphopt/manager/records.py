@@ -69,6 +69,7 @@ class PassRecord:
 
     @property
     def difference(self) -> str:
+        """What has changed in the graph, as text."""
         return str(self._difference)
 
     @difference.setter
@@ -88,18 +89,22 @@ class PassRecord:
 
     @property
     def before(self) -> Counts:
+        """Counts of the graph before the pass."""
         return Counts(self.nodes_before, self.collectives_before, self.copies_before)
 
     @before.setter
     def before(self, counts: Counts) -> None:
+        """Counts of the graph before the pass."""
         self.nodes_before, self.collectives_before, self.copies_before = counts
 
     @property
     def after(self) -> Counts:
+        """Counts of the graph after the pass."""
         return Counts(self.nodes_after, self.collectives_after, self.copies_after)
 
     @after.setter
     def after(self, counts: Counts) -> None:
+        """Counts of the graph after the pass."""
         self.nodes_after, self.collectives_after, self.copies_after = counts
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ from graphopt import _compat
 from graphopt.comm.waits import split_waits
 from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
+from graphopt.ir.metadata import PROVENANCE, provenance_of
 from graphopt.ir.positions import give_by_position
 from graphopt.ir.rewritten import forget_places
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
@@ -161,6 +162,7 @@ class PassManager:
             self._settings.disable,
         )
         callbacks = self._all_callbacks(proof)
+        forget_places(gm.graph)
         if split_waits(gm.graph) + give_by_position(gm.graph):
             gm.recompile()
         before = Snapshot(gm)
@@ -204,7 +206,7 @@ class PassManager:
                 callback.before_pass(context)
             _call(context)
             with refusing_what_fails():
-                _finish(context)
+                _settle(context)
             checked = _content(context.gm) if self._callbacks else []
             for callback in reversed(callbacks):
                 callback.after_pass(context)
@@ -255,7 +257,6 @@ def run_alone(
 
 def _call(context: PassContext) -> None:
     """Run the function of a pass, and take what it returns."""
-    forget_places(context.gm.graph)
     try:
         changes = context.pass_.function(context.gm, **context.arguments)
     except Exception as error:
@@ -268,7 +269,7 @@ def _call(context: PassContext) -> None:
     raise Refused([Problem(f"it returned {returned}", hint=hint)], broken=False)
 
 
-def _finish(context: PassContext) -> None:
+def _settle(context: PassContext) -> None:
     """Check what a pass has left, clean it up, and complete the record."""
     gm, before, record = context.gm, context.before, context.record
     give_by_position(gm.graph)
@@ -284,8 +285,8 @@ def _finish(context: PassContext) -> None:
         _refuse_unread(context, inserted)
     if record.changed:
         for node in before.new_nodes():
-            made_by = (*node.meta.get("provenance", ()), record.name)
-            node.meta = {**node.meta, "provenance": made_by}
+            made_by = (*provenance_of(node), record.name)
+            node.meta = {**node.meta, PROVENANCE: made_by}
         gm.recompile()
         context.changed = before.changed_nodes()
         record.difference = difference(before, gm, record.name, context.changed)

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple, cast
 from torch import fx, nn
 
 from graphopt import _compat
+from graphopt.comm import late_nodes
 from graphopt.graph_utils import follows_output_convention
+from graphopt.ir.metadata import has_value, known_value
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
 from graphopt.manager.besides import HOOKS, BesidesNodes
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify.interface import kinds_returned
-from graphopt.verify.metadata import Given
+from graphopt.verify.metadata import GivenArgument
 
 _TABLES = ("_modules", "_parameters", "_buffers", *HOOKS)
 
@@ -63,13 +65,13 @@ class Snapshot:
             # Arguments are immutable: a changed node has other argument objects.
             nodes = list(gm.graph.nodes)
             self.nodes = dict(zip(nodes, map(noted, nodes), strict=True))
-        self.late = late_nodes(gm.graph)
+        self.late = dict(late_nodes(gm.graph))
         self.besides = BesidesNodes(gm)
         self.note_attributes()
         self.placeholders = [n.target for n in nodes if n.op == "placeholder"]
         self.kinds_returned = kinds_returned(gm.graph)
         self.functional = follows_output_convention(gm.graph)
-        self.annotated = not any(n.op != "output" for n in nodes if "val" not in n.meta)
+        self.annotated = not any(n.op != "output" for n in nodes if not has_value(n))
 
     def note_attributes(self) -> None:
         """Take what the module and its submodules hold besides the graph as it is now."""
@@ -161,7 +163,7 @@ class Snapshot:
                 continue
             content, meta = held
             value = meta.get("val")
-            if node.meta.get("val") is not value or not _same(content_of(node), content):
+            if known_value(node) is not value or not _same(content_of(node), content):
                 found.append((node, value))
         return found
 
@@ -173,7 +175,7 @@ class Snapshot:
                 continue
             content, meta = self.nodes[old]
             value, now = meta.get("val"), self._in_names(_compat.content_of(node))
-            same = node.op == old.op and node.meta.get("val") is value
+            same = node.op == old.op and known_value(node) is value
             if not (same and _same(now, self._in_names(content))):
                 found.append((node, value))
         return found
@@ -183,7 +185,7 @@ class Snapshot:
         _, target, args, kwargs = self.nodes[cast(fx.Node, self.was(node))].content
 
         def given(source: fx.Node) -> Any:
-            return Given(self.nodes[source].meta.get("val"))
+            return GivenArgument(known_value(self.nodes[source]))
 
         return target, *fx.node.map_arg((args, kwargs), given)
 
@@ -200,10 +202,6 @@ def copy_of(
 ) -> fx.Node:
     """What a node was, at the end of another graph."""
     return _compat.copy_node(graph, node, value_of, (*held.content, held.meta))
-
-
-def late_nodes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    return dict(graph.late) if isinstance(graph, IterGraph) else {}
 
 
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -27,7 +27,7 @@ from graphopt.manager.records import PassRecord, add_record, count
 from graphopt.manager.settings import Settings
 from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
-from graphopt.verify.launches import Launch, launches_of, other_launches
+from graphopt.verify.launches import FollowedLaunches
 from graphopt.verify.stages import StageProof
 
 if TYPE_CHECKING:
@@ -111,19 +111,20 @@ class StageRunner:
         """
         given = derived.graph
         done: tuple[str, ...] = ()
+        order, counted = FollowedLaunches(derived), count(derived.graph)
         for stage in stages:
             if not stage.runs_on(which):
                 continue
             done = (*done, stage.name)
             attempt = self.attempt(derived, given, done, which.name)
             record = PassRecord(stage.name, {"graph": which.name}, stage=True)
-            record.before = count(derived.graph)
-            before, launches = _kept(stage, derived), launches_of(derived)
+            record.before, before = counted, _kept(stage, derived)
             start = time.perf_counter()
             derived = _applied(stage, derived, which, attempt)
             record.seconds = time.perf_counter() - start
-            problems = self._problems(stage, record, launches, derived, before, proof)
+            problems = self._problems(stage, record, order, derived, before, proof)
             self.settle(owner, record, attempt, before, derived, problems)
+            counted = record.after
         return derived
 
     def attempt(
@@ -152,8 +153,10 @@ class StageRunner:
         Raises:
             VerificationError: there are problems.
         """
-        record.after, record.launches = count(after.graph), launches_digest(after.graph)
-        record.changed = after.graph is not before or record.after != record.before
+        untouched = after.graph is before
+        record.after = record.before if untouched else count(after.graph)
+        record.launches = launches_digest(after.graph)
+        record.changed = not untouched
         try:
             with refusing_what_fails():
                 found = list(problems)
@@ -170,7 +173,7 @@ class StageRunner:
         self,
         stage: GraphStage,
         record: PassRecord,
-        launches: Sequence[Launch],
+        order: FollowedLaunches,
         after: fx.GraphModule,
         before: fx.Graph,
         proof: StageProof,
@@ -182,7 +185,7 @@ class StageRunner:
         if not record.changed:
             return
         after.graph.lint()
-        problem = other_launches(launches, launches_of(after))
+        problem = order.problem(after)
         if problem is not None:
             yield problem
         elif self._settings.verify != "off":

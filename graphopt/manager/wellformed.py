@@ -8,6 +8,7 @@ from types import FunctionType
 from torch import fx
 
 from graphopt import _compat
+from graphopt.ir.metadata import has_value
 from graphopt.manager.snapshot import Snapshot
 from graphopt.verify import Problem
 
@@ -104,7 +105,7 @@ def _values(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
     if not before.annotated:
         return
     for node in gm.graph.nodes:
-        if node.op != "output" and "val" not in node.meta:
+        if node.op != "output" and not has_value(node):
             yield Problem(
                 "it left a node without meta['val']",
                 (node,),

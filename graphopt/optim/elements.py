@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from graphopt.ir.entries import ListCall, list_call
+from graphopt.ir.metadata import input_kind, known_value
 from graphopt.ir.operators import operator_of, writers, written
 from graphopt.ir.reads import values_read
 from graphopt.ir.views import reads_through_views
@@ -115,7 +116,7 @@ class Elements:
         return max((self.origins[source] for source in inputs), default=Origin.CONSTANT)
 
     def _origin_of_input(self, node: fx.Node) -> Origin:
-        kind = node.meta.get("kind")
+        kind = input_kind(node)
         if kind in ("user_input", "gradient", "draw"):
             return Origin.DATA
         if node in self._updated:
@@ -127,5 +128,5 @@ class Elements:
 
 def _is_number(node: fx.Node) -> bool:
     """Whether a placeholder of unknown kind can only be a hyperparameter."""
-    value = node.meta.get("val")
+    value = known_value(node)
     return not isinstance(value, torch.Tensor) or value.dim() == 0

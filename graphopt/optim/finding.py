@@ -10,6 +10,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_copy, is_list_operator, is_operator
 from graphopt.ir.entries import list_call
+from graphopt.ir.metadata import known_value, phase_of
 from graphopt.ir.operators import is_fused_optimizer
 from graphopt.optim.blocks import (
     FUSED_ADAM,
@@ -129,7 +130,7 @@ def _slices(graph: fx.Graph) -> list[list[fx.Node]]:
         return node
 
     for node in graph.nodes:
-        if node.meta.get("phase", "optimizer") != "optimizer" or node.op != "call_function":
+        if phase_of(node) not in ("optimizer", None) or node.op != "call_function":
             continue
         sources = [root(source) for source in node.all_input_nodes if source in parent]
         if is_fused_optimizer(node) or not (sources or is_list_operator(node)):
@@ -162,7 +163,7 @@ def _counts_steps(node: fx.Node) -> bool:
     entries = entries_of(node, "self")
     if _compat.overload_name(node.target) not in ("Scalar", "Tensor") or not entries:
         return False
-    values = [entry.meta.get("val") for entry in entries]
+    values = [known_value(entry) for entry in entries]
     if not all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in values):
         return False
     stored = zip(entries, find_outputs(node, 0, entries), strict=True)

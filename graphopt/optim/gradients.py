@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import is_operator
+from graphopt.ir.metadata import input_kind, known_value, phase_of
 from graphopt.optim.elements import Elements
 
 
@@ -45,7 +46,7 @@ def _updated_parameter(node: fx.Node) -> fx.Node | None:
     if not is_operator(node.target, "aten::copy_"):
         return None
     state = node.args[0]
-    known = isinstance(state, fx.Node) and state.meta.get("kind") == "parameter"
+    known = isinstance(state, fx.Node) and input_kind(state) == "parameter"
     return state if known else None  # type: ignore[return-value]
 
 
@@ -61,7 +62,7 @@ def _given(
             continue
         seen.add(element)
         node = elements.nodes[element]
-        if node.meta.get("phase") == "optimizer":
+        if phase_of(node) == "optimizer":
             pending += elements.inputs[element]
             continue
         node = items.get(element, node)
@@ -70,9 +71,9 @@ def _given(
 
 
 def _is_gradient(node: fx.Node, parameter: fx.Node) -> bool:
-    if node.op == "get_attr" or (node.op == "placeholder" and node.meta.get("kind") != "gradient"):
+    if node.op == "get_attr" or (node.op == "placeholder" and input_kind(node) != "gradient"):
         return False
-    value, wanted = node.meta.get("val"), parameter.meta.get("val")
+    value, wanted = known_value(node), known_value(parameter)
     if not isinstance(value, torch.Tensor) or not isinstance(wanted, torch.Tensor):
         return False
     return value.shape == wanted.shape

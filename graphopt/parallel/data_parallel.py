@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from graphopt import _compat
+from graphopt.ir.metadata import fake_value
 from graphopt.parallel.kinds import OverRanks
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _flat(buffer: Value, call: Call) -> Value:
 
 
 def _tensor(value: Value) -> torch.Tensor:
-    tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value.meta["val"]
+    tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else fake_value(value)
     return tensor
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt.graph_utils import after_placeholders, is_collective, is_wait
+from graphopt.ir.metadata import phase_of
 
 _BETWEEN = 2.0**-20
 """Distance between nodes placed after one another, where untouched nodes are 1 apart."""
@@ -48,7 +49,7 @@ def _private_inputs(collective: fx.Node) -> list[fx.Node]:
     pending = list(collective.all_input_nodes)
     while pending:
         node = pending.pop()
-        private = node.meta.get("phase") == "communication" and len(node.users) == 1
+        private = phase_of(node) == "communication" and len(node.users) == 1
         if node.op == "call_function" and private and not is_wait(node):
             chain.append(node)
             pending += node.all_input_nodes

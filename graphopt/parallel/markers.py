@@ -20,6 +20,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, find_nodes
+from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import is_marker, is_operator
 
 _library = torch.library.Library("graphopt", "FRAGMENT")
@@ -126,7 +127,7 @@ class Nodes:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """A node that calls an operator; its items, where it gives several tensors."""
         made = self._made(target, args, kwargs)
-        value = made.meta["val"]
+        value = fake_value(made)
         if isinstance(value, torch.Tensor):
             return made
         return [self._made(operator.getitem, (made, index), {}) for index in range(len(value))]

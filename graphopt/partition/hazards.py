@@ -16,6 +16,7 @@ from torch import fx
 from graphopt.graph_utils import find_nodes, is_random
 from graphopt.ir.accesses import Accesses
 from graphopt.ir.effects import Effects
+from graphopt.ir.metadata import source_line
 from graphopt.ir.python_calls import PythonCalls
 
 
@@ -29,7 +30,7 @@ class Reason(NamedTuple):
     def __str__(self) -> str:
         """In words, with the user's line where it is known."""
         words = f"%{self.after.name} {self.text} %{self.before.name}"
-        source = self.after.meta.get("source")
+        source = source_line(self.after)
         return words if source is None else f"{words}    from:  {source}"
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import VerificationError
+from graphopt.ir.metadata import known_value
 from graphopt.partition.attributes import Attributes
 from graphopt.partition.hazards import hazards
 from graphopt.verify.composition import Composition, Objects
@@ -46,7 +47,7 @@ def _composed(
     module: fx.GraphModule, objects: Objects, attributes: Attributes, pieces: Collection[str]
 ) -> fx.Graph:
     composition = Composition(objects, attributes.find, pieces=pieces)
-    return composition.finish(composition.call(module, composition.inputs(module.graph)))
+    return composition.end(composition.call(module, composition.inputs(module.graph)))
 
 
 def _problems(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[Problem]:
@@ -68,4 +69,4 @@ def _is_known(node: fx.Node) -> bool:
     """Whether terms can say what a node does."""
     if node.op == "call_function":
         return isinstance(node.target, _compat.OpOverload) or node.target is operator.getitem
-    return node.op != "placeholder" or isinstance(node.meta.get("val"), torch.Tensor)
+    return node.op != "placeholder" or isinstance(known_value(node), torch.Tensor)

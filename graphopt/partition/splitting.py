@@ -120,10 +120,10 @@ def _build(
         child = _Child(m, attributes, partition, style)
         child.add_nodes(plan.regions.nodes_of(partition))
         parent.add_attributes(n for n in partition.inputs if n.op == "get_attr")
-        parent.add_partition(partition, child.finish())
+        parent.add_partition(partition, child.end())
         names.update(child.renamed())
     parent.add_output()
-    return parent.finish(), names
+    return parent.end(), names
 
 
 def _copy(
@@ -197,7 +197,7 @@ class _Child:
             name = node.name if self._style.keep_node_names else None
             _copy(node, self._graph, self._values, name=name, target=target)
 
-    def finish(self) -> fx.GraphModule:
+    def end(self) -> fx.GraphModule:
         outputs = [self._values[node] for node in self._partition.outputs]
         single = len(outputs) == 1 and not self._style.tuple_return
         self._graph.output(outputs[0] if single else tuple(outputs))
@@ -258,7 +258,7 @@ class _Parent:
             self.add_attributes(n for n in node.all_input_nodes if n.op == "get_attr")
             _copy(node, self._graph, self._values, name=node.name)
 
-    def finish(self) -> fx.GraphModule:
+    def end(self) -> fx.GraphModule:
         share_signature(self._m.graph, self._graph)
         result = _graph_module(self._graph, self._read, self._children, self._m.training)
         result.meta.update(self._m.meta)

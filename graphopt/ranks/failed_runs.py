@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import SENDS, kind_of
+from graphopt.comm import kind_of
 from graphopt.errors import CollectiveError
 from graphopt.graph_utils import find_nodes, is_collective, is_wait
 from graphopt.host.running import HostRun, agree, hear
+from graphopt.ir.metadata import late_group, sent_names
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule
-from graphopt.iter_graph.running import GROUP
 from graphopt.ranks.failures import learn_causes, mark_unusable, tell
 
 _NAMES_SHOWN = 4
@@ -89,12 +89,12 @@ def _collective_failed(
     module: IterGraphModule, node: fx.Node, error: Exception, step: int
 ) -> CollectiveError:
     launch = _launch_of(module, node)
-    if node.meta.get(GROUP) is not None:  # late work is the work of the step before
+    if late_group(node) is not None:  # late work is the work of the step before
         step -= 1
     kind = "a collective" if launch is None else kind_of(launch).removesuffix("_")
     name = None if launch is None else str(argument(launch, "group_name"))
     group = None if name is None else _compat.group_named(name)
-    sent = tuple(node.meta.get(SENDS, ()))
+    sent = sent_names(node)
     text = f"step {step}: {kind}{_of(sent)} failed{_in(group, name)}: {_first_line(error)}"
     return _failure(text, group, step, None if launch is None else kind, sent)
 

@@ -18,6 +18,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel
 
@@ -27,7 +28,7 @@ def collective_plan(graph: fx.Graph) -> list[str]:
     plan = []
     for node in graph.nodes:
         if is_collective(node):
-            value = node.meta["val"]
+            value = fake_value(node)
             options = ", ".join(str(arg) for arg in node.args if not isinstance(arg, fx.Node))
             plan.append(f"{node.target}({value.dtype}{list(value.shape)}, {options})")
     return plan
@@ -48,7 +49,7 @@ def launch_part(argument: object) -> object:
         return [launch_part(entry) for entry in argument]
     if not isinstance(argument, fx.Node):
         return str(argument)
-    value = argument.meta.get("val")
+    value = known_value(argument)
     return [str(value.dtype), list(value.shape)] if isinstance(value, torch.Tensor) else "?"
 
 

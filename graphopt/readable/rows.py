@@ -22,8 +22,17 @@ from graphopt.graph_utils import (
     is_wait,
     tensors_in,
 )
+from graphopt.ir.metadata import (
+    input_kind,
+    input_name,
+    known_value,
+    modules_of,
+    phase_of,
+    provenance_of,
+    source_line,
+)
 from graphopt.iter_graph import IterGraph
-from graphopt.listing import LATE, LAUNCH, UPDATE, WAIT, Row, Section
+from graphopt.listing import LATE, LAUNCH, UPDATE, WAIT, ListingRow, Section
 
 _SHORT = {
     torch.float64: "f64",
@@ -52,7 +61,7 @@ def sections(
         phase: give the calls of this phase only.
     """
     late: Mapping[fx.Node, fx.Node] = graph.late if isinstance(graph, IterGraph) else {}
-    current, rows = "", list[Row]()
+    current, rows = "", list[ListingRow]()
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -73,14 +82,14 @@ def sections(
 def title_of(node: fx.Node) -> str:
     """Under which heading a node stands: its phase, or the kind of input."""
     if node.op == "placeholder":
-        kind = node.meta.get("kind")
+        kind = input_kind(node)
         return f"inputs: {kind}" if kind else "inputs"
-    return str(node.meta.get("phase", "graph"))
+    return phase_of(node) or "graph"
 
 
-def row_of(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool = True) -> Row:
+def row_of(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool = True) -> ListingRow:
     """What there is to say about one node."""
-    row = Row(_statement(node, shorten), shape=describe(node.meta.get("val")))
+    row = ListingRow(_statement(node, shorten), shape=describe(known_value(node)))
     row.size = _size(node)
     row.place = _place(node)
     if is_collective(node):
@@ -174,7 +183,7 @@ def _size(node: fx.Node) -> int | None:
     """Bytes of what a node computes, None if it shows what another node computed."""
     if node.target is operator.getitem or (node.op == "call_function" and is_view(node)):
         return None
-    tensors = list(tensors_in(node.meta.get("val")))
+    tensors = list(tensors_in(known_value(node)))
     return sum(_bytes(tensor) for tensor in tensors) if tensors else None
 
 
@@ -192,31 +201,31 @@ def sent_bytes(node: fx.Node) -> int:
     >>> [sent_bytes(node) for node in find_nodes(gm.graph, is_collective)]
     [8, 32]
     """
-    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    inputs = [known_value(source) for source in node.all_input_nodes]
     return sum(_bytes(tensor) for tensor in tensors_in(inputs))
 
 
 def _place(node: fx.Node) -> str:
     parts = []
-    modules = node.meta.get("nn_module_stack")
+    modules = modules_of(node)
     if node.op == "placeholder":
-        parts.append(node.meta.get("fqn", ""))
+        parts.append(input_name(node) or "")
     elif modules:
         parts.append(list(modules.values())[-1][0])
-    source = node.meta.get("source")
+    source = source_line(node)
     if source is not None:
         parts.append(f"{PurePath(source.file).name}:{source.line}")
-    origin = node.meta.get("provenance", ())[-1:]
+    origin = provenance_of(node)[-1:]
     if origin and origin[0] != "capture":
         parts.append(f"by {origin[0]}")
     return "  ".join(part for part in parts if part)
 
 
-def _output(graph: fx.Graph, shorten: bool) -> Iterator[Row]:
+def _output(graph: fx.Graph, shorten: bool) -> Iterator[ListingRow]:
     if not follows_output_convention(graph):
-        yield Row(argument(get_output(graph).args[0], shorten))
+        yield ListingRow(argument(get_output(graph).args[0], shorten))
         return
     outputs = get_outputs(graph)
-    yield Row(f"results: {argument(outputs.results, shorten)}")
-    yield Row(f"updates: {argument(outputs.updates, shorten)}")
-    yield Row(f"carried: {argument(outputs.carried, shorten)}")
+    yield ListingRow(f"results: {argument(outputs.results, shorten)}")
+    yield ListingRow(f"updates: {argument(outputs.updates, shorten)}")
+    yield ListingRow(f"carried: {argument(outputs.carried, shorten)}")

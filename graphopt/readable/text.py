@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from graphopt.graph_utils import is_collective, is_operator
+from graphopt.graph_utils.nodes import graph_of
 from graphopt.iter_graph import IterGraph
-from graphopt.listing import MARKS, Listing, Row, heading, listing_text, readable_bytes
+from graphopt.listing import MARKS, Listing, ListingRow, heading, listing_text, readable_bytes
 from graphopt.readable.rows import sections, sent_bytes
 
 
@@ -63,14 +64,10 @@ def compact_text(graph: fx.GraphModule | fx.Graph) -> str:
     return "\n".join(lines) + "\n"
 
 
-def compact_line(row: Row) -> str:
+def compact_line(row: ListingRow) -> str:
     """A row of `compact_text`."""
     parts = (f"{row.marks} {row.text}".strip(), row.shape, row.note)
     return "  ".join(part for part in parts if part)
-
-
-def graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
-    return graph.graph if isinstance(graph, fx.GraphModule) else graph
 
 
 def summary(graph: fx.Graph) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphopt import _compat
+from graphopt.ir.generators import generators_used
 
 
 class ReplicaGenerators:
@@ -30,7 +30,7 @@ class ReplicaGenerators:
         if not replica:
             yield
             return
-        generators = _generators(values)
+        generators = generators_used(list(values))
         before = [generator.get_state() for generator in generators]
         for generator in generators:
             generator.set_state(self._state(generator, replica))
@@ -47,15 +47,3 @@ class ReplicaGenerators:
             return known
         seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed() + replica)
         return seeded.get_state()
-
-
-def _generators(values: Sequence[Any]) -> list[torch.Generator]:
-    """The default generators of the devices of tensors, and those given."""
-    leaves = _compat.tree_leaves(list(values))
-    found = [torch.default_generator]
-    for leaf in leaves:
-        if isinstance(leaf, torch.Generator):
-            found.append(leaf)
-        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-            found.append(torch.cuda.default_generators[leaf.device.index])
-    return list({id(generator): generator for generator in found}.values())

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir.metadata import input_kind, known_value
+
 _SMALL = 0.1
 
 
@@ -28,7 +30,7 @@ def random_inputs(graph: fx.Graph, count: int, seed: int) -> list[list[Any]]:
 
 
 def _row(node: fx.Node, count: int, draw: torch.Generator) -> Sequence[Any]:
-    like, kind = node.meta.get("val"), node.meta.get("kind")
+    like, kind = known_value(node), input_kind(node)
     if isinstance(like, (bool, int, float)):
         return [like] * count
     if not isinstance(like, torch.Tensor):

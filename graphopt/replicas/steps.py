@@ -9,8 +9,8 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import follows_output_convention, get_output, is_operator
+from graphopt.ir.metadata import carried_index
 from graphopt.iter_graph import IterGraphModule
-from graphopt.iter_graph.running import INDEX
 from graphopt.replicas.lockstep import Lockstep
 
 
@@ -44,7 +44,7 @@ class ReplicatedStep:
             returned = self._lockstep.run(self._graph("setup"), inputs)
         else:
             returned = self._lockstep.run(self._graph("main"), self._with_flight(inputs))
-        kept = sum(INDEX in node.meta for node in self._graph("main").graph.nodes)
+        kept = sum(carried_index(node) is not None for node in self._graph("main").graph.nodes)
         self._flight = [list(carried[len(carried) - kept :]) for _, _, carried in returned]
         self._state = inputs
         if last_iter:

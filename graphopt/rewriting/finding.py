@@ -13,6 +13,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in, written
 from graphopt.ir.families import COLLECTIVE_NAMESPACE
+from graphopt.ir.metadata import known_value, phase_of
 from graphopt.iter_graph import IterGraph
 from graphopt.rewriting.matching import Match, Search, Targets, match_of
 from graphopt.rewriting.patterns import Pattern, RewriteError, parameters_of, trace
@@ -68,6 +69,8 @@ class _Rough:
 
 @dataclass(frozen=True)
 class Exchange:
+    """A place where a rule applies, and the replacement that is to stand there."""
+
     match: Match
     new: Pattern
 
@@ -89,7 +92,7 @@ def _held(value: Any) -> Any:
     """The fake tensor of a node, without autograd history; or the number itself."""
     if not isinstance(value, fx.Node):
         return value
-    held = value.meta.get("val")
+    held = known_value(value)
     return held.detach() if isinstance(held, torch.Tensor) else held
 
 
@@ -105,6 +108,7 @@ def _kind_of(value: Any) -> Any:
 def exchanges(
     graph: fx.Graph, rule: Rule, where: Callable[[Match], bool] | None
 ) -> Iterator[Exchange]:
+    """All places where a rule applies that have no node in common, in the order of the graph."""
     taken: set[fx.Node] = set()
     seen: set[tuple[fx.Node, ...]] = set()
     for match in _matches(graph, rule):
@@ -171,7 +175,7 @@ def _stands_for(number: int) -> float:
 
 def _examples_traced(graph: fx.Graph, rule: Rule) -> Iterator[Pattern]:
     """The pattern for example tensors, in all variants for which it can be traced."""
-    values = [value for node in graph.nodes for value in tensors_in(node.meta.get("val"))]
+    values = [value for node in graph.nodes for value in tensors_in(known_value(node))]
     mode = _compat.fake_mode_of(values)
     if mode is None:
         return
@@ -238,7 +242,7 @@ def _can_go(graph: fx.Graph, match: Match) -> bool:
         return False
     forward = needed_for(match.results, match.nodes)
     sides = [forward, nodes - forward]
-    return all(len({node.meta.get("phase") for node in side}) < 2 for side in sides)
+    return all(len({phase_of(node) for node in side}) < 2 for side in sides)
 
 
 def _communicates(node: fx.Node) -> bool:
@@ -275,6 +279,7 @@ def _check_outputs(rule: Rule, match: Match, new: Pattern) -> None:
 
 
 def names_of(rule: Rule, match: Match) -> list[str]:
+    """What results and gradients of a place are called in messages."""
     results = [f"result {index}" for index in range(len(match.results))]
     return [*results, *(f"the gradient of {name}" for name in rule.gradients)]
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
+from graphopt.ir.metadata import known_value, source_line
 from graphopt.rewriting.patterns import Pattern
 from graphopt.verify.calls import parameters
 
@@ -145,9 +146,9 @@ class Search:
         """Candidates for a part of the pattern that reads nothing of the rest, as the backward of a
         linear function does: they come from the same line."""
         first = next(found for one, found in bound.items() if isinstance(one, fx.Node))
-        line = first.meta.get("source")
+        line = source_line(first)
         others = [] if self._targets is None else self._targets.like(node)
-        return [other for other in others if other.meta.get("source") == line]
+        return [other for other in others if source_line(other) == line]
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}
@@ -239,7 +240,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 def _from_first(node: fx.Node, value: Any) -> Any:
     source = node.args[0]
-    held = source.meta.get("val") if isinstance(source, fx.Node) else None
+    held = known_value(source) if isinstance(source, fx.Node) else None
     if not isinstance(held, torch.Tensor):
         return value
     if isinstance(value, (list, tuple)):

@@ -25,6 +25,7 @@ from graphopt.graph_utils import (
     remove_identities,
     without_autocast,
 )
+from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import operator_of
 
 
@@ -170,7 +171,7 @@ def _functional(traced: fx.GraphModule, mode: Any) -> fx.GraphModule:
     """The graph without updates in place, as a captured step has them."""
     if not any(operator_of(node).writes for node in traced.graph.nodes):
         return traced
-    inputs = [n.meta["val"].detach() for n in traced.graph.find_nodes(op="placeholder")]
+    inputs = [fake_value(n).detach() for n in traced.graph.find_nodes(op="placeholder")]
 
     def run(*flat: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad(), _compat.functional_mode():

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import call_function_with_meta
+from graphopt.ir.metadata import fake_value
 from graphopt.ir.rewritten import RewrittenPlace, note_place
 from graphopt.rewriting.finding import Exchange, Rule, exchanges, names_of, needed_for
 from graphopt.rewriting.matching import Match
@@ -141,7 +142,7 @@ def _insert(graph: fx.Graph, exchange: Exchange, made: dict[fx.Node, fx.Node]) -
 
 def _as_it_lay(graph: fx.Graph, was: fx.Node, now: fx.Node) -> fx.Node:
     """A value in the layout of another."""
-    held, other = was.meta["val"], now.meta["val"]
+    held, other = fake_value(was), fake_value(now)
     if held.stride() == other.stride():
         return now
     with graph.inserting_before(was):

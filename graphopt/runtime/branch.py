@@ -30,6 +30,7 @@ from graphopt.branches.continuation import (
 )
 from graphopt.branches.handing import handing_out, launched_before, launched_by
 from graphopt.host.assumptions import assumption_number
+from graphopt.ir.metadata import input_kind
 from graphopt.iter_graph import IterGraphModule
 from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.generators import DrawnGenerators
@@ -126,7 +127,7 @@ class Onward(Branch):
         super().__init__(rest.module, rest.begins)
         self._positions, self._same = positions, rest.same
         inputs = rest.module.graph.find_nodes(op="placeholder")
-        self._drawn = {i for i, node in enumerate(inputs) if node.meta.get("kind") == "draw"}
+        self._drawn = {i for i, node in enumerate(inputs) if input_kind(node) == "draw"}
         digest = hashlib.sha256(repr(list(launched)).encode()).digest()
         self.plan = 1 + int.from_bytes(digest[:7], "big")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt.ir.generators import generators_used
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import draws
-from graphopt.tracing.rng import generator_of
 
 
 class DrawnGenerators:
@@ -19,13 +22,8 @@ class DrawnGenerators:
 
     def __init__(self, graph: fx.Graph | None) -> None:
         nodes = [] if graph is None else [node for node in graph.nodes if draws(node)]
-        found = {g: None for node in nodes for g in _given(node)}
-        if nodes:
-            found[torch.random.default_generator] = None
-        values = (_compat.tree_leaves(node.meta.get("val")) for node in nodes)
-        for value in (leaf for leaves in values for leaf in leaves):
-            if isinstance(value, torch.Tensor) and value.device.type == "cuda":
-                found[generator_of(value.device)] = None
+        given = (generators_used([_given(node), known_value(node)]) for node in nodes)
+        found = dict.fromkeys(generator for each in given for generator in each)
         self._generators = list(found)
 
     def joined(self, others: DrawnGenerators) -> DrawnGenerators:
@@ -44,11 +42,13 @@ class DrawnGenerators:
             generator.set_state(state)
 
 
-def _given(node: fx.Node) -> list[torch.Generator]:
+def _given(node: fx.Node) -> list[Any]:
+    """What a node is called with, besides values of other nodes."""
     leaves = _compat.tree_leaves((list(node.args), dict(node.kwargs)))
-    found = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-    for leaf in leaves:
-        if isinstance(leaf, fx.Node) and leaf.op == "get_attr":
-            value = getattr(leaf.graph.owning_module, str(leaf.target), None)
-            found += [value] if isinstance(value, torch.Generator) else []
-    return found
+    return [_constant(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+
+
+def _constant(node: fx.Node) -> Any:
+    if node.op != "get_attr":
+        return None
+    return getattr(node.graph.owning_module, str(node.target), None)

@@ -33,7 +33,6 @@ from graphopt.tracing.capture import (
     communication_for,
     finish,
     first_trace,
-    note_held_somewhere,
     retried,
 )
 from graphopt.tracing.collecting import bare_tensors
@@ -64,10 +63,11 @@ class _AsAgreed(Ranks):
         communication = communication_for(self._parallel, self.agreed.order)
         call = call if call.decided else call.deciding(self.agreed.likely)
         try:
-            captured = capture_call(call, communication, self._settled, lasts=True)
+            captured = capture_call(
+                call, communication, self._settled, lasts=True, held=self.agreed.held
+            )
         except UnagreedParameterError:
             raise NotAsAgreedError from None
-        note_held_somewhere(captured, self.agreed.held)
         return self._joint.checked(call, captured)
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
@@ -139,14 +139,13 @@ class _Together(Ranks):
             communication = self._communication(self._meet(inputs, raw))
             try:
                 again = raw if self._order == raw.used else trace(call, inputs, communication)
-                captured = finish(call, inputs, communication, again, lasts=True)
+                captured = finish(call, inputs, communication, again, lasts=True, held=self._held)
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
             everyone = self._meeting.exchange({"complete": captured is not None})
             if not all(theirs["complete"] for theirs in everyone):
                 captured = None
         self._call, self._inputs = call, inputs
-        note_held_somewhere(captured, self._held)
         return captured
 
     def _communication(self, order: tuple[str, ...] | None) -> MarkedCommunication | None:

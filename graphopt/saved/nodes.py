@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.metadata import MODULES, PROVENANCE, source_line
 from graphopt.ir.placement import placement_of
 from graphopt.ir.source import SourceLine
 from graphopt.iter_graph import IterGraph
@@ -128,7 +129,7 @@ def _encode_meta(meta: Mapping[str, Any], values: ValueEncoder) -> dict[str, Any
             encoded["val"] = values.encode(value)
         elif isinstance(value, SourceLine):
             encoded.setdefault("lines", {})[key] = encode_line(value)
-        elif key == "nn_module_stack":
+        elif key == MODULES:
             encoded["modules"] = [[path, *_module(entry)] for path, entry in value.items()]
         elif _is_texts(value):
             encoded.setdefault("texts", {})[key] = list(value)
@@ -142,9 +143,9 @@ def _decode_meta(data: dict[str, Any], values: ValueDecoder) -> dict[str, Any]:
     for key, line in data.get("lines", {}).items():
         meta[key] = decode_line(line)
     if "modules" in data:
-        meta["nn_module_stack"] = {path: (name, kind) for path, name, kind in data["modules"]}
+        meta[MODULES] = {path: (name, kind) for path, name, kind in data["modules"]}
     if "provenance" in data:  # as the first files of this version had it
-        meta["provenance"] = tuple(data["provenance"])
+        meta[PROVENANCE] = tuple(data["provenance"])
     meta.update({key: tuple(texts) for key, texts in data.get("texts", {}).items()})
     if "val" in data:
         meta["val"] = values.decode(data["val"])
@@ -168,5 +169,5 @@ def _module(entry: Any) -> tuple[str, str]:
 
 
 def _from(node: fx.Node) -> str:
-    source = node.meta.get("source")
+    source = source_line(node)
     return f"\n  from:  {source}" if source is not None else ""

@@ -20,9 +20,11 @@ class SavedLine(SourceLine):
 
 
 def encode_line(line: SourceLine) -> list[Any]:
+    """A line of a program as JSON, with its text."""
     return [line.file, line.line, line.function, line.code]
 
 
 def decode_line(data: list[Any]) -> SavedLine:
+    """The line that `encode_line` has written."""
     file, line, function, text = data
     return SavedLine(str(file), int(line), str(function), str(text))

@@ -31,6 +31,7 @@ class ValueEncoder:
         self._symbols: dict[str, int] = {}
 
     def encode(self, value: Any) -> Any:
+        """What a node computes, as JSON."""
         return encode(value, self._leaf)
 
     def _leaf(self, value: Any) -> Any:
@@ -89,6 +90,7 @@ class ValueDecoder:
         return _compat.new_fake_mode()
 
     def decode(self, data: Any) -> Any:
+        """What `ValueEncoder.encode` has written."""
         return decode(data, self._leaf)
 
     def _leaf(self, kind: str, content: Any) -> Any:

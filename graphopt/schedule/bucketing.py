@@ -27,8 +27,9 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import SENDS, argument, kind_of, located
+from graphopt.comm import argument, kind_of, located
 from graphopt.graph_utils import call_function_with_meta, is_collective, is_wait
+from graphopt.ir.metadata import known_value, sent_names, set_sent_names
 from graphopt.schedule.errors import ScheduleError
 
 _c10d = torch.ops._c10d_functional
@@ -62,7 +63,7 @@ def bucket_kind(launch: fx.Node) -> BucketKind | None:
     if not is_collective(launch) or kind_of(launch) not in _OF_SEVERAL:
         return None
     users = list(launch.users)
-    sent = launch.all_input_nodes[0].meta.get("val")
+    sent = known_value(launch.all_input_nodes[0])
     if len(users) != 1 or not is_wait(users[0]) or not isinstance(sent, torch.Tensor):
         return None
     if _compat.has_symbolic_shape(sent) or not sent.numel() or not sent.is_contiguous():
@@ -114,11 +115,11 @@ def join_launches(graph: fx.Graph, bucket: Sequence[fx.Node]) -> fx.Node:
             call_function_with_meta(graph, operator.getitem, (joined, index), like=launch)
             for index, launch in enumerate(bucket)
         ]
-    names_sent = [name for launch in bucket for name in launch.meta.get(SENDS, ())]
+    names_sent = [name for launch in bucket for name in sent_names(launch)]
     if names_sent:
-        joined.meta[SENDS] = tuple(names_sent)
+        set_sent_names(joined, names_sent)
     for launch, item in zip(bucket, items, strict=True):
-        item.meta.pop(SENDS, None)
+        set_sent_names(item, ())
         launch.replace_all_uses_with(item)
         graph.erase_node(launch)
     return joined

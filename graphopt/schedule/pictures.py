@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from graphopt.ir.metadata import phase_of, source_line
 from graphopt.listing import readable_bytes
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, SimulatedStep
 
@@ -111,9 +112,9 @@ def _compute_block(timeline: SimulatedStep, run: Sequence[ComputeSlot]) -> _Bloc
     node = longest.node
     start, end = run[0].start, run[-1].end
     lines = [f"%{node.name} = {node.target}" + (f" and {len(run) - 1} more" if run[1:] else "")]
-    source = node.meta.get("source")
+    source = source_line(node)
     lines += [_milliseconds(end - start), *([str(source)] if source is not None else [])]
-    phase = "late" if node in timeline.program.late else str(node.meta.get("phase", "graph"))
+    phase = "late" if node in timeline.program.late else phase_of(node) or "graph"
     return _Block(phase, start - timeline.begin, end - start, "\n".join(lines), node)
 
 

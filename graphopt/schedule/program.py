@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import SENDS, argument, kind_of, late_nodes, view_tail
+from graphopt.comm import argument, kind_of, late_nodes, view_tail
 from graphopt.cost import CostModel, Transfer
 from graphopt.graph_utils import is_collective, is_wait, tensors_in, written
+from graphopt.ir.metadata import known_value, sent_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class Message:
     @property
     def parameters(self) -> tuple[str, ...]:
         """Whose gradients or values are sent, where the graph says so."""
-        return tuple(self.launch.meta.get(SENDS, ()))
+        return sent_names(self.launch)
 
 
 @dataclass
@@ -170,7 +171,7 @@ def _message(
     tails = {node for wait in waits for node in view_tail(wait)}
     readers = {user for node in tails for user in node.users} - tails
     reader = min(readers, key=position.__getitem__, default=None)
-    received = sum(map(_bytes, tensors_in(launch.meta.get("val"))))
+    received = sum(map(_bytes, tensors_in(known_value(launch))))
     return Message(index, launch, transfer, received, lag, waits, reader)
 
 
@@ -261,7 +262,7 @@ def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
 def _storages(node: fx.Node, known: Storages) -> list[tuple[int, int]]:
     found = known.get(node)
     if found is None:
-        value = node.meta.get("val")
+        value = known_value(node)
         if isinstance(value, torch.Tensor) and node.op != "output":
             found = known[node] = [(_compat.storage_key_of_value(value), _bytes(value))]
             return found

@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import PipelineSyntaxError
+from graphopt.ir.metadata import KIND, NAME
 from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.iter_graph.module import DERIVED
@@ -260,7 +261,7 @@ class Stages:
         memory again."""
         return self.options is None or not self.options.cudagraphs
 
-    def finish(self, module: IterGraphModule, agreement: Agreement | None = None) -> None:
+    def make_ready(self, module: IterGraphModule, agreement: Agreement | None = None) -> None:
         """The stages behind the passes, for a graph of its own on which the ranks need not agree:
         a part of what was captured.
 
@@ -317,7 +318,7 @@ class StepInMaking:
 def _inputs_of(graph: fx.Graph) -> list[InputSpec]:
     """What the placeholders of a graph from a file are."""
     return [
-        InputSpec(node.meta["kind"], node.meta["fqn"], str(node.target), placement_of(node))
+        InputSpec(node.meta[KIND], node.meta[NAME], str(node.target), placement_of(node))
         for node in graph.find_nodes(op="placeholder")
     ]
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import CollectiveError
+from graphopt.ir.metadata import input_kind
 from graphopt.replicas import Lockstep, ReplicatedStep
 
 
@@ -112,7 +113,7 @@ def inputs_of_rank(nodes: Sequence[fx.Node], values: Sequence[Any], rank: int) -
     own = copy.deepcopy(detached)  # with their strides, and storage shared as it is
     for node, value in zip(nodes, own, strict=True):
         if rank and isinstance(value, torch.Tensor) and _is_writable(value):
-            _make_own(value, node.meta.get("kind"), rank)
+            _make_own(value, input_kind(node), rank)
     return own
 
 

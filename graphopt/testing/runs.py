@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import without_autocast
+from graphopt.ir.metadata import input_kind
 from graphopt.iter_graph import IterGraphModule
 from graphopt.replicas import Lockstep, ReplicatedStep
 from graphopt.replicas.steps import results_of
@@ -95,7 +96,7 @@ def _kept(value: Any) -> Any:
 
 
 def _state(start: Any, node: fx.Node) -> torch.Tensor | None:
-    known = isinstance(start, torch.Tensor) and node.meta.get("kind") not in (
+    known = isinstance(start, torch.Tensor) and input_kind(node) not in (
         None,
         "user_input",
         "draw",
@@ -105,7 +106,7 @@ def _state(start: Any, node: fx.Node) -> torch.Tensor | None:
 
 def _next(value: Any, node: fx.Node) -> Any:
     """An input of the next iteration."""
-    kind = node.meta.get("kind")
+    kind = input_kind(node)
     if kind == "hyperparameter":
         return value * 0.9
     if kind == "user_input" and isinstance(value, torch.Tensor) and value.dim():
@@ -115,7 +116,7 @@ def _next(value: Any, node: fx.Node) -> Any:
 
 def _disturbed(value: Any, node: fx.Node) -> Any:
     floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-    if not floats or node.meta.get("kind") in ("hyperparameter", "optimizer_state"):
+    if not floats or input_kind(node) in ("hyperparameter", "optimizer_state"):
         return value
     signs = torch.ones(value.numel(), dtype=value.dtype, device=value.device)
     signs[::2] = -1

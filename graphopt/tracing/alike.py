@@ -23,6 +23,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_outputs, is_collective, is_copy, is_operator
 from graphopt.host.assumptions import Assumption
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import draws, is_marker, operator_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, ModuleTensor, Storage
@@ -179,7 +180,7 @@ def _note_check(check: fx.Node, scaled: Sequence[fx.Node], noted: fx.Node, own: 
 def _overwrites_all(copy: fx.Node) -> bool:
     """Whether nothing is left of what the memory of the destination held, as behind
     `torch.distributed.all_reduce` of a whole tensor."""
-    value = copy.meta.get("val")
+    value = known_value(copy)
     if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
         return False
     return bool(value.untyped_storage().nbytes() == value.nbytes)
@@ -195,7 +196,7 @@ def _of_all(node: fx.Node) -> bool:
 
 def _marks(node: fx.Node) -> set[Any]:
     """A node, and the memory in which its value lies."""
-    leaves = _compat.tree_leaves(node.meta.get("val"))
+    leaves = _compat.tree_leaves(known_value(node))
     storages = {_compat.storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return {node, *storages}
 

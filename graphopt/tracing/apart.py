@@ -18,8 +18,8 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import call_function_with_meta, get_output
+from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.views import base_of
-from graphopt.tracing.tagging import KEYS
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def keep_apart(raw: fx.Graph, graph: fx.Graph) -> None:
 
 def _memory(node: object) -> int | None:
     """Where a traced tensor lies; None for what is none, or has no memory to share."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    value = known_value(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return _compat.storage_key(value)
@@ -66,12 +66,12 @@ def _memory(node: object) -> int | None:
 
 def _cloned(graph: fx.Graph, node: fx.Node, traced: fx.Node) -> fx.Node:
     """A clone behind all else, with the strides that the trace has."""
-    strides = traced.meta["val"].stride()
+    strides = fake_value(traced).stride()
     with graph.inserting_before(get_output(graph)):
         for options in ({}, {"memory_format": torch.contiguous_format}):
             clone = call_function_with_meta(graph, aten.clone.default, (node,), options, like=node)
-            clone.meta.update({key: traced.meta[key] for key in KEYS if key in traced.meta})
-            if clone.meta["val"].stride() == strides:
+            clone.meta.update(some_of(traced, *OF_TRACE))
+            if fake_value(clone).stride() == strides:
                 return clone
     raise CaptureError(
         "it copies a tensor that has gaps into another one, and leaves both behind",

@@ -135,6 +135,7 @@ class Call:
         return args, kwargs
 
     def optimizer_objects(self) -> list[Optimizer]:
+        """The optimizers among the arguments, in their order."""
         return [self.leaves[position] for position in self.optimizers]
 
     def named_roots(self) -> Iterator[tuple[str, nn.Module]]:

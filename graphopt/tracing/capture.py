@@ -31,8 +31,8 @@ from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.input_notes import (
     forget_unwritten,
     held_names,
-    mark_inputs,
     note_dead_gradients,
+    note_held,
     note_returned,
     note_unread_numbers,
     refuse_shared_updates,
@@ -110,6 +110,7 @@ def finish(
     settled: Collection[str] = (),
     *,
     lasts: bool = False,
+    held: Set[str] = frozenset(),
 ) -> CapturedStep:
     """Trace once more to see that nothing outside the arguments decides the graph; rewrite.
 
@@ -117,6 +118,7 @@ def finish(
         lasts: a first step that makes optimizer state is captured as the steps after it, where it
             differs from them in nothing else.
         settled: fingerprints of earlier captures; a trace with one of them has been repeated.
+        held: names of what any rank holds in a way in which its use is not seen.
 
     Raises:
         CaptureError: traces differ: the step reads something that changes.
@@ -136,12 +138,12 @@ def finish(
         record, effects = unchanged(steady.raw.outside), raw.effects
         found = _Repeated(steady.raw, record, _complete(raw), effects, steady.state)
         with steady.state.present():
-            return _rewritten(call, steady.inputs, found, mark, communication)
+            return _rewritten(call, steady.inputs, found, mark, communication, held)
     found = _Repeated(raw, raw.outside, True, raw.effects)
     if mark not in settled or raw.outside.changed is not None:
         raw, record, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
         found = _Repeated(raw, record, lasting, raw.effects)
-    return _rewritten(call, inputs, found, mark, communication)
+    return _rewritten(call, inputs, found, mark, communication, held)
 
 
 class _Repeated(NamedTuple):
@@ -160,6 +162,7 @@ def _rewritten(
     found: _Repeated,
     mark: str,
     communication: MarkedCommunication | None,
+    held: Set[str],
 ) -> CapturedStep:
     raw, kinds = found.raw, list(inputs.kinds_and_names(call))
     if call.besides.as_traced:
@@ -184,7 +187,7 @@ def _rewritten(
     note_returned(functional.graph_module, inputs, raw.signature)
     note_unread_numbers(functional.graph_module, inputs)
     inputs.rebound = list(raw.signature.rebound)
-    mark_inputs(functional.graph_module, inputs, held_names(inputs, raw), "held")
+    note_held(functional.graph_module, inputs, held_names(inputs, raw), held)
     with found.effects.applied(), call.besides.present():
         guard = OutsideGuard(found.outside)
     return CapturedStep(
@@ -332,12 +335,6 @@ def _difference_once(
         return first_difference(after.graph_module, retrace().graph_module)
 
 
-def note_held_somewhere(captured: CapturedStep, names: Set[str]) -> None:
-    """Mark inputs that are held on some rank in a way in which their use is not seen, which all
-    ranks know: their gradients are not among those sent last, for which others had to wait."""
-    mark_inputs(captured.graph_module, captured.live, names, "held_somewhere")
-
-
 def capture(
     fn: Callable[..., Any], *args: Any, parallel: Parallel | None = None, **kwargs: Any
 ) -> CapturedStep:
@@ -371,14 +368,15 @@ def capture_call(
     settled: Collection[str] = (),
     *,
     lasts: bool = False,
+    held: Set[str] = frozenset(),
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart, with the markers that `parallelize` expands;
-    `settled` and `lasts`: see `finish`."""
+    `settled`, `lasts` and `held`: see `finish`."""
     with _compat.without_fake_mode(), collector_paused(), existing_kept():
         while True:
             call, inputs, raw = first_trace(call, communication)
             try:
-                return finish(call, inputs, communication, raw, settled, lasts=lasts)
+                return finish(call, inputs, communication, raw, settled, lasts=lasts, held=held)
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
 

@@ -50,6 +50,7 @@ class TracedWork:
         self._destinations, self._launched = destinations, launched
 
     def wait(self, timeout: Any = None) -> bool:
+        """Write what was communicated to where the program wants it. Returns that it is there."""
         result = torch.ops._c10d_functional.wait_tensor(self._launched)
         parts = [result] if len(self._destinations) == 1 else self._parts(result)
         with torch.no_grad():

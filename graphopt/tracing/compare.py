@@ -13,6 +13,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
+from graphopt.ir.metadata import phase_of, source_line
 from graphopt.ir.source import SourceLine
 
 
@@ -42,7 +43,7 @@ def difference_of(
 ) -> GraphDifference | None:
     """The first difference between what two graphs compute, given by `significant`."""
     for (x, arguments_x), (y, arguments_y) in zip(nodes_a, nodes_b, strict=False):
-        source = x.meta.get("source") or y.meta.get("source")
+        source = source_line(x) or source_line(y)
         if x.op == "get_attr" and y.op == "get_attr":
             if not _same_constant(getattr(a, str(x.target)), getattr(b, str(y.target))):
                 return GraphDifference("a constant", _next_source(x) or source)
@@ -85,7 +86,7 @@ def fingerprint(graph_module: fx.GraphModule, labels: Sequence[tuple[str, str]])
             known[node] = known[source]
         elif node.op == "placeholder":
             known[node] = next(supply)
-        elif node.meta.get("phase") == "optimizer":
+        elif phase_of(node) == "optimizer":
             known[node] = "of the optimizer"
         else:
             known[node] = len(computed)
@@ -152,7 +153,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
 
 
 def _next_source(node: fx.Node) -> SourceLine | None:
-    return next((user.meta["source"] for user in node.users if "source" in user.meta), None)
+    return next(filter(None, map(source_line, node.users)), None)
 
 
 def _comparable(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:

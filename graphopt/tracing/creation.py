@@ -30,22 +30,11 @@ from graphopt.graph_utils import (
     without_autocast,
     written,
 )
+from graphopt.ir.metadata import fake_value, known_value
+from graphopt.ir.operators import operator_of
 from graphopt.tracing.numbers import ARITHMETIC
 from graphopt.tracing.signature import Computed, Constant, StateResult
 from graphopt.tracing.trace import RawTrace
-
-_METADATA_ALONE = (
-    "aten::empty_like",
-    "aten::full_like",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::new_full",
-    "aten::new_ones",
-    "aten::new_zeros",
-    "aten::ones_like",
-    "aten::zeros_like",
-)
-"""Operators that read no values of their first argument."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ class Creation:
         """The nodes that compute tensors for the new state alone."""
         found = set(self.made)
         for node in reversed(self.needed):
-            value = node.meta.get("val")
+            value = known_value(node)
             tensor = node.op == "get_attr" or isinstance(value, torch.Tensor)
             if node.op != "placeholder" and tensor and found.issuperset(node.users):
                 found.add(node)
@@ -92,7 +81,7 @@ class Creation:
                     values[node] = _computed(graph_module, node, values)
             for node, state in self.made.items():
                 value = _negative_zeros(node) if node in self.copies else values[node]
-                if not _is_like(value, node.meta["val"], fake is not None):
+                if not _is_like(value, fake_value(node), fake is not None):
                     return None
                 entries[state.optimizer, state.owner, state.key] = value
         return [(s, entries[s.optimizer, s.owner, s.key]) for s in self.states]
@@ -142,7 +131,7 @@ def _maker(results: Any, state: StateResult, first: Mapping[int, fx.Node]) -> fx
     if not isinstance(state.recipe, Computed):
         return None
     final = results[state.recipe.index]
-    value = final.meta.get("val") if isinstance(final, fx.Node) else None
+    value = known_value(final) if isinstance(final, fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.requires_grad:
         return None
     node = first[_compat.storage_key(value)]
@@ -152,7 +141,7 @@ def _maker(results: Any, state: StateResult, first: Mapping[int, fx.Node]) -> fx
 def _first_of_storages(graph: fx.Graph) -> dict[int, fx.Node]:
     found: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        value = node.meta.get("val")
+        value = known_value(node)
         if isinstance(value, torch.Tensor):
             found.setdefault(_compat.storage_key(value), node)
     return found
@@ -163,7 +152,7 @@ def _first_writes(position: Mapping[fx.Node, int]) -> dict[int, int]:
     found: dict[int, int] = {}
     for node, index in position.items():
         for target in written(node):
-            value = target.meta.get("val")
+            value = known_value(target)
             if isinstance(value, torch.Tensor):
                 found.setdefault(_compat.storage_key(value), index)
     return found
@@ -178,7 +167,7 @@ def _sources(node: fx.Node, end: int, writes: Mapping[int, int]) -> set[fx.Node]
         source = pending.pop()
         if source in found:
             continue
-        value = source.meta.get("val")
+        value = known_value(source)
         storage = _compat.storage_key(value) if isinstance(value, torch.Tensor) else None
         if not _is_pure(source) or writes.get(storage or 0, end) < end:
             return None
@@ -189,7 +178,7 @@ def _sources(node: fx.Node, end: int, writes: Mapping[int, int]) -> set[fx.Node]
 
 def _value_inputs(node: fx.Node) -> list[fx.Node]:
     """The arguments whose values a node reads."""
-    if is_operator(node.target, *_METADATA_ALONE):
+    if operator_of(node).metadata_only:
         return [source for source in node.all_input_nodes if source is not node.args[0]]
     return node.all_input_nodes
 
@@ -206,7 +195,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _takes_negative_zeros(node: fx.Node) -> bool:
-    value = node.meta["val"]
+    value = fake_value(node)
     kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     return value.dtype in kinds and _keeps_denormals()
 
@@ -217,7 +206,7 @@ def _keeps_denormals() -> bool:
 
 
 def _negative_zeros(node: fx.Node) -> torch.Tensor:
-    return empty_like(node.meta["val"]).fill_(-0.0)
+    return empty_like(fake_value(node)).fill_(-0.0)
 
 
 def empty_like(value: torch.Tensor) -> torch.Tensor:
@@ -231,7 +220,7 @@ def _computed(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.No
 
     def value_of(source: fx.Node) -> Any:
         known = values.get(source)
-        return empty_like(source.meta["val"]) if known is None else known
+        return empty_like(fake_value(source)) if known is None else known
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value_of)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]

@@ -31,6 +31,8 @@ from graphopt.graph_utils import is_collective, without_autocast
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
+from graphopt.ir.generators import generators_used
+from graphopt.ir.metadata import set_value
 from graphopt.ir.operators import is_marker
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing import recurrent
@@ -176,7 +178,7 @@ class Decider:
             values.append(value)
         where = [(used.index(index), dimension) for index, dimension in places]
         if not isinstance(leaves[0], torch.Tensor):
-            node.meta["val"] = leaves[0]
+            set_value(node, leaves[0])
             source = cast(fx.Node, node.args[0])
             values = [fx.Proxy(source, self._tracer)]  # the number may be a constant
         assumption = SizeAssumption(self._count, line, where, len(values), self._relations)
@@ -259,7 +261,7 @@ class Values:
                 hint="decide outside the step",
             )
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)
-        for generator in filter(_is_generator, _compat.tree_leaves((args, kwargs))):
+        for generator in generators_used((args, kwargs)):
             self._use(generator)
         target: Any = recurrent.KERNEL_OF_GRAPHS.get(node.target, node.target)
         return target(*args, **kwargs)
@@ -276,8 +278,6 @@ class Values:
         """While active, generators are where the nodes that ran before have left them."""
         self._live: dict[torch.Generator, torch.Tensor] = {}
         try:
-            for generator in _default_generators():
-                self._use(generator)
             yield
         finally:
             for generator, state in self._live.items():
@@ -302,17 +302,6 @@ class ValuesBeforeCollectives(Values):
             self._unknown |= reached_by(node)
             return None
         return super()._computed(node)
-
-
-def _default_generators() -> list[torch.Generator]:
-    found = [torch.random.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found += list(torch.cuda.default_generators)
-    return found
-
-
-def _is_generator(value: object) -> bool:
-    return isinstance(value, torch.Generator)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import is_operator
+from graphopt.ir.metadata import known_value
 from graphopt.tracing.call import Call
 from graphopt.tracing.compare import NodeLabels, difference_of, significant
 from graphopt.tracing.creation import Creation
@@ -343,7 +344,7 @@ def _fits(state: fx.Node, value: Any) -> bool:
     """Whether adding a value to state of zeros gives the value."""
     if not isinstance(value, fx.Node):
         return False
-    x, y = state.meta.get("val"), value.meta.get("val")
+    x, y = known_value(state), known_value(value)
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
     return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)

@@ -36,6 +36,15 @@ from graphopt.graph_utils import (
 )
 from graphopt.host import note_order
 from graphopt.host.assumptions import hold_updates
+from graphopt.ir.metadata import (
+    OF_TRACE,
+    fake_value,
+    has_value,
+    known_value,
+    phase_of,
+    set_value,
+    some_of,
+)
 from graphopt.ir.views import is_pure_view
 from graphopt.tracing.apart import keep_apart
 from graphopt.tracing.decisions import SIZED
@@ -44,7 +53,7 @@ from graphopt.tracing.rewriting import (
     expanded_write,
     is_expanded,
 )
-from graphopt.tracing.tagging import KEYS, tagged
+from graphopt.tracing.tagging import tagged
 from graphopt.tracing.trace import RawTrace
 
 aten = torch.ops.aten
@@ -94,9 +103,9 @@ def functionalize(raw: RawTrace) -> Functional:
     eliminate_dead_code(graph)
     for node in graph.nodes:
         if node.op == "call_function":
-            node.meta.setdefault("val", None)
-        elif node.op == "get_attr" and "val" not in node.meta:  # a random number generator
-            node.meta["val"] = getattr(graph_module, str(node.target))
+            set_value(node, known_value(node))
+        elif node.op == "get_attr" and not has_value(node):  # a random number generator
+            set_value(node, getattr(graph_module, str(node.target)))
     _place_updates(graph)
     note_order(graph, get_outputs(graph).updates)
     graph.lint()
@@ -108,9 +117,9 @@ def _tag_arithmetic(graph: fx.Graph) -> None:
     """Arithmetic of sizes and of integers that were read is recorded when it is used, perhaps as a
     result: it belongs to what it computes with."""
     for node in graph.nodes:
-        if node.op == "call_function" and "phase" not in node.meta:
+        if node.op == "call_function" and phase_of(node) is None:
             for source in node.all_input_nodes[:1]:
-                node.meta.update({key: source.meta[key] for key in KEYS if key in source.meta})
+                node.meta.update(some_of(source, *OF_TRACE))
 
 
 def _is_profiling(node: fx.Node) -> bool:
@@ -139,7 +148,7 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
     for position, final in zip(updated, finals, strict=True):
         if _is_all_of(final, placeholders[position]):
             continue
-        if is_expanded(placeholders[position].meta["val"]):
+        if is_expanded(fake_value(placeholders[position])):
             raise expanded_write(final)
         with graph.inserting_before(output):
             arguments = (placeholders[position], final)
@@ -158,7 +167,7 @@ def _is_all_of(value: fx.Node, source: fx.Node) -> bool:
         if not isinstance(viewed, fx.Node):
             return False
         base = viewed
-    return value is source or _shows_the_same(value.meta["val"], source.meta["val"])
+    return value is source or _shows_the_same(fake_value(value), fake_value(source))
 
 
 def _shows_the_same(view: torch.Tensor, base: torch.Tensor) -> bool:

@@ -15,8 +15,10 @@ from graphopt import _compat
 from graphopt._compat.sizes import laid_out_like
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
+from graphopt.ir import inplace
+from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
-from graphopt.tracing import averages, fused, inplace, numbers, recurrent, statistics
+from graphopt.tracing import averages, fused, numbers, recurrent, statistics
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.number_functions import PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (
@@ -25,7 +27,6 @@ from graphopt.tracing.rewriting import (
     keep_strides,
     refuse_unusual_writes,
 )
-from graphopt.tracing.tagging import KEYS
 from graphopt.tracing.untouched import Untouched
 
 aten = torch.ops.aten
@@ -63,7 +64,7 @@ class RawGraphRunner(fx.Interpreter):
 
     def _prepare(self, source: fx.Node, bare: bool) -> None:
         """Let a value be what is needed to run a node: bare or wrapped, with its strides."""
-        value, traced = self.env[source], source.meta.get("val")
+        value, traced = self.env[source], known_value(source)
         if source in self._bare and not (bare and _has_strides_of(value, traced)):
             value = self.env[source] = _compat.tree_map(_wrapped, value)
             self._bare.remove(source)
@@ -81,19 +82,18 @@ class RawGraphRunner(fx.Interpreter):
         if SIZED not in node.meta:
             return nullcontext()
         return _compat.sizes_given(
-            self._mode, lambda function, result: laid_out_like(result, node.meta["val"])
+            self._mode, lambda function, result: laid_out_like(result, fake_value(node))
         )
 
     def tag(self, node: fx.Node) -> None:
+        """Let a node say what the node of the trace says that is running."""
         source = self._running
         if source is not None and source.op == "output":
             # A view that is returned, made anew of what its base has become.
             source = next(iter(node.all_input_nodes), None)
         if source is None:
             return
-        for key in KEYS:
-            if key in source.meta:
-                node.meta[key] = source.meta[key]
+        node.meta.update(some_of(source, *OF_TRACE))
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HostCall):

@@ -44,6 +44,7 @@ def items(value: object) -> list[Any] | None:
 
 
 def same_items(before: list[Any], container: object) -> bool:
+    """Whether a container holds the objects or constants that it held."""
     now = items(container)
     if now is None or len(now) != len(before):
         return False
@@ -51,6 +52,7 @@ def same_items(before: list[Any], container: object) -> bool:
 
 
 def same_constant(a: Any, b: Any) -> bool:
+    """Whether two values are one object, or plain constants of one type that are equal."""
     if a is b:
         return True
     return type(a) is type(b) and is_plain(a) and is_plain(b) and bool(a == b)
@@ -64,12 +66,14 @@ def is_plain(value: object) -> bool:
 
 
 def change(kind: tuple[Any, ...] | None, now: Any) -> str:
+    """How a tensor differs from the kind that it was, in brackets; empty where it is none now."""
     if kind is None or not isinstance(now, torch.Tensor) or tensor_kind(now) == kind:
         return ""
     return f" ({describe(kind, tensor_kind(now))})"
 
 
 def describe(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """The first difference between two kinds of tensors, as text."""
     names = ("shape", "stride", "dtype", "device", "requires_grad")
     differing = _differing(names, before, now)
     name, old, new = next(differing)

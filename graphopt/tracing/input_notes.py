@@ -16,6 +16,7 @@ from graphopt.graph_utils import (
     is_operator,
     set_outputs,
 )
+from graphopt.ir.metadata import HELD, HELD_SOMEWHERE, RETURNED, fake_value, input_kind
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import leaves_of
@@ -111,10 +112,10 @@ def note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signa
     """Mark inputs that the step returns themselves, or is given a second time as an argument:
     whoever has them may read them at any time."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    given = {_storage(node) for node in placeholders if node.meta["kind"] == "user_input"}
+    given = {_storage(node) for node in placeholders if input_kind(node) == "user_input"}
     for node in placeholders:
         if _storage(node) in given:
-            node.meta["returned"] = True
+            node.meta[RETURNED] = True
     owners: dict[int, fx.Node] = {}
     for node, holder in zip(placeholders, inputs.placeholders, strict=False):
         members = holder.members if isinstance(holder, Storage) else [holder]
@@ -124,9 +125,9 @@ def note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signa
         if not isinstance(live, Live):
             continue
         if live.placeholder is not None:
-            placeholders[live.placeholder].meta["returned"] = True
+            placeholders[live.placeholder].meta[RETURNED] = True
         elif live.module_tensor is not None:
-            owners[id(inputs.module_tensors[live.module_tensor])].meta["returned"] = True
+            owners[id(inputs.module_tensors[live.module_tensor])].meta[RETURNED] = True
 
 
 def held_names(inputs: Inputs, raw: RawTrace) -> Set[str]:
@@ -135,16 +136,25 @@ def held_names(inputs: Inputs, raw: RawTrace) -> Set[str]:
     return inputs.held | {inputs.module_tensors[index].fqn for index in raw.signature.rebound}
 
 
-def mark_inputs(
-    graph_module: fx.GraphModule, inputs: Inputs, names: Set[str], as_what: str
+def note_held(
+    graph_module: fx.GraphModule, inputs: Inputs, here: Set[str], anywhere: Set[str]
 ) -> None:
-    """Set a key of the metadata of inputs that have one of these names."""
+    """Mark inputs whose use is not seen, by their names.
+
+    Args:
+        here: held on this rank: they must not be in flight between two steps.
+        anywhere: held on some rank, which all ranks know: their gradients are not among those sent
+            last, for which others had to wait.
+    """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for node, holder in zip(placeholders, [*inputs.placeholders, *inputs.states], strict=False):
         members = holder.members if isinstance(holder, Storage) else [holder]
-        if not names.isdisjoint(member.fqn for member in members):
-            node.meta[as_what] = True
+        names = {member.fqn for member in members}
+        if not here.isdisjoint(names):
+            node.meta[HELD] = True
+        if not anywhere.isdisjoint(names):
+            node.meta[HELD_SOMEWHERE] = True
 
 
 def _storage(placeholder: fx.Node) -> int:
-    return _compat.storage_key(placeholder.meta["val"])
+    return _compat.storage_key(fake_value(placeholder))

@@ -134,6 +134,7 @@ class Hyperparameter:
     fqn: str
 
     def read(self, call: Call) -> Any:
+        """The value of a parameter group in this call."""
         value = call.leaves[call.optimizers[self.optimizer]].param_groups[self.group][self.key]
         return value if self.element is None else value[self.element]
 
@@ -148,6 +149,7 @@ class StateNumber:
     fqn: str
 
     def read(self, call: Call) -> Any:
+        """The value in the state of an optimizer in this call."""
         state = call.leaves[call.optimizers[self.optimizer]].state
         return optimizer_state.read(state, state_key(self.parameter), self.key)
 
@@ -160,6 +162,7 @@ class ArgumentNumber:
     fqn: str
 
     def read(self, call: Call) -> Any:
+        """The value among the arguments of this call."""
         return call.leaves[self.position]
 
 
@@ -232,6 +235,7 @@ class Inputs:
 
     @property
     def parameters(self) -> list[ModuleTensor]:
+        """The parameters among the tensors of modules."""
         return [entry for entry in self.module_tensors if entry.kind == "parameter"]
 
     def kinds_and_names(self, call: Call) -> Iterator[tuple[Kind, str]]:

@@ -19,6 +19,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import without_autocast
 from graphopt.host.assumptions import Assumption
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import operator_of, written
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing.source import current_user_line
@@ -118,7 +119,7 @@ def is_exact(node: fx.Node) -> bool:
     name = _compat.operator_name(node.target).removesuffix("_")
     if operator_of(node).view or name in EXACT:
         return True
-    values = [argument.meta.get("val") for argument in (node, *node.all_input_nodes)]
+    values = [known_value(argument) for argument in (node, *node.all_input_nodes)]
     return name in EXACT_ON_INTEGERS and not any(map(_is_fraction, values))
 
 
@@ -129,7 +130,7 @@ def _is_fraction(value: Any) -> bool:
 
 
 def _memory(node: fx.Node) -> set[Any]:
-    leaves = _compat.tree_leaves(node.meta.get("val"))
+    leaves = _compat.tree_leaves(known_value(node))
     return {_compat.storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 

@@ -60,6 +60,7 @@ def leaves(described: Any) -> Iterator[Any]:
 
 
 def layouts(*described: Any) -> list[Layout]:
+    """The layouts of all tensors of which nests of descriptions speak."""
     return [leaf for one in described for leaf in leaves(one) if isinstance(leaf, Layout)]
 
 

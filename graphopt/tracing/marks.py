@@ -36,6 +36,7 @@ class AttributeChange(NamedTuple):
 
     @property
     def described(self) -> tuple[str, Any, Any]:
+        """The name, with the value before and after."""
         return self.name, self.before, self.after
 
 

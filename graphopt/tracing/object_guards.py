@@ -98,6 +98,7 @@ class ModuleGuard:
         self.count = len(self.attributes)
 
     def mismatch(self) -> str | None:
+        """What of the module is no longer as captured; None where nothing is."""
         attributes = self.attributes
         if attributes["training"] is not self.training:
             return f"{self.name}.training became {attributes['training']}"

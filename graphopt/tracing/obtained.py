@@ -60,6 +60,7 @@ class ObtainedValues:
         return error
 
     def add_number(self, number: Any) -> None:
+        """Note a number that the program has obtained, and where."""
         self._numbers.append((weakref.ref(number), current_user_line()))
 
     def hand_out(self, numbers: Iterable[int], text: bool) -> None:
@@ -100,6 +101,7 @@ class ObtainedValues:
         return next((line for reference, line in known if reference() is value), None)
 
     def add(self, result: Any) -> None:
+        """Note the tensors of a nest that the program has obtained, and where."""
         if isinstance(result, torch.Tensor):
             self._references.append((weakref.ref(result), current_user_line()))
         elif isinstance(result, (list, tuple)):

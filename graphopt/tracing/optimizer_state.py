@@ -31,6 +31,7 @@ class OfNone:
 
     @property
     def fqn(self) -> str:
+        """What state of no parameter is called: its key."""
         return str(self.key)
 
 

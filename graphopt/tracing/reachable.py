@@ -218,6 +218,7 @@ class Reach:
         self._known = known
 
     def has(self, value: object) -> bool:
+        """Whether a value is among what was reached."""
         return self._known is None or id(value) in self._known
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.graph_utils import is_operator, same_kind, written
+from graphopt.ir.metadata import known_value, source_line
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ def explained_at(node: fx.Node) -> Iterator[None]:
         first = str(error).strip().split("\n", 1)[0]
         raise CaptureError(
             f"torch cannot write {node.target} without changing its argument: {first}",
-            location=str(node.meta.get("source")),
+            location=str(source_line(node)),
             hint="use the operator that returns a new tensor",
         ) from error
 
@@ -43,7 +44,7 @@ def refuse_unusual_writes(node: fx.Node) -> None:
         _refuse_reshaped_input(node)
         return
     for target in written(node):
-        value = target.meta.get("val")
+        value = known_value(target)
         if is_expanded(value) and not is_operator(node.target, *_UNIFORM):
             raise expanded_write(node)
 
@@ -52,7 +53,7 @@ def expanded_write(node: fx.Node) -> CaptureError:
     """The refusal of a step in which `node` writes to a tensor whose elements share memory."""
     return CaptureError(
         f"it writes to an expanded tensor, elements of which share memory ({node.target})",
-        location=str(node.meta.get("source")),
+        location=str(source_line(node)),
         hint="write to a copy: tensor.clone()",
     )
 
@@ -74,7 +75,7 @@ def _refuse_reshaped_input(node: fx.Node) -> None:
     if isinstance(source, fx.Node) and source.op == "placeholder" and not same_kind(source, node):
         raise CaptureError(
             f"it changes the shape or strides of an input in place ({node.target})",
-            location=str(node.meta.get("source")),
+            location=str(source_line(node)),
             hint="use the operator that returns a view, such as x.t() in place of x.t_()",
         )
 

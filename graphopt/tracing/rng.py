@@ -15,21 +15,13 @@ import torch
 from torch.fx.node import has_side_effect
 
 from graphopt.errors import CaptureError
+from graphopt.ir.generators import generator_of
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import current_user_line
 
 _library = torch.library.Library("graphopt", "DEF")
 _library.define("get_rng_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _library.define("set_rng_state(Tensor state, Device device) -> ()")
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device; of the current one where the index is None."""
-    if device.type == "cpu":
-        return torch.random.default_generator
-    module: Any = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    return module.default_generators[index]  # type: ignore[no-any-return]
 
 
 def _get(device: torch.device) -> torch.Tensor:

@@ -177,6 +177,7 @@ def called(
     make: Callable[[Layout], torch.Tensor],
     look: Callable[[Any], Any | None] = described,
 ) -> Any | None:
+    """What a call gives on tensors made for it, as `look` sees it; None where it raises."""
     try:
         args, kwargs = _built(call[1], make), _built(call[2], make)
         return look(call[0](*args, **kwargs))
@@ -241,5 +242,6 @@ def _unseen(given: list[Layout]) -> Iterator[None]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
+    """While active, operators run as they do outside of all traces."""
     with _compat.without_modes(), torch.no_grad(), without_autocast():
         yield

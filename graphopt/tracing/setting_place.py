@@ -22,10 +22,12 @@ class SettingPlace:
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: int, key: str) -> SettingPlace:
+        """The place of a setting of an optimizer, which it does not keep alive."""
         return cls(weakref.ref(optimizer), group, key)
 
     @property
     def identity(self) -> tuple[Any, ...]:
+        """Equal for two places of one setting."""
         return ("setting", id(self.optimizer()), self.group, self.key)
 
     def now(self) -> Any:

@@ -126,6 +126,7 @@ class AttributeResult:
 
     @property
     def place(self) -> OutsidePlace:
+        """Where the step leaves the value."""
         return OutsidePlace("item", self.attributes, self.name)
 
 

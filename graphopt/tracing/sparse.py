@@ -13,6 +13,7 @@ from torch import fx
 
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_operator
+from graphopt.ir.metadata import source_line
 from graphopt.tracing.source import current_user_line
 
 _OF_ENTRIES = frozenset(
@@ -41,7 +42,7 @@ def refuse_counts(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         if is_operator(node.target, *_COUNTING):
-            line = node.meta.get("source")
+            line = source_line(node)
             raise _refusal(None if line is None else str(line))
 
 

@@ -22,6 +22,7 @@ from torch import fx
 from graphopt._compat.late import set_gradient
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import get_output
+from graphopt.ir.metadata import fake_value
 from graphopt.tracing.call import Call
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.creation import Creation, creation_of, empty_like
@@ -148,7 +149,7 @@ def _are_new(call: Call, inputs: Inputs, first: RawTrace) -> bool:
 
 def _reads_tensors(creation: Creation) -> bool:
     """Whether state is made from values of parameters, which the ranks may still have to share."""
-    return any(node.op == "placeholder" and node.meta["val"].ndim for node in creation.needed)
+    return any(node.op == "placeholder" and fake_value(node).ndim for node in creation.needed)
 
 
 def _made(call: Call, inputs: Inputs, first: RawTrace, creation: Creation) -> NewState | None:
@@ -182,5 +183,5 @@ def _left_gradients(
         node = results[recipe.index] if isinstance(recipe, Computed) else None
         if not isinstance(node, fx.Node):
             return None
-        found.append((tensor, node.meta["val"]))
+        found.append((tensor, fake_value(node)))
     return found

@@ -104,6 +104,7 @@ class GeneratorStates:
 
     @classmethod
     def read(cls) -> GeneratorStates:
+        """The states of now."""
         numpy = sys.modules.get("numpy")
         return cls(
             torch_cpu=torch.random.default_generator.get_state(),
@@ -112,6 +113,7 @@ class GeneratorStates:
         )
 
     def restore(self) -> None:
+        """Put the generators back."""
         torch.random.default_generator.set_state(self.torch_cpu)
         random.setstate(self.python)
         if self.numpy is not None:

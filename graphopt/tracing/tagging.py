@@ -9,11 +9,9 @@ from typing import Any
 from torch import fx, nn
 
 from graphopt import _compat
-from graphopt.comm import SENDS
-from graphopt.tracing.inplace import CALLABLE
+from graphopt.ir.inplace import CALLABLE
+from graphopt.ir.metadata import MODULES, SOURCE, set_phase, set_provenance, set_sent_names
 from graphopt.tracing.source import current_modules, current_user_line
-
-KEYS = ("phase", "source", "nn_module_stack", "provenance", SENDS)
 
 
 class Tagger:
@@ -35,6 +33,7 @@ class Tagger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
+        """While active, the nodes that are created belong to a phase."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -52,15 +51,16 @@ class Tagger:
             self.sends = before
 
     def tag(self, node: fx.Node) -> None:
-        node.meta["provenance"] = ("capture",)
+        """Say of a new node where it comes from."""
+        set_provenance(node, ("capture",))
         if self.sends:
-            node.meta[SENDS] = self.sends
+            set_sent_names(node, self.sends)
         backward = _compat.backward_sequence_number()
         if backward is not None and self.phase in (None, "backward"):
-            node.meta["phase"] = "backward"
+            set_phase(node, "backward")
             node.meta.update(self._forward.get(backward, {}))
             return
-        node.meta["phase"] = self.phase or "forward"
+        set_phase(node, self.phase or "forward")
         place = self._place()
         node.meta.update(place)
         if self.phase is None:
@@ -70,14 +70,14 @@ class Tagger:
         place: dict[str, Any] = {}
         line = current_user_line()
         if line is not None:
-            place["source"] = line
+            place[SOURCE] = line
         stack = {
             self._names[module]: (self._names[module], type(module))
             for module in current_modules()
             if module in self._names
         }
         if stack:
-            place["nn_module_stack"] = stack
+            place[MODULES] = stack
         return place
 
 

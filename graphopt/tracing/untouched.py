@@ -16,6 +16,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt._compat.remembering import written_as_it_is
 from graphopt.graph_utils import is_operator, written
+from graphopt.ir.metadata import known_value
 from graphopt.tracing import statistics
 
 
@@ -56,5 +57,5 @@ def _perhaps_written(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _storages(node: fx.Node) -> set[int]:
-    leaves: list[Any] = _compat.tree_leaves(node.meta.get("val"))
+    leaves: list[Any] = _compat.tree_leaves(known_value(node))
     return {_compat.storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}

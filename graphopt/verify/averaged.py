@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import call_function_with_meta, find_nodes
+from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import is_marker, is_operator
 from graphopt.iter_graph import copy_graph
 from graphopt.verify.equivalence import Proof
@@ -51,9 +52,9 @@ def averaged(marked: fx.Graph) -> fx.Graph:
 def _mean(graph: fx.Graph, marker: fx.Node) -> fx.Node:
     gradient, _, ranks, group = marker.args
     assert isinstance(ranks, int)
-    call = _alike if _lies_in_order(cast(fx.Node, gradient).meta["val"]) else _call
+    call = _alike if _lies_in_order(fake_value(cast(fx.Node, gradient))) else _call
     part = call(graph, marker, _MUL, gradient, 1 / ranks)
-    layout = _memory_order(part.meta["val"])
+    layout = _memory_order(fake_value(part))
     if layout is None:
         launched = call(graph, marker, _ALL_REDUCE, part, "sum", group)
         return call(graph, marker, _WAIT, launched)

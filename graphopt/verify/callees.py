@@ -8,6 +8,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.ir.families import COLLECTIVE_NAMESPACE, MAY_RAISE
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import is_operator
 from graphopt.verify.axioms import RULES, Axiom
 from graphopt.verify.calls import target_name
@@ -66,7 +67,7 @@ class Callees:
         found = self._found.get(id(target))
         if found is None:
             found = self._found[id(target)] = _callee(node, target)
-        if found.itself is None or is_standard(target, node.meta.get("val")):
+        if found.itself is None or is_standard(target, known_value(node)):
             return found
         return found.itself
 

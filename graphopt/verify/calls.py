@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,52 +92,68 @@ def _entry(
 def _alone_value(terms: Terms, target: Any, values: dict[str, Any], fake: torch.Tensor) -> Any:
     """What an operator gives that a list operator calls for an entry; None where that is not
     known to be the same."""
-    alone = _alone(target)
-    if alone is not None:
-        named_alike = {_ALONE.get(name, name): value for name, value in values.items()}
-        found = elementwise(terms, alone, named_alike, fake)
+    known = called(target)
+    if known is None:
+        return None
+    renamed = {known.names.get(name, name): value for name, value in values.items()}
+    if _compat.operator_name(known.operator) in BY_ELEMENT:
+        found = elementwise(terms, known.operator, renamed, fake)
         if found is not None:
             return found
-    if target not in CALLED:
+    if not known.is_call:
         return None
-    called, names = CALLED[target]
-    renamed = {names.get(name, name): value for name, value in values.items()}
-    return fresh(terms, ("call", target_name(called), canonical(renamed)), fake)
+    return fresh(terms, ("call", target_name(known.operator), canonical(renamed)), fake)
 
 
-_ALONE = {"scalar": "other", "scalars": "other"}
-"""Names of arguments of list operators, as those have them that take one tensor."""
+class CalledForEntry(NamedTuple):
+    """What a list operator does for each entry, on CPUs.
+
+    Attributes:
+        operator: that takes one tensor.
+        names: of arguments of the list operator that have another name there.
+        is_call: it calls that operator; otherwise it only computes the same of each element.
+    """
+
+    operator: _compat.OpOverload
+    names: Mapping[str, str]
+    is_call: bool
 
 
 aten = torch.ops.aten
 
-CALLED: dict[Any, tuple[Any, dict[str, str]]] = {
-    aten._foreach_add.List: (aten.add.Tensor, {}),
-    aten._foreach_sub.List: (aten.sub.Tensor, {}),
+CALLED = {
+    aten._foreach_add.List: CalledForEntry(aten.add.Tensor, {}, True),
+    aten._foreach_sub.List: CalledForEntry(aten.sub.Tensor, {}, True),
     **dict.fromkeys(
         (aten._foreach_lerp.Scalar, aten._foreach_lerp.ScalarList),
-        (aten.lerp.Scalar, {"tensors1": "end"}),
+        CalledForEntry(aten.lerp.Scalar, {"tensors1": "end"}, True),
     ),
-    aten._foreach_addcmul.Scalar: (aten.addcmul.default, {}),
-    aten._foreach_addcmul.ScalarList: (aten.addcmul.default, {"scalars": "value"}),
-    aten._foreach_addcdiv.Scalar: (aten.addcdiv.default, {}),
-    aten._foreach_addcdiv.ScalarList: (aten.addcdiv.default, {"scalars": "value"}),
-    aten._foreach_maximum.List: (aten.maximum.default, {}),
-    aten._foreach_minimum.List: (aten.minimum.default, {}),
+    aten._foreach_addcmul.Scalar: CalledForEntry(aten.addcmul.default, {}, True),
+    aten._foreach_addcmul.ScalarList: CalledForEntry(
+        aten.addcmul.default, {"scalars": "value"}, True
+    ),
+    aten._foreach_addcdiv.Scalar: CalledForEntry(aten.addcdiv.default, {}, True),
+    aten._foreach_addcdiv.ScalarList: CalledForEntry(
+        aten.addcdiv.default, {"scalars": "value"}, True
+    ),
+    aten._foreach_maximum.List: CalledForEntry(aten.maximum.default, {}, True),
+    aten._foreach_minimum.List: CalledForEntry(aten.minimum.default, {}, True),
 }
-"""The operators that others on lists call for each entry, on CPUs, and how their arguments are
-named there."""
+"""List operators that call another one for each entry."""
 
 
 @cache
-def _alone(target: Any) -> Any:
-    """The operator that a list operator calls for each entry, where there is a rule about it: on
-    CPUs, where it does no more."""
+def called(target: Any) -> CalledForEntry | None:
+    """What is known of the entries of a list operator: that it calls another operator for each, or
+    that it computes the same of each element as one of which there is a rule."""
+    if target in CALLED:
+        return CALLED[target]
     name = _compat.operator_name(target).replace("_foreach_", "")
     if name == _compat.operator_name(target) or name not in BY_ELEMENT:
         return None
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"))
-    return getattr(packet, packet.overloads()[0])
+    operator_of_one = getattr(packet, packet.overloads()[0])
+    return CalledForEntry(operator_of_one, {"scalar": "other", "scalars": "other"}, False)
 
 
 def fresh(terms: Terms, key: tuple[Any, ...], fake: Any, *, even_empty: bool = False) -> Any:

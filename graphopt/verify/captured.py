@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -12,7 +13,6 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.errors import VerificationError
 from graphopt.graph_utils import (
     get_output,
     get_outputs,
@@ -22,8 +22,10 @@ from graphopt.graph_utils import (
     is_wait,
     tensors_in,
 )
+from graphopt.ir.metadata import fake_value, has_value, known_value, phase_of, source_line
 from graphopt.ir.operators import calls_of
 from graphopt.ir.placement import placement_of
+from graphopt.verify.problems import CheckReport
 
 if TYPE_CHECKING:
     from graphopt.tracing.capture import CapturedStep
@@ -37,7 +39,7 @@ PHASES = ("forward", "backward", "communication", "optimizer")
 
 
 @dataclass
-class SpecReport:
+class SpecReport(CheckReport):
     """The outcome of checking one graph: `problems` says what breaks the contract, and where.
 
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -48,20 +50,13 @@ class SpecReport:
 
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def ok(self) -> bool:
-        return not self.problems
+    shown = sys.maxsize
 
-    def __str__(self) -> str:
-        if self.ok:
-            return "the graph keeps the contract of the captured dialect"
-        count = len(self.problems)
-        return "\n".join([f"the graph breaks the IR contract in {count} place(s):", *self.problems])
-
-    def raise_for_failure(self) -> None:
-        """Raise `VerificationError` with all problems, if there are any."""
-        if not self.ok:
-            raise VerificationError(str(self))
+    def _says(self) -> tuple[str, str]:
+        return (
+            "the graph keeps the contract of the captured dialect",
+            "the graph breaks the IR contract",
+        )
 
 
 def check_captured(captured: CapturedStep) -> SpecReport:
@@ -104,7 +99,7 @@ def check_graph(
 
 
 def _at(node: fx.Node) -> str:
-    source = node.meta.get("source")
+    source = source_line(node)
     return f"  > {node.format_node()}" + (f"\n    from:  {source}" if source else "")
 
 
@@ -120,7 +115,7 @@ def _placeholders(graph: fx.Graph, inputs: Sequence[InputSpec]) -> Iterator[str]
     for node, spec in zip(nodes, inputs, strict=True):
         if placement_of(node) is not spec.placement:
             yield f"{node.name} is {placement_of(node).value}, and the input {spec.placement.value}"
-        value = node.meta.get("val")
+        value = known_value(node)
         if not isinstance(value, torch.Tensor):
             yield f"placeholder {node.name} has no tensor in its metadata"
             continue
@@ -154,9 +149,9 @@ def _nodes(graph: fx.Graph) -> Iterator[str]:
             continue
         if node.op not in ("call_function", "get_attr"):
             yield f"{node.op} is not part of the dialect\n{_at(node)}"
-        elif "val" not in node.meta:
+        elif not has_value(node):
             yield f"a node has no meta['val']\n{_at(node)}"
-        elif node.op == "call_function" and node.meta.get("phase") not in PHASES:
+        elif node.op == "call_function" and phase_of(node) not in PHASES:
             yield f"a node has no phase\n{_at(node)}"
 
 
@@ -210,7 +205,7 @@ def _collectives(graph: fx.Graph) -> Iterator[str]:
             yield from _one_wait(node, result)
         if not isinstance(node.args[-1], str):
             yield f"a collective without a named group\n{_at(node)}"
-        if not any(True for _ in tensors_in(node.meta["val"])):
+        if not any(True for _ in tensors_in(fake_value(node))):
             yield f"a collective of unknown dtype and device\n{_at(node)}"
 
 
@@ -221,7 +216,7 @@ def _markers(graph: fx.Graph) -> Iterator[str]:
 
 def _results(launch: fx.Node) -> list[fx.Node]:
     """The nodes to wait for: the launch, or its items where it sends several tensors."""
-    if isinstance(launch.meta["val"], (list, tuple)):
+    if isinstance(fake_value(launch), (list, tuple)):
         items = [user for user in launch.users if user.target is operator.getitem]
         if len(items) == len(launch.users):
             return items

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.ir.families import collective_kind
+from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import first_argument
 from graphopt.verify.calls import fresh
 from graphopt.verify.elementwise import reduced
@@ -29,7 +30,7 @@ from graphopt.verify.traits import traits_of
 _SUMMING = ("all_reduce", "reduce_scatter_tensor")
 
 
-class Communication:
+class CollectiveTerms:
     """The collectives of one graph as it runs.
 
     Args:
@@ -55,7 +56,7 @@ class Communication:
         if self._by_launch:
             sent = with_constants_of(self._terms, sent, (self._found.launches,))
         self._note(node, kind, sent)
-        fake = node.meta["val"]
+        fake = fake_value(node)
         if isinstance(sent, tuple):
             given = [self._given(kind, v, f) for v, f in zip(sent, fake, strict=True)]
             known = tuple(value for value in given if value is not None)

@@ -127,7 +127,7 @@ class Composition:
                 values[node] = self._appended(piece, node, values)
         return None
 
-    def finish(self, returned: Any) -> fx.Graph:
+    def end(self, returned: Any) -> fx.Graph:
         """The graph, once all pieces are called."""
         self.graph.output(returned)
         return self.graph

@@ -16,6 +16,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.verify.axioms import AXIOMS, RULES
 from graphopt.verify.calls import target_name
 from graphopt.verify.terms import ScalarValue, TensorValue, Terms, canonical, whole
@@ -80,7 +81,7 @@ def _note(node: fx.Node, makers: Makers) -> None:
 
 
 def _tensors_read(node: fx.Node) -> list[fx.Node]:
-    held = ((n, n.meta.get("val")) for n in node.all_input_nodes)
+    held = ((n, known_value(n)) for n in node.all_input_nodes)
     return [n for n, value in held if isinstance(value, (torch.Tensor, list, tuple))]
 
 
@@ -94,7 +95,7 @@ def sent_constant(
         arguments: of the node that makes it, by name.
         by_name: whether another node makes the same.
     """
-    fake, target = node.meta["val"], cast(Any, node.target)
+    fake, target = fake_value(node), cast(Any, node.target)
     value = RULES[_compat.operator_name(target)].value(terms, target, dict(arguments), fake)
     like = [entry for entry in arguments.values() if isinstance(entry, TensorValue)]
     place = (*map(canonical, like), node.name if by_name or not like else None)

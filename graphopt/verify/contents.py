@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.metadata import fake_value
 from graphopt.verify.axioms import permuted_back
 from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.possible_views import PossibleViews
@@ -188,16 +189,16 @@ class Contents:
         part = self._through(node, owner, places)
         segments = self._with_range(places, held, part, value)
         if segments is not None:
-            return TensorValue(segments, *layout_of(owner.meta["val"]))
+            return TensorValue(segments, *layout_of(fake_value(owner)))
         if _may_overlap(value):
             raise CannotWriteError(f"it updates a part of %{owner.name}")
         key = ("written", canonical(held), canonical(part), canonical(value))
-        return whole(self._terms.make(key), owner.meta["val"])
+        return whole(self._terms.make(key), fake_value(owner))
 
     def _places(self, owner: fx.Node) -> TensorValue:
         """Where in a storage of its layout each element lies."""
-        layout = storage_layout_of(owner.meta["val"])
-        return whole(self._terms.make(("places", *map(str, layout))), owner.meta["val"])
+        layout = storage_layout_of(fake_value(owner))
+        return whole(self._terms.make(("places", *map(str, layout))), fake_value(owner))
 
     def _with_range(
         self, places: TensorValue, held: TensorValue, part: Any, value: TensorValue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from graphopt.ir.metadata import known_value
 from graphopt.verify.recall import same_arguments
 
 
@@ -15,7 +16,7 @@ def is_copy_of(graph: fx.Graph, copy: fx.Graph) -> bool:
     for node, twin in zip(graph.nodes, copy.nodes, strict=True):
         if (node.op, node.target) != (twin.op, twin.target):
             return False
-        if node.meta.get("val") is not twin.meta.get("val"):
+        if known_value(node) is not known_value(twin):
             return False
         given, copied = (node.args, node.kwargs), (twin.args, twin.kwargs)
         if not same_arguments(given, copied, lambda n, m: twins.get(n) is m):

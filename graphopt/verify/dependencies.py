@@ -27,7 +27,7 @@ from graphopt.verify.labels import Labels
 from graphopt.verify.matching import End, Matching, Sink, correspondence_by_name
 from graphopt.verify.problems import DependencyReport, Problem
 from graphopt.verify.reach import CHUNK, labelled, missing, numbers
-from graphopt.verify.sides import Place, Side
+from graphopt.verify.sides import Side, SinkPlace
 
 _NAMED = 3
 """How many lost sources of one reader are named."""
@@ -145,9 +145,9 @@ class _Comparison:
         sinks = self._matching.sinks
         if not sinks:
             return []
-        places = [Place(sink.before, sink.end is not None) for sink in sinks]
+        places = [SinkPlace(sink.before, sink.end is not None) for sink in sinks]
         self._old = Side(*self._before, places, self._labels, self._matching.anchors_before)
-        places = [Place(sink.after, sink.end is not None) for sink in sinks]
+        places = [SinkPlace(sink.after, sink.end is not None) for sink in sinks]
         self._new = Side(*self._after, places, self._labels, self._matching.anchors)
         pairs = [
             (old, new) for new, old in self._matching.anchors.items() if old in self._old.begins
@@ -159,7 +159,7 @@ class _Comparison:
         return [self._problem(sinks[sink], found) for sink, found in sorted(lost.items())]
 
     def _lost_of(
-        self, pairs: list[tuple[fx.Node, fx.Node]], places: list[Place]
+        self, pairs: list[tuple[fx.Node, fx.Node]], places: list[SinkPlace]
     ) -> Iterator[tuple[int, list[_Lost]]]:
         """For each sink, which sources among the pairs (before, after) it has lost.
 
@@ -186,7 +186,7 @@ class _Comparison:
         }
         return {sink: state for sink, state in lost.items() if state}
 
-    def _whole(self, places: list[Place]) -> Side:
+    def _whole(self, places: list[SinkPlace]) -> Side:
         """The graph after, without cutting it at anchors."""
         if self._uncut is None:
             self._uncut = Side(*self._after, places, self._labels)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.metadata import source_line
 from graphopt.verify.axioms import RULES
 from graphopt.verify.evaluated import Evaluation
 from graphopt.verify.moved import MovedElements, first_difference, moved_elements
@@ -89,7 +90,7 @@ class Difference:
             return
         for word, term, of in (("before", first, self._old), ("after", second, self._new)):
             node = of.origins.get(term)
-            source = None if node is None else node.meta.get("source")
+            source = None if node is None else source_line(node)
             end = "" if source is None else f"   ({source})"
             yield f"  {word + ':':<10} {self._text(term, of)}{end}"
 

@@ -38,7 +38,7 @@ BY_ELEMENT = tuple(
 """The operators that give the same bits of an element wherever it stands."""
 
 
-class Computed(NamedTuple):
+class ComputedElement(NamedTuple):
     """What is computed of each element.
 
     Attributes:
@@ -90,7 +90,7 @@ def elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     alike = len(dtypes) == 2 and len(set(dtypes)) == 1
     kind = f"{fake.dtype} on {device.partition(':')[0]}"
     given = {key: value for key, value in args.items() if key not in _NEUTRAL}
-    computed = Computed(name, given, kind, commutes=alike and name in _COMMUTING)
+    computed = ComputedElement(name, given, kind, commutes=alike and name in _COMMUTING)
     rows = [value.segments if fake.numel() else () for value in operands]
     return tensor_value(each(terms, computed, rows), fake)
 
@@ -111,7 +111,7 @@ def _mixes_halves(dtypes: Sequence[torch.dtype]) -> bool:
 
 
 def each(
-    terms: Terms, computed: Computed, rows: Sequence[Sequence[Segment]]
+    terms: Terms, computed: ComputedElement, rows: Sequence[Sequence[Segment]]
 ) -> tuple[Segment, ...]:
     """What is computed of each element of rows of equal length, one for each operand."""
     found = []
@@ -130,7 +130,7 @@ def each(
     return terms.segments(found)
 
 
-def _apply_to_runs(terms: Terms, computed: Computed, runs: Sequence[Segment]) -> Segment:
+def _apply_to_runs(terms: Terms, computed: ComputedElement, runs: Sequence[Segment]) -> Segment:
     """One term for whole terms of the operands, read from where they lie beside each other, so that
     an element has the same term however tensors are cut."""
     if computed.commutes and runs[1] < runs[0]:

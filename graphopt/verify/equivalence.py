@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphopt.errors import VerificationError
 from graphopt.graph_utils.nodes import graph_of
 from graphopt.iter_graph import IterGraphModule
 from graphopt.verify.copies import is_copy_of
@@ -30,15 +29,13 @@ from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations, late_problems
 from graphopt.verify.module_constants import of_constants
 from graphopt.verify.outcomes import differences, of_errors, of_what_is_said, reorders_sums
-from graphopt.verify.problems import Problem
+from graphopt.verify.problems import CheckReport, Problem
 from graphopt.verify.regions import RewrittenRegions
 from graphopt.verify.terms import Terms
 
-_SHOWN = 10
-
 
 @dataclass
-class EquivalenceReport:
+class EquivalenceReport(CheckReport):
     """The outcome of comparing what two graphs compute.
 
     Attributes:
@@ -56,24 +53,10 @@ class EquivalenceReport:
     reorders_sums: bool = False
     decidable: bool = True
 
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-    def __str__(self) -> str:
-        if self.ok:
-            end = ", up to the order of sums over more than two ranks" if self.reorders_sums else ""
-            return f"both graphs compute the same, bit for bit{end}"
-        lines = [f"the graphs are not the same computation in {len(self.problems)} place(s):"]
-        lines += [str(problem) for problem in self.problems[:_SHOWN]]
-        if len(self.problems) > _SHOWN:
-            lines.append(f"... and {len(self.problems) - _SHOWN} more")
-        return "\n".join(lines)
-
-    def raise_for_failure(self) -> None:
-        """Raise `VerificationError` with the problems, if there are any."""
-        if not self.ok:
-            raise VerificationError(str(self))
+    def _says(self) -> tuple[str, str]:
+        end = ", up to the order of sums over more than two ranks" if self.reorders_sums else ""
+        same = f"both graphs compute the same, bit for bit{end}"
+        return same, "the graphs are not the same computation"
 
 
 def check_equivalence(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphopt.graph_utils import is_wait
+from graphopt.ir.metadata import known_value
 from graphopt.verify.calls import fresh, terms_in
 from graphopt.verify.labels import Signature
 from graphopt.verify.problems import Problem
@@ -106,7 +107,7 @@ def input_value(terms: Terms, node: fx.Node) -> Any:
 
 def unknown_input(terms: Terms, node: fx.Node) -> Any:
     """As `input_value`, once it is there."""
-    fake = node.meta.get("val")
+    fake = known_value(node)
     for call in terms.recall.by_name.get(node.name, ()):
         if call.fake is fake and call.target == node.target and not call.args:
             return call.value

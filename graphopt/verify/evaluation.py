@@ -14,6 +14,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_output, written
 from graphopt.host import is_host_call
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import (
     aliased,
     calls_of,
@@ -24,14 +25,14 @@ from graphopt.ir.operators import (
 )
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, has_empty, named
-from graphopt.verify.communicating import Communication
+from graphopt.verify.communicating import CollectiveTerms
 from graphopt.verify.constants import sent_constant, sent_constants
 from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
 from graphopt.verify.inlining import call_of, constant_name
 from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
 from graphopt.verify.recall import RecalledCall
-from graphopt.verify.regions import Unknown
+from graphopt.verify.regions import UnknownPlace
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storage_layout_of
 from graphopt.verify.traits import traits_of
 from graphopt.verify.updating import Updates
@@ -46,7 +47,7 @@ def evaluate_graph(
     inputs: dict[str, Any] | None = None,
     *,
     by_launch: bool = False,
-    unknowns: Mapping[fx.Node, Unknown] | None = None,
+    unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
     settled: Mapping[str, Settled] | None = None,
 ) -> Evaluation:
     """What a graph gives for arbitrary inputs, or for some that are terms already.
@@ -81,7 +82,7 @@ class _Evaluator:
         found: Evaluation | None = None,
         *,
         by_launch: bool = False,
-        unknowns: Mapping[fx.Node, Unknown] | None = None,
+        unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
         settled: Mapping[str, Settled] | None = None,
         outer: Any = None,
     ) -> None:
@@ -97,7 +98,9 @@ class _Evaluator:
         self._awaited = {source for wait in waits for source in wait.all_input_nodes}
         self._reading = Reading(terms, self._view)
         self._contents, self._read = self._reading.contents, self._reading.read
-        self._communication = Communication(terms, self._reading, self._found, by_launch=by_launch)
+        self._communication = CollectiveTerms(
+            terms, self._reading, self._found, by_launch=by_launch
+        )
         self._updates = Updates(
             terms, self._reading, self._communication, self._applied, settled or {}
         )
@@ -195,7 +198,7 @@ class _Evaluator:
             self._contents.may_share(node, sources)
 
     def _input(self, node: fx.Node) -> Any:
-        held = node.meta.get("val")
+        held = known_value(node)
         if isinstance(held, torch.Tensor) and _compat.has_symbolic_shape(held):
             # Of a graph of torch.compile for many sizes: rules about elements do not apply.
             raise NotDecidedError("its shape is not known", node)
@@ -217,7 +220,7 @@ class _Evaluator:
         if not all(self._contents.has(source) for source in unknown.inputs):
             raise NotDecidedError("it stands before what it was computed from", node)
         arguments = tuple(self._read(source) for source in unknown.inputs)
-        return fresh(self._terms, (*unknown.key, canonical(arguments)), unknown.like.meta["val"])
+        return fresh(self._terms, (*unknown.key, canonical(arguments)), fake_value(unknown.like))
 
     def _base(self, node: fx.Node) -> fx.Node | None:
         """The node whose storage a node shares."""
@@ -238,7 +241,7 @@ class _Evaluator:
         source = node.args[0]
         if not isinstance(source, fx.Node):
             return None
-        several = isinstance(source.meta.get("val"), (list, tuple))
+        several = isinstance(known_value(source), (list, tuple))
         if not several or self._contents.is_alias(source):
             return source
         self._separate.add(source)
@@ -263,7 +266,7 @@ class _Evaluator:
             name = str(node.target)
             if self._outer is not None:
                 name = constant_name(node, self._outer)
-            return fresh(self._terms, ("attribute", name), node.meta.get("val"))
+            return fresh(self._terms, ("attribute", name), known_value(node))
         if node.op != "call_function":
             call = call_of(node)
             if call is not None:
@@ -315,7 +318,7 @@ class _Evaluator:
             return sent_constant(self._terms, node, arguments, by_name=several)
         found = None
         if is_list_operator(node):
-            found = entries(self._terms, node.target, arguments, node.meta["val"])
+            found = entries(self._terms, node.target, arguments, fake_value(node))
         if found is None:
             found = self._applied(node, node.target, arguments)
         callee = self._callees.of(node, node.target)
@@ -329,7 +332,7 @@ class _Evaluator:
 
     def _applied(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
         """What a call gives: by its rule, or an unknown function of all arguments."""
-        fake, callee = node.meta.get("val"), self._callees.of(node, target)
+        fake, callee = known_value(node), self._callees.of(node, target)
         drawn = draws(node)
         if callee.rule is not None and not drawn and isinstance(fake, (torch.Tensor, list, tuple)):
             value = callee.rule.value(self._terms, callee.standard, arguments, fake)
@@ -354,7 +357,7 @@ class _Evaluator:
     def _storage(self, node: fx.Node) -> tuple[Any, ...]:
         """All that lies in the storage of a node, and where in it the node lies."""
         owner = self._contents.owner(node)
-        held, value = self._contents.read(owner), owner.meta.get("val")
+        held, value = self._contents.read(owner), known_value(owner)
         if isinstance(held, TensorValue) and isinstance(value, torch.Tensor):
             held = TensorValue(held.segments, *storage_layout_of(value))
         return canonical(held), canonical(self._contents.place(node))
@@ -366,7 +369,7 @@ class _Evaluator:
         if isinstance(source, tuple) and isinstance(index, int):
             return source[index]
         key = ("call", "getitem", canonical(source), canonical(self._read(index)))
-        return fresh(self._terms, key, node.meta.get("val"))
+        return fresh(self._terms, key, known_value(node))
 
 
 def _is_looked_at(node: fx.Node) -> bool:

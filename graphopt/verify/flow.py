@@ -17,10 +17,11 @@ from torch import fx
 
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import list_call
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.reads import values_read
 from graphopt.verify.labels import Labels, signature_of
 from graphopt.verify.segments import (
-    Items,
+    SegmentItems,
     Segments,
     Value,
     concatenates_vectors,
@@ -73,7 +74,7 @@ class Flow:
         if node in self._entries:
             return self._entries[node][item]
         value = self._value(node)
-        return self._whole(value.values[item] if isinstance(value, Items) else value)
+        return self._whole(value.values[item] if isinstance(value, SegmentItems) else value)
 
     def known(self, node: fx.Node) -> int | None:
         """The vertex of a node as a whole; None if nothing that is needed reads it."""
@@ -122,7 +123,7 @@ class Flow:
         source, index = node.args
         assert isinstance(source, fx.Node)
         value = self._value(source)
-        if isinstance(value, Items) and isinstance(index, int) and index < len(value.values):
+        if isinstance(value, SegmentItems) and isinstance(index, int) and index < len(value.values):
             return value.values[index]
         return self._whole(value)
 
@@ -142,7 +143,9 @@ class Flow:
                 needs += [self.vertex(*written[source]) for source, _ in read if source in written]
             entries.append(self._computed(node, needs + shared))
         self._entries[node] = entries
-        return Items([Items(entries)] * len(node.meta["val"]) if call.several else entries)
+        return SegmentItems(
+            [SegmentItems(entries)] * len(fake_value(node)) if call.several else entries
+        )
 
     def _by_element(self, node: fx.Node) -> Value | None:
         """The value of an operator that keeps elements apart; None where it does not."""
@@ -159,19 +162,19 @@ class Flow:
         if not isinstance(value, Segments):
             return None
         if kind == "slice":
-            run = slice_range(node, source.meta["val"])
+            run = slice_range(node, fake_value(source))
             return None if run is None else value.part(*run)
         ends = split_ends(node)
         if ends is None:
             return None
-        return Items([value.part(*run) for run in zip([0, *ends], ends, strict=False)])
+        return SegmentItems([value.part(*run) for run in zip([0, *ends], ends, strict=False)])
 
     def _cat(self, node: fx.Node) -> Value | None:
         parts = node.args[0]
         if not concatenates_vectors(node) or not isinstance(parts, (list, tuple)):
             return None
         nodes = [part for part in parts if isinstance(part, fx.Node)]
-        sizes = [size_of(part.meta.get("val")) for part in nodes]
+        sizes = [size_of(known_value(part)) for part in nodes]
         if None in sizes:
             return None
         return concatenation(
@@ -190,7 +193,7 @@ class Flow:
                 single.append(self._whole(value))
             else:
                 return None
-        if not segments or size_of(node.meta.get("val")) != segments[0].bounds[-1]:
+        if not segments or size_of(known_value(node)) != segments[0].bounds[-1]:
             return None
         if any(other.bounds != segments[0].bounds for other in segments[1:]):
             return None
@@ -199,5 +202,5 @@ class Flow:
 
 
 def _is_single(node: fx.Node) -> bool:
-    value = node.meta.get("val")
+    value = known_value(node)
     return not isinstance(value, torch.Tensor) or size_of(value) == 1

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt._compat.sizes import is_contiguous
-from graphopt.ir.operators import rounds_in_place
-from graphopt.tracing import inplace
+from graphopt.ir import inplace
 
 _OURS = {written: functional for functional, written in inplace.INPLACE.items()}
 
@@ -34,7 +32,7 @@ def functional_form_for(target: Any, written: torch.Tensor) -> Any | None:
     """The same for what is written: for some dtypes and strides, the operator of that name gives
     other bits."""
     ours = _OURS.get(target)
-    if ours is None or _gives_the_same(target, written):
+    if ours is None or inplace.torch_gives_the_same(target, written):
         return functional_form(target)
     return ours
 
@@ -42,16 +40,9 @@ def functional_form_for(target: Any, written: torch.Tensor) -> Any | None:
 def is_standard(target: Any, value: Any) -> bool:
     """Whether a call that gives `value` gives what `standard_form` of its target does."""
     written = inplace.INPLACE.get(target)
-    return written is None or (isinstance(value, torch.Tensor) and _gives_the_same(written, value))
-
-
-def _gives_the_same(target: Any, written: torch.Tensor) -> bool:
-    """Whether torch's functional form of an operator that works in place gives the same bits."""
-    if rounds_in_place(target, written.dtype):
-        return False
-    if target in inplace.ROUNDING:
-        return True
-    return is_contiguous(written)
+    return written is None or (
+        isinstance(value, torch.Tensor) and inplace.torch_gives_the_same(written, value)
+    )
 
 
 @cache

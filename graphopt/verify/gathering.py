@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphopt.verify.arrangements import Row, arranged_alike, rows_of
-from graphopt.verify.elementwise import Computed, each, reduced
+from graphopt.verify.elementwise import ComputedElement, each, reduced
 from graphopt.verify.terms import (
     Segment,
     TensorValue,
@@ -57,7 +57,7 @@ def scattered(
     length = elements(sent.shape) // size
     rows = rows_of(terms, whole, size)
     named = {str(rank): _of(row, sent, length) for rank, row in enumerate(rows)}
-    computed = Computed(_SHARE, named, _group(kind), commutes=False)
+    computed = ComputedElement(_SHARE, named, _group(kind), commutes=False)
     return tensor_value(each(terms, computed, rows) if size > 1 else rows[0], fake)
 
 

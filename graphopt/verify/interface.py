@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import get_output, get_outputs
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument_at
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import layout_of
@@ -46,7 +47,7 @@ def returned_problems(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
 
 
 def _kind(value: Any) -> Any:
-    held = value.meta.get("val") if isinstance(value, fx.Node) else value
+    held = known_value(value) if isinstance(value, fx.Node) else value
     if not isinstance(held, torch.Tensor):
         return type(held).__name__ if isinstance(value, fx.Node) else repr(value)
     shape, _, dtype, device = layout_of(held)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.graph_utils import tensors_in
+from graphopt.ir.metadata import known_value
 from graphopt.verify.traits import traits_of
 
 Signature = tuple[str, ...]
@@ -37,7 +38,7 @@ def sent_tensors(launch: fx.Node) -> list[Any]:
     """The values that a collective sends."""
     first = launch.args[0]
     nodes = first if isinstance(first, (list, tuple)) else [first]
-    values = [node.meta.get("val") for node in nodes if isinstance(node, fx.Node)]
+    values = [known_value(node) for node in nodes if isinstance(node, fx.Node)]
     return list(tensors_in(values))
 
 
@@ -54,6 +55,7 @@ class Labels:
         self._labels: dict[frozenset[int], int] = {frozenset(): 0}
 
     def number(self, signature: Signature) -> int:
+        """The number of a signature, the same for equal ones."""
         if signature not in self._numbers:
             self._numbers[signature] = len(self._signatures)
             self._signatures.append(signature)

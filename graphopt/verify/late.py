@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from torch import fx
 
 from graphopt.graph_utils import get_outputs
-from graphopt.iter_graph.derive import CARRIED
+from graphopt.ir.metadata import CARRIED, input_kind, known_value
 from graphopt.verify.calls import fresh
 from graphopt.verify.evaluated import Evaluation, Settled, input_value
 from graphopt.verify.evaluation import evaluate_graph
@@ -80,7 +80,7 @@ def _is_step_after_drain(
     updates = get_outputs(graphs["drain"].graph).updates
     names = {str(cast(Any, update.args[0]).target) for update in updates}
     given = carried | {
-        str(node.target): fresh(terms, ("earlier input", str(node.target)), node.meta.get("val"))
+        str(node.target): fresh(terms, ("earlier input", str(node.target)), known_value(node))
         for node in graphs["drain"].graph.nodes
         if node.op == "placeholder" and str(node.target) in names
     }
@@ -127,7 +127,7 @@ def _any_iteration(
 
 def _carried_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     """The placeholders of what the last iteration left, in order."""
-    return [node for node in gm.graph.nodes if node.meta.get("kind") == CARRIED]
+    return [node for node in gm.graph.nodes if input_kind(node) == CARRIED]
 
 
 def _arbitrary_carried(gm: fx.GraphModule, terms: Terms, left: Sequence[Any]) -> dict[str, Any]:

@@ -46,6 +46,19 @@ def _launches(gm: fx.GraphModule) -> Iterator[Launch]:
             yield launch_of(node)
 
 
+class FollowedLaunches:
+    """The order in which a graph launches collectives, followed from stage to stage."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._launches = launches_of(gm)
+
+    def problem(self, after: fx.GraphModule) -> Problem | None:
+        """Where `after` launches others than the graph that was seen last. It is that from now
+        on."""
+        before, self._launches = self._launches, launches_of(after)
+        return other_launches(before, self._launches)
+
+
 def launch_of(node: fx.Node) -> Launch:
     """The launch that a node is."""
     name = _IN_PLACE.sub(".", str(node.target))

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graphopt.ir.entries import list_positions
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.verify.calls import named, parameters
 
 Evaluated = Callable[[Any, dict[str, Any], dict[str, Any]], Iterator[Any]]
@@ -22,7 +23,7 @@ Evaluated = Callable[[Any, dict[str, Any], dict[str, Any]], Iterator[Any]]
 def entries_of(node: fx.Node, evaluated: Evaluated) -> Iterator[tuple[Any, Any]]:
     """For each entry of a functional list operator: what metadata says that it gives, and what it
     gives. None where that is not known: no metadata, or an operator without a shape rule."""
-    says = node.meta.get("val")
+    says = known_value(node)
     if not says:
         return
     values = fx.node.map_arg((node.args, node.kwargs), _value)
@@ -44,7 +45,7 @@ def entries_of(node: fx.Node, evaluated: Evaluated) -> Iterator[tuple[Any, Any]]
 
 def _value(node: fx.Node) -> Any:
     """What a node gives; a number that the graph computes decides no kind of tensor."""
-    return _plain(node.meta["val"])
+    return _plain(fake_value(node))
 
 
 def _plain(value: Any) -> Any:

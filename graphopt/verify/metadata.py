@@ -14,6 +14,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import evaluate, is_list_operator, tensors_in, written
+from graphopt.ir.metadata import fake_value, has_value, known_value
 from graphopt.verify.list_metadata import entries_of
 from graphopt.verify.module_constants import attribute
 from graphopt.verify.problems import Problem
@@ -48,7 +49,7 @@ _DATA_DEPENDENT = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenArgument:
     """What a node gave as an argument, in place of the node."""
 
     value: Any
@@ -68,7 +69,7 @@ class KindsOfResults:
 
     def of(self, node: fx.Node) -> list[Layout]:
         """Of the tensors that a node gives; raises what its operator raises for its arguments."""
-        return self._of(node.target, node.args, node.kwargs, node.meta.get("val"))
+        return self._of(node.target, node.args, node.kwargs, known_value(node))
 
     def of_entries(
         self, target: Any, shared: dict[str, Any], lists: dict[str, Sequence[Any]]
@@ -125,8 +126,8 @@ def _kind_of(value: Any) -> Any:
     Raises:
         TypeError: it is symbolic: to compare that would decide something.
     """
-    if isinstance(value, (fx.Node, Given)):
-        return "node", _kind_of(value.meta["val"] if isinstance(value, fx.Node) else value.value)
+    if isinstance(value, (fx.Node, GivenArgument)):
+        return "node", _kind_of(fake_value(value) if isinstance(value, fx.Node) else value.value)
     if isinstance(value, torch.Tensor) and not _compat.has_symbolic_shape(value):
         return "tensor", layout_of(value)
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -169,10 +170,10 @@ def changed_problems(
         yield from _of_input(node, value)
         yield from _of_value(node, value, former, kinds)
     for node, value in changed:
-        if node.meta.get("val") is not value and _layouts(node.meta.get("val")) != _layouts(value):
+        if known_value(node) is not value and _layouts(known_value(node)) != _layouts(value):
             for reader in node.users.keys() - looked_at:
                 looked_at.add(reader)
-                yield from _of_value(reader, reader.meta.get("val"), former, kinds)
+                yield from _of_value(reader, known_value(reader), former, kinds)
 
 
 def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
@@ -209,7 +210,7 @@ def _of_input(node: fx.Node, before: Any) -> Iterator[Problem]:
     """Nothing in the graph decides what an input or a constant of the module is."""
     if node.op not in ("placeholder", "get_attr"):
         return
-    held, earlier = _layouts(node.meta.get("val")), _layouts(before)
+    held, earlier = _layouts(known_value(node)), _layouts(before)
     if held != earlier:
         now, was = (", ".join(map(_text, found)) or "no tensor" for found in (held, earlier))
         yield Problem(f"meta['val'] says {now}, before it was {was}", (node,))
@@ -218,7 +219,7 @@ def _of_input(node: fx.Node, before: Any) -> Iterator[Problem]:
 def _of_constant(node: fx.Node) -> Iterator[Problem]:
     found = attribute(node.graph.owning_module, node) if node.op == "get_attr" else None
     if isinstance(found, torch.Tensor):
-        says, gives = _layouts(node.meta.get("val")), [layout_of(found)]
+        says, gives = _layouts(known_value(node)), [layout_of(found)]
         if says != gives:
             held = ", ".join(map(_text, says)) or "no tensor"
             yield Problem(
@@ -229,12 +230,12 @@ def _of_constant(node: fx.Node) -> Iterator[Problem]:
 def _of_value(
     node: fx.Node, before: Any, former: Former, kinds: KindsOfResults
 ) -> Iterator[Problem]:
-    if node.op != "call_function" or "val" not in node.meta or _has_no_rule(node):
+    if node.op != "call_function" or not has_value(node) or _has_no_rule(node):
         return
     if is_list_operator(node):
         yield from _of_entries(node, kinds)
         return
-    if _is_an_item(node, node.meta["val"]):
+    if _is_an_item(node, fake_value(node)):
         return
     try:
         found = kinds.of(node)
@@ -242,8 +243,8 @@ def _of_value(
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         yield Problem(f"its arguments do not fit: {what}", (node,))
         return
-    held = _layouts(node.meta["val"])
-    earlier = held if before is node.meta["val"] else _layouts(before)
+    held = _layouts(fake_value(node))
+    earlier = held if before is fake_value(node) else _layouts(before)
     if len(held) != len(found):
         count = f"{len(held)} tensor(s) where the node gives {len(found)}"
         yield Problem(f"meta['val'] holds {count}", (node,), hint=_HINT)
@@ -270,7 +271,7 @@ def _is_an_item(node: fx.Node, value: Any) -> bool:
     if node.target is not operator.getitem:
         return False
     source, index = node.args
-    held = source.meta.get("val") if isinstance(source, fx.Node) else None
+    held = known_value(source) if isinstance(source, fx.Node) else None
     if not isinstance(held, (list, tuple)) or type(index) is not int:
         return False
     return -len(held) <= index < len(held) and held[index] is value

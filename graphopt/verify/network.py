@@ -10,6 +10,7 @@ from torch import fx
 from graphopt.graph_utils import tensors_in
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder
+from graphopt.ir.metadata import known_value, phase_of
 from graphopt.ir.views import launch_of
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.problems import operator_name
@@ -54,8 +55,8 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
         found.add_node(
             node,
             op=operator_name(node),
-            bytes=_bytes(node.meta.get("val")),
-            phase=node.meta.get("phase"),
+            bytes=_bytes(known_value(node)),
+            phase=phase_of(node),
             iteration=int(node in late),
         )
     last_draw: fx.Node | None = None

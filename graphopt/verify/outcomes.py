@@ -51,6 +51,7 @@ def reorders_sums(old: Evaluation, new: Evaluation) -> bool:
 
 
 def of_outcomes(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
+    """What two evaluations give otherwise: values, draws, calls of the host, collectives."""
     yield from _of_values(terms, old, new, where)
     if len(old.draws) != len(new.draws):
         yield Problem(

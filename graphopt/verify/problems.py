@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import VerificationError
+from graphopt.ir.metadata import source_line
 
 _SHOWN_PROBLEMS = 10
 _SHOWN_ITEMS = 4
@@ -38,7 +40,7 @@ class Problem:
     @property
     def source(self) -> object | None:
         """The user's line that the first offending node with one comes from."""
-        lines = (node.meta.get("source") for node in self.nodes)
+        lines = (source_line(node) for node in self.nodes)
         return next((line for line in lines if line is not None), None)
 
     def __str__(self) -> str:
@@ -52,8 +54,44 @@ class Problem:
         return "\n".join(lines)
 
 
+class CheckReport:
+    """Base of what checks have found.
+
+    Attributes:
+        problems: what is wrong.
+        shown: how many of them its text has.
+    """
+
+    problems: Sequence[Problem | str]
+    shown = _SHOWN_PROBLEMS
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
+
+    def _says(self) -> tuple[str, str]:
+        """What is said where there are none, and where there are."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        fine, broken = self._says()
+        if self.ok:
+            return fine
+        count = len(self.problems)
+        lines = [f"{broken} in {count} place(s):", *map(str, self.problems[: self.shown])]
+        if count > self.shown:
+            lines.append(f"... and {count - self.shown} more")
+        return "\n".join(lines)
+
+    def raise_for_failure(self) -> None:
+        """Raise `VerificationError` with the problems, if there are any."""
+        if not self.ok:
+            raise VerificationError(str(self))
+
+
 @dataclass
-class DependencyReport:
+class DependencyReport(CheckReport):
     """The outcome of comparing the dependencies of two graphs.
 
     >>> graphopt.verify.check_dependencies(gm, gm).ok
@@ -62,24 +100,8 @@ class DependencyReport:
 
     problems: list[Problem] = field(default_factory=list)
 
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-    def __str__(self) -> str:
-        if self.ok:
-            return "the graph keeps every dependency"
-        count = len(self.problems)
-        lines = [f"the graph breaks dependencies in {count} place(s):"]
-        lines += [str(problem) for problem in self.problems[:_SHOWN_PROBLEMS]]
-        if count > _SHOWN_PROBLEMS:
-            lines.append(f"... and {count - _SHOWN_PROBLEMS} more")
-        return "\n".join(lines)
-
-    def raise_for_failure(self) -> None:
-        """Raise `VerificationError` with the problems, if there are any."""
-        if not self.ok:
-            raise VerificationError(str(self))
+    def _says(self) -> tuple[str, str]:
+        return "the graph keeps every dependency", "the graph breaks dependencies"
 
 
 def operator_name(node: fx.Node) -> str:

@@ -13,7 +13,7 @@ CHUNK = 8192
 _MASK = (1 << CHUNK) - 1
 
 
-class Reach:
+class LabelReach:
     """The sources that reach the vertices of one flow.
 
     A state is an integer: for each label, `CHUNK` bits say which sources reach a vertex along paths

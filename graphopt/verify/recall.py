@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from graphopt.ir.metadata import known_value
+
 Same = Callable[[fx.Node, Any], bool]
 """Whether a node stands for what was in its place."""
 
@@ -57,7 +59,7 @@ class Recall:
             current: values of nodes; of those that are not in it, `gives` tells.
             gives: whether a node has a value.
         """
-        target, fake = node.target, node.meta.get("val")
+        target, fake = node.target, known_value(node)
         args, kwargs = node.args, node.kwargs
         for call in self.by_name[node.name]:
             if call.target is not target or call.fake is not fake or len(call.args) != len(args):
@@ -73,7 +75,7 @@ class Recall:
     ) -> None:
         """Remember a call."""
         calls = self.by_name.setdefault(node.name, [])
-        fake = node.meta.get("val")
+        fake = known_value(node)
         calls.insert(0, RecalledCall(node.target, fake, args, kwargs, value, based, raises))
         del calls[_FEW:]
 

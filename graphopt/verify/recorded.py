@@ -31,10 +31,12 @@ class Played(Protocol):
     graph_module: fx.GraphModule
 
     @property
-    def leaving(self) -> Sequence[bool]: ...
+    def leaving(self) -> Sequence[bool]:
+        """Which results are needed when the next replay may have begun."""
 
     @property
-    def copied(self) -> Collection[int]: ...
+    def copied(self) -> Collection[int]:
+        """Positions of the inputs that are copied into memory of the recording."""
 
 
 def recording_problems(gm: fx.GraphModule) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in, without_autocast
+from graphopt.ir.metadata import fake_value, known_value, set_value
 from graphopt.ir.rewritten import RewrittenPlace
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import layout_of
@@ -46,7 +47,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownPlace:
     """What a node gives in a proof: an unknown function.
 
     Attributes:
@@ -127,25 +128,25 @@ class RewrittenRegions:
                 compared.add(text)
                 yield from _compared(place, *graphs)
 
-    def unknowns(self) -> tuple[dict[fx.Node, Unknown], dict[fx.Node, Unknown]]:
+    def unknowns(self) -> tuple[dict[fx.Node, UnknownPlace], dict[fx.Node, UnknownPlace]]:
         """What stands for the outputs of all parts, before and after."""
-        old: dict[fx.Node, Unknown] = {}
-        new: dict[fx.Node, Unknown] = {}
+        old: dict[fx.Node, UnknownPlace] = {}
+        new: dict[fx.Node, UnknownPlace] = {}
         for number, (_, before, after) in enumerate(self._pairs):
             inputs = dict(zip(before.inputs, after.inputs, strict=True))
             for index, (was, now) in enumerate(zip(before.outputs, after.outputs, strict=True)):
                 needed = _needed(was, before.inputs)
                 key = ("rewritten", number, index)
-                old[was] = Unknown(key, tuple(needed), was)
-                new[now] = Unknown(key, tuple(inputs[node] for node in needed), was)
+                old[was] = UnknownPlace(key, tuple(needed), was)
+                new[now] = UnknownPlace(key, tuple(inputs[node] for node in needed), was)
         return old, new
 
 
 def _laid_out_otherwise(place: RewrittenPlace, before: Region, after: Region) -> Iterator[Problem]:
     """Readers compute other bits of what lies in memory otherwise."""
     for was, now in zip(before.outputs, after.outputs, strict=True):
-        if list(map(layout_of, tensors_in(was.meta["val"]))) != list(
-            map(layout_of, tensors_in(now.meta["val"]))
+        if list(map(layout_of, tensors_in(fake_value(was)))) != list(
+            map(layout_of, tensors_in(fake_value(now)))
         ):
             yield Problem(f"what stands for {place.pattern} gives another kind of tensor", (now,))
 
@@ -173,7 +174,7 @@ def _extracted(region: Region) -> fx.Graph | fx.Node:
     copies: dict[fx.Node, fx.Node] = {}
     for index, node in enumerate(region.inputs):
         copies[node] = graph.placeholder(f"input_{index}")
-        copies[node].meta["val"] = node.meta["val"]
+        set_value(copies[node], fake_value(node))
     for node in sorted(_between(region.outputs, region.inputs) - set(region.inputs)):
         if node.op != "call_function":
             return node
@@ -188,7 +189,7 @@ def _text(graph: fx.Graph) -> str:
     lines = []
     for node in graph.nodes:
         args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
-        held = node.meta.get("val") if node.op == "placeholder" else None
+        held = known_value(node) if node.op == "placeholder" else None
         kind = (
             (tuple(held.shape), held.stride(), held.dtype)
             if isinstance(held, torch.Tensor)
@@ -199,7 +200,7 @@ def _text(graph: fx.Graph) -> str:
 
 
 def _compared(place: RewrittenPlace, before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
-    values = [v for g in (before, after) for n in g.nodes for v in tensors_in(n.meta.get("val"))]
+    values = [v for g in (before, after) for n in g.nodes for v in tensors_in(known_value(n))]
     if not _can_run(values):
         logger.info("%s is too large to be compared, or not of this machine", place.pattern)
         return
@@ -233,7 +234,7 @@ def _runs(before: fx.Graph, after: fx.Graph, *, positive: bool) -> list[list[tor
     with torch.random.fork_rng([]), torch.no_grad(), without_autocast():
         for graph in (before, after):
             torch.manual_seed(0)
-            held = [n.meta["val"] for n in before.find_nodes(op="placeholder")]
+            held = [fake_value(n) for n in before.find_nodes(op="placeholder")]
             inputs = [_random(value, positive) for value in held]
             torch.manual_seed(1)
             found.append(list(fx.GraphModule(torch.nn.Module(), graph)(*inputs)))

@@ -23,10 +23,12 @@ class Ordered(Protocol):
     """Two calls that run one after the other, and why."""
 
     @property
-    def before(self) -> fx.Node: ...
+    def before(self) -> fx.Node:
+        """The call as it was."""
 
     @property
-    def after(self) -> fx.Node: ...
+    def after(self) -> fx.Node:
+        """The call as it is."""
 
 
 _CALLS = ("call_function", "call_method", "call_module")

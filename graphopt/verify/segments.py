@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from graphopt.ir.metadata import known_value
 from graphopt.verify.traits import traits_of
 
 
 @dataclass(eq=False)
-class Items:
+class SegmentItems:
     """A value of several results. `joined`: the vertex for all of them, once there is one."""
 
     values: Sequence[Value]
@@ -46,7 +47,7 @@ class Segments:
         )
 
 
-Value: TypeAlias = int | Items | Segments
+Value: TypeAlias = int | SegmentItems | Segments
 """A vertex, or a value of several vertices."""
 
 
@@ -79,7 +80,7 @@ def segmented(graph: fx.Graph) -> set[fx.Node]:
 
 def concatenates_vectors(node: fx.Node) -> bool:
     """Whether a `cat` puts tensors of one dimension and known sizes side by side."""
-    value = node.meta.get("val")
+    value = known_value(node)
     return isinstance(value, torch.Tensor) and value.ndim == 1 and size_of(value) is not None
 
 
@@ -96,7 +97,7 @@ def split_ends(node: fx.Node) -> list[int] | None:
 
     None where the parts are not runs of elements.
     """
-    parts = node.meta.get("val")
+    parts = known_value(node)
     if _argument(node, 2, "dim", 0) != 0 or not isinstance(parts, (list, tuple)):
         return None
     ends, end = [], 0
@@ -111,7 +112,7 @@ def split_ends(node: fx.Node) -> list[int] | None:
 
 def slice_range(node: fx.Node, whole: torch.Tensor) -> tuple[int, int] | None:
     """The elements of `whole`, in row-major order, that a `slice` takes; None if not a run."""
-    part = node.meta.get("val")
+    part = known_value(node)
     size, total = size_of(part), size_of(whole)
     if _argument(node, 1, "dim", 0) != 0 or _argument(node, 4, "step", 1) != 1:
         return None

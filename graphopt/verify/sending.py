@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import nodes_in, operator_of
 from graphopt.ir.views import launch_of
 from graphopt.verify.terms import Segment, TensorValue, Terms, elements_of
@@ -27,7 +28,7 @@ class Sending:
     def launched(self, launch: fx.Node) -> None:
         """Take in the launch of a collective."""
         if operator_of(launch).reads_until_wait:
-            held = launch.meta["val"]
+            held = fake_value(launch)
             waits = len(held) if isinstance(held, (list, tuple)) else 1
             sent = nodes_in(launch.args[0])
             self._open[launch] = {owner for node in sent for owner in self._owners(node)}, waits

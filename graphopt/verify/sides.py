@@ -11,11 +11,11 @@ from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import Entry
 from graphopt.verify.flow import Flow
 from graphopt.verify.labels import Labels
-from graphopt.verify.reach import Reach, union
+from graphopt.verify.reach import LabelReach, union
 
 
 @dataclass(frozen=True)
-class Place:
+class SinkPlace:
     """Where sources are asked for: at a node, or `end`: at a value that leaves the graph."""
 
     write: Entry
@@ -37,7 +37,7 @@ class Side:
         self,
         graph: fx.Graph,
         memory: MemoryOrder,
-        places: Sequence[Place],
+        places: Sequence[SinkPlace],
         labels: Labels,
         cut: Container[fx.Node] | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class Side:
             [self._flow.vertex(*place.write)] if place.end else self._flow.sources(place.write.node)
             for place in places
         ]
-        self._reach = Reach(self._flow, labels)
+        self._reach = LabelReach(self._flow, labels)
         self.begins = self._flow.begins
 
     def states(self, sources: Sequence[fx.Node]) -> dict[int, int]:
@@ -63,7 +63,7 @@ class Side:
 
 
 def _needed(
-    graph: fx.Graph, memory: MemoryOrder, places: Sequence[Place], cut: Container[fx.Node]
+    graph: fx.Graph, memory: MemoryOrder, places: Sequence[SinkPlace], cut: Container[fx.Node]
 ) -> set[fx.Node]:
     """Nodes outside `cut` that lie between it and the places."""
     needed: set[fx.Node] = set()

@@ -13,6 +13,7 @@ from graphopt.graph_utils import get_output, get_outputs
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import Entry
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import calls_of, draws
 from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import IterGraph
@@ -233,7 +234,7 @@ def _waits_of(launch: fx.Node) -> Iterator[Problem]:
 
 
 def _results(launch: fx.Node) -> list[int | None]:
-    value = launch.meta.get("val")
+    value = known_value(launch)
     return list(range(len(value))) if isinstance(value, (list, tuple)) else [None]
 
 

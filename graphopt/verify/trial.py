@@ -17,6 +17,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import get_outputs, is_collective, tensors_in
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.replicas import Lockstep, ReplicatedStep
@@ -90,7 +91,7 @@ def _found(before: fx.GraphModule, after: fx.GraphModule) -> list[Gap | None]:
 
 
 def _devices(graph: fx.Graph) -> set[str]:
-    values = (tensors_in(node.meta.get("val")) for node in graph.nodes)
+    values = (tensors_in(known_value(node)) for node in graph.nodes)
     return {tensor.device.type for found in values for tensor in found}
 
 
@@ -134,7 +135,7 @@ def _groups(graphs: Sequence[fx.Graph]) -> Mapping[str, Sequence[int]]:
 
 
 def _is_small(graph: fx.Graph, count: int) -> bool:
-    held = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    held = [known_value(node) for node in graph.find_nodes(op="placeholder")]
     size = sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
     return (
         count <= _MOST_REPLICAS and len(graph.nodes) <= _MOST_NODES and size * count <= _MOST_BYTES

@@ -10,6 +10,7 @@ from torch import fx
 from graphopt.graph_utils import written
 from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.families import collective_kind
+from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import (
     fused_optimizer,
     is_list_operator,
@@ -18,7 +19,7 @@ from graphopt.ir.operators import (
 )
 from graphopt.verify.calls import entries
 from graphopt.verify.casts import converted
-from graphopt.verify.communicating import Communication
+from graphopt.verify.communicating import CollectiveTerms
 from graphopt.verify.contents import CannotWriteError, with_layout
 from graphopt.verify.evaluated import NotDecidedError, Settled
 from graphopt.verify.functional import functional_form, functional_form_for
@@ -42,7 +43,7 @@ class Updates:
         self,
         terms: Terms,
         reading: Reading,
-        communication: Communication,
+        communication: CollectiveTerms,
         applied: Applied,
         settled: Mapping[str, Settled],
     ) -> None:
@@ -71,7 +72,7 @@ class Updates:
         """Update a node with a value that may be laid out otherwise."""
         if not isinstance(value, TensorValue):
             raise NotDecidedError("what it updates is not a tensor", node)
-        return self._put(node, destination, with_layout(value, destination.meta["val"]))
+        return self._put(node, destination, with_layout(value, fake_value(destination)))
 
     def in_place(self, node: fx.Node) -> Any:
         """What an operator gives that updates its arguments: what its functional form gives is
@@ -90,10 +91,10 @@ class Updates:
 
     def _functional_form(self, node: fx.Node) -> Any:
         if is_list_operator(node):
-            held = [destination.meta["val"] for destination in written(node)]
+            held = [fake_value(destination) for destination in written(node)]
             rounds = rounds_a_list_in_place(node.target, held)
             return None if rounds else functional_form(node.target)
-        return functional_form_for(node.target, written(node)[0].meta["val"])
+        return functional_form_for(node.target, fake_value(written(node)[0]))
 
     def _put(self, node: fx.Node, destination: fx.Node, value: TensorValue) -> Any:
         """Update a node with a value of its own layout."""
@@ -118,7 +119,7 @@ class Updates:
 
     def _in_place_lists(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
         first = cast(Sequence[fx.Node], node.args[0])  # what it gives itself is nothing
-        held = node.meta["val"] or [destination.meta["val"] for destination in first]
+        held = fake_value(node) or [fake_value(destination) for destination in first]
         found = entries(self._terms, target, arguments, held)
         call = list_call(node)
         if found is None or call is None:
@@ -164,7 +165,7 @@ def _copied(terms: Terms, before: Any, source: Any, destination: fx.Node) -> Ten
         return None
     if source.shape != before.shape:
         return None
-    fake = destination.meta["val"]
+    fake = fake_value(destination)
     if source.dtype == before.dtype:
         same = source.stride == before.stride and source.device == before.device
         return source if same else tensor_value(source.segments, fake)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.graph_utils import is_collective
+from graphopt.ir.metadata import has_value, input_name, modules_of, provenance_of, source_line
 from graphopt.iter_graph import IterGraph
 from graphopt.listing import MARKS, readable_bytes
 from graphopt.manager import PassRecord, records_of
@@ -56,7 +57,7 @@ def contents_of(
 
 
 def _can_be_simulated(graph: fx.Graph) -> bool:
-    return all("val" in node.meta for node in graph.nodes if node.op != "output")
+    return all(has_value(node) for node in graph.nodes if node.op != "output")
 
 
 class _Texts:
@@ -93,8 +94,8 @@ class _Nodes:
 
     def _row(self, node: fx.Node, late: Mapping[fx.Node, fx.Node]) -> list[Any]:
         row = row_of(node, late)
-        source = node.meta.get("source")
-        made = node.meta.get("provenance", ("",))[-1]
+        source = source_line(node)
+        made = (provenance_of(node) or ("",))[-1]
         return [
             node.name,
             row.text[:_LONGEST],
@@ -113,8 +114,8 @@ class _Nodes:
 
 def _module(node: fx.Node) -> str:
     if node.op == "placeholder":
-        return str(node.meta.get("fqn", "")).rpartition(".")[0]
-    modules = node.meta.get("nn_module_stack")
+        return (input_name(node) or "").rpartition(".")[0]
+    modules = modules_of(node)
     return str(list(modules.values())[-1][0]) if modules else ""
 
 

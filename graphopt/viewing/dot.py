@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from graphopt.graph_utils.nodes import graph_of
+from graphopt.ir.metadata import known_value
 from graphopt.readable.rows import describe, target_text, title_of
-from graphopt.readable.text import graph_of
 
 
 def dot_text(graph: fx.GraphModule | fx.Graph, name: str = "step") -> str:
@@ -41,7 +42,7 @@ def _lines(graph: fx.Graph, name: str) -> Iterator[str]:
 
 
 def _label(node: fx.Node) -> str:
-    lines = [f"%{node.name}", target_text(node), describe(node.meta.get("val"))]
+    lines = [f"%{node.name}", target_text(node), describe(known_value(node))]
     return "\n".join(line for line in lines if line)
 
 

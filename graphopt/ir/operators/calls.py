@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
 from graphopt import _compat
 from graphopt.ir.families import written_where
+from graphopt.ir.metadata import written_arguments
 from graphopt.ir.operators.kinds import is_random
 from graphopt.ir.operators.table import Operator, operator_of, row
 
@@ -66,7 +67,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     [weight]
     """
     if node.op in ("call_module", "call_method"):
-        return [node.args[index] for index in node.meta.get("writes", ())]
+        return [cast(fx.Node, node.args[index]) for index in written_arguments(node)]
     found: list[fx.Node] = []
     if operator_of(node).writes:  # of few nodes, and this is asked of all
         for index in written_positions(node):

@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt.errors import PartitionError
 from graphopt.graph_utils import is_operator, tensors_in
+from graphopt.ir.metadata import known_value
 from graphopt.pipelining.pipe.marks import insert_mark_after
 
 Weight = Callable[[fx.Node], float]
@@ -48,8 +49,8 @@ def balanced(
         if len(nodes) < num_stages:
             raise PartitionError(f"{len(nodes)} calls cannot be divided into {num_stages} stages")
         weights = [weight(n) for n in nodes] if weight else _parameter_elements(graph_module, nodes)
-        limit = _lightest_maximum(weights, num_stages) * (1 + slack)
-        ends = _cheapest_cuts(weights, _bytes_across(graph_module, nodes), num_stages, limit)
+        limit = lightest_maximum(weights, num_stages) * (1 + slack)
+        ends = cheapest_cuts(weights, _bytes_across(graph_module, nodes), num_stages, limit)
         for stage, end in enumerate(ends):
             insert_mark_after(nodes[end], f"balanced end of stage {stage}")
         return graph_module
@@ -68,7 +69,7 @@ def _parameter_elements(graph_module: fx.GraphModule, nodes: Sequence[fx.Node]) 
     for node in nodes:
         new = [n for n in node.all_input_nodes if n.op == "get_attr" and n not in seen]
         seen.update(new)
-        values = tensors_in([n.meta.get("val") for n in new])
+        values = tensors_in([known_value(n) for n in new])
         weights.append(float(sum(value.numel() for value in values)))
     return weights
 
@@ -86,7 +87,7 @@ def _bytes_across(graph_module: fx.GraphModule, nodes: Sequence[fx.Node]) -> lis
         made = position.get(node, 0)
         if last <= made:
             continue
-        value = node.meta.get("val")
+        value = known_value(node)
         change, amount = (size, value.nbytes) if isinstance(value, torch.Tensor) else (lists, 1)
         change[made] += amount
         change[last] -= amount
@@ -94,7 +95,7 @@ def _bytes_across(graph_module: fx.GraphModule, nodes: Sequence[fx.Node]) -> lis
     return [math.inf if alive else float(total) for total, alive in sizes][: len(nodes)]
 
 
-def _lightest_maximum(weights: Sequence[float], num_stages: int) -> float:
+def lightest_maximum(weights: Sequence[float], num_stages: int) -> float:
     """The weight of the heaviest stage in the best division, by bisection."""
     low, high = max(weights), sum(weights)
     if _fits(weights, num_stages, low):
@@ -117,7 +118,7 @@ def _fits(weights: Sequence[float], num_stages: int, limit: float) -> bool:
     return stages <= num_stages
 
 
-def _cheapest_cuts(
+def cheapest_cuts(
     weights: Sequence[float], across: Sequence[float], num_stages: int, limit: float
 ) -> list[int]:
     """Last nodes of all stages but the last, with the fewest bytes across the cuts.

@@ -78,6 +78,11 @@ class GradientWatch(TorchFunctionMode):
             )
 
     def refuse(self, reason: str, hint: str) -> NoReturn:
+        """Refuse the model, from now on and each time.
+
+        Raises:
+            LostGradientError: always.
+        """
         line = current_user_line()
         refusal = LostGradientError(reason, location=None if line is None else str(line), hint=hint)
         self.refusal = self.refusal or refusal

@@ -29,7 +29,8 @@ class LossWrapper(nn.Module, ABC):
         self.loss_fn = loss_fn
 
     @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of a call: of arguments for the model, and of targets."""
 
 
 class TrivialLossWrapper(LossWrapper):

@@ -103,6 +103,7 @@ class Annotation:
         self._module = module
 
     def undo(self) -> None:
+        """Take the split points away again."""
         remove_split_points(self._module)
 
     def __enter__(self) -> Annotation:

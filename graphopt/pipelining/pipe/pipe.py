@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from graphopt.errors import PartitionError
 from graphopt.graph_utils import get_output
+from graphopt.ir.metadata import known_value
 from graphopt.manager.settings import level_of
 from graphopt.partition import split_module
 from graphopt.pipelining.pipe.assignment import assign_stages
@@ -281,7 +282,7 @@ def _proof_of(exported: Exported) -> PipeProof | None:
 
 def _loss_index(mod: nn.Module, exported: Exported, spec: Any) -> int | None:
     leaves: Any = get_output(exported.graph_module.graph).args[0]
-    values = [leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    values = [known_value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
     output = exported.output_spec.nest(values)
     index = loss_position(mod, output, spec)
     if index is None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import fx, nn
 
+from graphopt.ir.metadata import modules_of
 from graphopt.pipelining.pipe.sharing import ParameterReplica
 from graphopt.pipelining.pipe.stage_module import StageModule, make_stage_module
 from graphopt.pipelining.pipe.state import State
@@ -97,9 +98,7 @@ def _names_in_stage(users: Iterable[fx.Node], aliases: list[str], traced: str) -
     """Of a tied parameter's names, those whose modules the stage runs."""
     if len(aliases) == 1:
         return aliases
-    paths = {
-        entry[0] for user in users for entry in (user.meta.get("nn_module_stack") or {}).values()
-    }
+    paths = {entry[0] for user in users for entry in modules_of(user).values()}
     return [name for name in aliases if name.rpartition(".")[0] in paths - {""}] or [traced]
 
 

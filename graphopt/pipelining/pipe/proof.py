@@ -90,7 +90,7 @@ def check_chain(top: fx.GraphModule, chain: Sequence[fx.GraphModule], plan: Chai
         sent = composition.call(stage, sent)
     returned = dict(zip(plan.returned, sent, strict=True))
     leaves: Any = get_output(top.graph).args[0]
-    after = composition.finish(fx.node.map_arg(leaves, {**given, **returned}.__getitem__))
+    after = composition.end(fx.node.map_arg(leaves, {**given, **returned}.__getitem__))
     problem = next(_differing(before, after, objects), None)
     if problem is not None:
         raise VerificationError(f"the chain of stages was refused: {problem}")
@@ -100,7 +100,7 @@ def _composed(module: fx.GraphModule, objects: Objects) -> fx.Graph:
     """The graph without calls of stages, and without the backward of a graph of stages."""
     names = [str(call.target) for call in stage_nodes(module.graph)]
     composition = Composition(objects, pieces=names, handing=HANDING)
-    graph = composition.finish(composition.call(module, composition.inputs(module.graph)))
+    graph = composition.end(composition.call(module, composition.inputs(module.graph)))
     backwards = graph.find_nodes(op="call_function", target=stage_backward)
     backward = {*backwards, *find_all_descendants(backwards)}
     for node in reversed(list(graph.nodes)):

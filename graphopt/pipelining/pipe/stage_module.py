@@ -12,8 +12,9 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt._compat import pipelining as _private
+from graphopt.ir.metadata import MODULES
 
-_KEPT_META = ("nn_module_stack", "stack_trace")
+_KEPT_META = (MODULES, "stack_trace")
 
 
 class StageModule(fx.GraphModule):
@@ -67,14 +68,14 @@ def _sharing(child: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class _Reference:
+class _SavedReference:
     """A node among the arguments of another."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class _Operator:
+class _SavedOperator:
     """An operator, which torch does not pickle."""
 
     name: str
@@ -82,7 +83,7 @@ class _Operator:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _SavedNode:
     """A node."""
 
     op: str
@@ -93,12 +94,12 @@ class _Record:
     meta: dict[str, Any]
 
 
-def _encode(graph: fx.Graph) -> list[_Record]:
+def _encode(graph: fx.Graph) -> list[_SavedNode]:
     def refer(value: Any) -> Any:
-        return fx.node.map_arg(value, lambda node: cast(Any, _Reference(node.name)))
+        return fx.node.map_arg(value, lambda node: cast(Any, _SavedReference(node.name)))
 
     return [
-        _Record(
+        _SavedNode(
             node.op,
             node.name,
             _encode_target(node.target),
@@ -110,13 +111,13 @@ def _encode(graph: fx.Graph) -> list[_Record]:
     ]
 
 
-def _load(holder: nn.Module, records: list[_Record]) -> StageModule:
+def _load(holder: nn.Module, records: list[_SavedNode]) -> StageModule:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 
     def resolve(value: Any) -> Any:
         return fx.node.map_aggregate(
-            value, lambda leaf: nodes[leaf.name] if isinstance(leaf, _Reference) else leaf
+            value, lambda leaf: nodes[leaf.name] if isinstance(leaf, _SavedReference) else leaf
         )
 
     for record in records:
@@ -134,14 +135,14 @@ def _load(holder: nn.Module, records: list[_Record]) -> StageModule:
 
 def _encode_target(target: Any) -> Any:
     if isinstance(target, _compat.OpOverload):
-        return _Operator(_compat.operator_name(target), _compat.overload_name(target))
+        return _SavedOperator(_compat.operator_name(target), _compat.overload_name(target))
     if _private.is_higher_order(target):
-        return _Operator(target.name(), None)
+        return _SavedOperator(target.name(), None)
     return target
 
 
 def _decode_target(target: Any) -> Any:
-    if not isinstance(target, _Operator):
+    if not isinstance(target, _SavedOperator):
         return target
     if target.overload is None:
         return getattr(torch.ops.higher_order, target.name)

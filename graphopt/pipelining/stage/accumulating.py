@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt.errors import GraphOptError
 from graphopt.graph_utils import call_function_with_meta, is_operator, is_random, same_kind
+from graphopt.ir.metadata import fake_value, input_name, phase_of
 
 aten = torch.ops.aten
 
@@ -69,7 +70,7 @@ def _added(gradient: fx.Node) -> list[fx.Node]:
     readers = _following(gradient)
     if len(readers) != 1 or not _adds(readers[0], gradient):
         raise GraphOptError(
-            f"{gradient.meta['fqn']} is not added up as autograd does it, so that the backwards of"
+            f"{input_name(gradient)} is not added up as autograd does it, so that the backwards of"
             " single microbatches cannot be told apart\n"
             "  hint:  leave out the pass that changes additions to gradients"
         )
@@ -78,7 +79,7 @@ def _added(gradient: fx.Node) -> list[fx.Node]:
     if len(left) != 1 or any(map(is_random, found)):
         what = "draws random numbers" if len(left) == 1 else f"leaves {len(left)} values"
         raise GraphOptError(
-            f"a hook on {gradient.meta['fqn']} {what}, so that the backwards of single microbatches"
+            f"a hook on {input_name(gradient)} {what}, so that the backwards of single microbatches"
             " cannot be told apart\n"
             "  hint:  change the gradient after the step of the schedule"
         )
@@ -104,7 +105,7 @@ def _following(node: fx.Node) -> list[fx.Node]:
     return [
         user
         for user in node.users
-        if user.meta.get("phase") == "backward" and not is_operator(user.target, "aten::copy_")
+        if phase_of(user) == "backward" and not is_operator(user.target, "aten::copy_")
     ]
 
 
@@ -123,7 +124,7 @@ def _own(graph: fx.Graph, new: fx.Node, gradient: fx.Node, like: fx.Node) -> fx.
     """A copy of `new`, laid out in memory as `gradient` is."""
     if same_kind(new, gradient):
         return call_function_with_meta(graph, aten.clone.default, (new,), like=like)
-    value = gradient.meta["val"]
+    value = fake_value(gradient)
     layout = (new, list(value.shape), list(value.stride()))
     empty = call_function_with_meta(graph, aten.new_empty_strided.default, layout, like=like)
     return call_function_with_meta(graph, aten.copy.default, (empty, new), like=like)

@@ -17,6 +17,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host import is_host_call
+from graphopt.ir.metadata import source_line
 from graphopt.parallel import DataParallel
 from graphopt.pipelining.errors import StageCompileError
 from graphopt.runtime.agreed import NotAsAgreedError, Ranks
@@ -127,7 +128,7 @@ class StageCapture:
     def _refuse_callbacks(self, step: StepInMaking) -> None:
         found = next(filter(is_host_call, step.module.graph.nodes), None)
         if found is not None:
-            line = found.meta.get("source")
+            line = source_line(found)
             raise StageCompileError(
                 self._stage,
                 f"it has {found.target}{f' ({line})' if line else ''}: what the graphs of a stage"

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from graphopt.graph_utils import find_all_descendants, get_output
+from graphopt.ir.metadata import known_value
 from graphopt.pipelining.pipe.backward import value_before_cut
 from graphopt.pipelining.pipe.boundary import give_back, receive, send
 from graphopt.pipelining.pipe.placement import arguments_of, results, stage_nodes
@@ -48,7 +49,7 @@ def plan_chain(graph: fx.Graph) -> ChainPlan:
     live.update(dict.fromkeys(returned, len(calls) - 1))
     arguments = graph.find_nodes(op="placeholder")
     # Numbers and the like are part of the graph; nobody reads them.
-    received = [[n for n in arguments if isinstance(n.meta.get("val"), torch.Tensor)]]
+    received = [[n for n in arguments if isinstance(known_value(n), torch.Tensor)]]
     order = {node: position for position, node in enumerate(graph.nodes)}
     for stage in range(1, len(calls)):
         crossing = [v for v, last in live.items() if made_by.get(v, 0) < stage <= last]

@@ -330,7 +330,7 @@ class CompiledStage:
             division = self._forward if key in _FORWARDS else self._backward
             graph: StageGraph = getattr(division, name)(*options)
             self._prove(key, graph)
-            self._stages.finish(graph)
+            self._stages.make_ready(graph)
             self._graphs[key] = graph
         return self._graphs[key]
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from graphopt.graph_utils import is_random
+from graphopt.ir.metadata import known_value
 from graphopt.ir.views import is_pure_view
 
 Names = dict[fx.Node, str]
@@ -70,7 +71,7 @@ def with_items(nodes: set[fx.Node]) -> Iterator[fx.Node]:
     """`nodes` and the items of those that compute several values."""
     yield from nodes
     for node in nodes:
-        if isinstance(node.meta.get("val"), (list, tuple)):
+        if isinstance(known_value(node), (list, tuple)):
             yield from (user for user in node.users if user.target is operator.getitem)
 
 

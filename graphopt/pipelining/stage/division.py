@@ -35,6 +35,7 @@ from graphopt.graph_utils import (
     is_random,
     is_wait,
 )
+from graphopt.ir.metadata import KIND, NAME, RETURNED, phase_of, set_phase
 from graphopt.iter_graph.graph import copy_graph
 from graphopt.pipelining.stage.accumulating import Gradients, find_accumulation
 from graphopt.pipelining.stage.crossing import (
@@ -277,13 +278,13 @@ class StageDivision:
 
 def _runs_early(node: fx.Node) -> bool:
     """Whether a node that depends on no gradient was computed by the forward."""
-    phase = node.meta.get("phase")
+    phase = phase_of(node)
     return phase == "forward" or (phase != "backward" and is_needed(node))
 
 
 def _computed(node: fx.Node, phase: str) -> fx.Node:
     """`node`, no longer described as the input that it was made from."""
-    for key in ("kind", "fqn", "returned"):
+    for key in (KIND, NAME, RETURNED):
         node.meta.pop(key, None)
-    node.meta["phase"] = phase
+    set_phase(node, phase)
     return node

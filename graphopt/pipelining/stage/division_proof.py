@@ -197,7 +197,7 @@ class _Microbatch:
         return changed
 
     def _finish(self, carried: Sequence[Any]) -> fx.Graph:
-        return self._composition.finish((self._results, self._updates, list(carried)))
+        return self._composition.end((self._results, self._updates, list(carried)))
 
 
 def _changed_meanwhile(found: Evaluation, changing: Collection[fx.Node]) -> Iterator[Problem]:

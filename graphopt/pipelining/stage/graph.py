@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import Outputs
+from graphopt.ir.metadata import KIND, MODULES, SOURCE, VALUE, some_of
+from graphopt.ir.outlining import Copies, Part
 from graphopt.iter_graph import IterGraphModule
 
 SLOT = "slot"
@@ -86,28 +88,27 @@ def extract(
         slots: kept values that it may take, with their positions.
         shared: slots that a later graph needs as well.
     """
-    part = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
     positions: list[int] = []
+    members = [n for n in graph.nodes if n in needed and n not in slots and _computes(n)]
+    part = Part(members, _not_needed)
     read = {source for node in needed for source in node.all_input_nodes}
-    read.update(leaf for part_ in outputs for leaf in part_ if isinstance(leaf, fx.Node))
+    read.update(leaf for leaves in outputs for leaf in leaves if isinstance(leaf, fx.Node))
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         if node in needed and node not in slots:
-            copies[node] = part.node_copy(node)
+            part.take(node, str(node.target))
             positions.append(position)
     for node, slot in sorted(slots.items(), key=lambda item: item[1]):
         if node in read:
-            copies[node] = _slot(part, node, slot)
-    for node in graph.nodes:
-        if node in needed and node.op not in ("placeholder", "output") and node not in slots:
-            copies[node] = part.node_copy(node, copies.__getitem__)
-    part.output(fx.node.map_arg(tuple(outputs), copies.__getitem__))
-    return StageGraph(fx.GraphModule(root, part), positions, shared)
+            taken = part.take(node, f"kept_{slot}")
+            taken.meta = some_of(node, VALUE, SOURCE, MODULES) | {SLOT: slot, KIND: "kept"}
+    part.fill()
+    part.end(tuple(outputs))
+    return StageGraph(fx.GraphModule(root, part.graph), positions, shared)
 
 
-def _slot(graph: fx.Graph, node: fx.Node, slot: int) -> fx.Node:
-    placeholder = graph.placeholder(f"kept_{slot}")
-    kept = ("val", "source", "nn_module_stack")
-    placeholder.meta = {key: node.meta[key] for key in kept if key in node.meta}
-    placeholder.meta |= {SLOT: slot, "kind": "kept"}
-    return placeholder
+def _computes(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output")
+
+
+def _not_needed(part: Part, copies: Copies, node: fx.Node) -> fx.Node:
+    raise AssertionError(f"%{node.name} is not among the nodes that are needed")

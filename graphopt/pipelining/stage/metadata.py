@@ -10,6 +10,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.pipelining.pipe.backward import value_before_cut
 from graphopt.pipelining.pipe.placement import arguments_of, module_of, results, stage_nodes
 from graphopt.pipelining.stage.chain import ChainPlan
@@ -34,7 +35,7 @@ class StageFlow:
 
 def find_flow(top: fx.GraphModule, plan: ChainPlan) -> StageFlow:
     """Run the stages on fake tensors. Parameters count as they are now, frozen or not."""
-    values = {node: node.meta.get("val") for node in top.graph.find_nodes(op="placeholder")}
+    values = {node: known_value(node) for node in top.graph.find_nodes(op="placeholder")}
     mode = _compat.fake_mode_of(list(tensors_in(list(values.values())))) or _mode_of(top)
     with mode, torch.enable_grad():
         for call in stage_nodes(top.graph):
@@ -55,7 +56,7 @@ class _FakeRun(fx.Interpreter):
         actual = super().get_attr(target, args, kwargs)
         if not isinstance(actual, torch.Tensor):
             return actual
-        fake: torch.Tensor = self.current.meta["val"]
+        fake: torch.Tensor = fake_value(self.current)
         return fake.detach().requires_grad_(actual.requires_grad)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -66,7 +67,7 @@ class _FakeRun(fx.Interpreter):
 def _mode_of(top: fx.GraphModule) -> Any:
     """The mode of the first parameter, for models without tensor arguments."""
     values = (
-        node.meta.get("val")
+        known_value(node)
         for call in stage_nodes(top.graph)
         for node in module_of(top, call).graph.nodes
     )

@@ -19,6 +19,7 @@ from graphopt.graph_utils import (
     is_random,
     same_kind,
 )
+from graphopt.ir.metadata import fake_value, phase_of
 from graphopt.iter_graph.graph import copy_graph
 from graphopt.pipelining.stage.accumulating import Gradients
 from graphopt.tracing.capture import CapturedStep
@@ -118,7 +119,7 @@ def _sum(gradient: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 
 def _in_backward(node: fx.Node) -> bool:
-    return node.meta.get("phase") == "backward" and not is_operator(node.target, "aten::copy_")
+    return phase_of(node) == "backward" and not is_operator(node.target, "aten::copy_")
 
 
 def _update(graph: fx.Graph, gradient: fx.Node, value: fx.Node) -> fx.Node:
@@ -130,7 +131,7 @@ def _update(graph: fx.Graph, gradient: fx.Node, value: fx.Node) -> fx.Node:
 def _alone(graph: fx.Graph, gradient: fx.Node, added: fx.Node, last: fx.Node) -> fx.Node:
     """What the backward makes of a gradient to which nothing is added, laid out as the sum is."""
     new = next(node for node in added.all_input_nodes if node is not gradient)
-    held = gradient.meta["val"]
+    held = fake_value(gradient)
     with graph.inserting_before(added):
         if same_kind(new, gradient):
             own = call_function_with_meta(graph, aten.clone.default, (new,), like=added)

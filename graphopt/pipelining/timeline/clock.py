@@ -14,12 +14,14 @@ import torch.distributed as dist
 _ROUND_TRIPS = 20
 
 
-class Marks(Protocol):
+class DeviceMarks(Protocol):
     """Notes moments on a device, and tells them as seconds of this host's clock afterwards."""
 
-    def mark(self) -> Any: ...
+    def mark(self) -> Any:
+        """A mark of now."""
 
-    def seconds(self, mark: Any) -> float: ...
+    def seconds(self, mark: Any) -> float:
+        """When a mark was reached, on the clock of the host."""
 
 
 class HostMarks:
@@ -52,7 +54,8 @@ class CudaMarks:
         return self._base_seconds + float(self._base.elapsed_time(mark)) / 1e3
 
 
-def marks_for(device: torch.device) -> Marks:
+def marks_for(device: torch.device) -> DeviceMarks:
+    """The marks of a device: events of its streams, or times of the host."""
     return CudaMarks(device) if device.type == "cuda" else HostMarks()
 
 

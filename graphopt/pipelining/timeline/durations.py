@@ -57,6 +57,7 @@ class StageDurations:
 
     @property
     def num_stages(self) -> int:
+        """How many stages there are."""
         return len(self.forward)
 
     def of(self, action: Action) -> float:

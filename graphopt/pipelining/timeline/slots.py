@@ -41,10 +41,12 @@ class Slot(NamedTuple):
 
     @property
     def action(self) -> Action:
+        """What is done in it."""
         return Action(self.stage, self.kind, self.microbatch)
 
     @property
     def seconds(self) -> float:
+        """How long it takes."""
         return self.end - self.start
 
 
@@ -91,14 +93,17 @@ class ScheduleTimes:
 
     @cached_property
     def start(self) -> float:
+        """When the first action begins."""
         return min(slot.start for slot in self.slots)
 
     @cached_property
     def end(self) -> float:
+        """When the last action is over."""
         return max(slot.end for slot in self.slots)
 
     @cached_property
     def microbatches(self) -> int:
+        """How many microbatches there are."""
         return len({slot.microbatch for slot in self.slots})
 
     @cached_property

@@ -13,6 +13,7 @@ from typing import Any
 
 
 def main(job_file: str, result_file: str) -> None:
+    """Run the job in one file, and write what it gives to another."""
     with open(job_file, "rb") as file:
         job: dict[str, Any] = pickle.load(file)
     for library in job["libraries"]:

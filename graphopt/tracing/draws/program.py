@@ -58,6 +58,7 @@ class HostStep:
     line: str = ""
 
     def run(self, values: Sequence[Any]) -> Any:
+        """What the call gives, given what the steps before it gave."""
         given = [evaluate(each, values) for each in self.args]
         if not self.names:
             return self.function(*given)

@@ -4,6 +4,8 @@ A piece is a run of nodes in graph order. A node that cannot be recorded ends it
 of the device, or of the late group (`graphopt.iter_graph.running`), whose bookkeeping is inserted
 between the nodes afterwards. Views compute nothing: they end no piece, and whoever needs one makes
 it from the tensor that it is a view of.
+
+Each piece then becomes a graph of its own, and one call in the graph that it is cut from.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import enum
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +23,17 @@ from torch import fx
 from graphopt.graph_utils import is_collective, is_wait, tensors_in
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import list_call
+from graphopt.ir.metadata import fake_value, is_state, known_value, late_group
 from graphopt.ir.operators import is_item, is_list_operator, written
-from graphopt.ir.views import base_of, is_pure_view, may_be_view, outer_bases
-from graphopt.iter_graph.running import GROUP
-from graphopt.lowering.cudagraphs_nodes import Recordable, is_number, takes_numbers
+from graphopt.ir.outlining import Copies, Part, describe_call, give_items, leaving, splice
+from graphopt.ir.views import base_of, is_pure_view, is_update, may_be_view, outer_bases
+from graphopt.lowering.boxed import box_calls
+from graphopt.lowering.cudagraphs.recorder import Recordable, is_number, takes_numbers
 from graphopt.lowering.subgraph import LoweredSubgraph
 
 _BYTES_PER_OPERATOR = 2**18
 """What may be copied to spare the launch of an operator. Copying takes the device's time. Launching
 takes the CPU's, for which a device with much to do does not wait."""
-
-_STATE = ("parameter", "buffer", "optimizer_state")
-"""Kinds of inputs that are the same tensors in each call."""
 
 ModuleOf = Callable[[fx.Node], Any]
 
@@ -177,7 +179,7 @@ class _Scan:
         if node.op in ("placeholder", "get_attr", "output"):
             return
         if not _computes(node):
-            if self._run and node.meta.get(GROUP) != self._run[0].meta.get(GROUP):
+            if self._run and late_group(node) != late_group(self._run[0]):
                 self._close()
             if is_pure_view(node) or set(node.all_input_nodes) <= self._inside:
                 self._add(node)
@@ -202,7 +204,7 @@ class _Scan:
         A number that changes calls for a new recording. So that it is a short one, nodes that take
         numbers begin a piece, of optimizer operators alone.
         """
-        if node.meta.get(GROUP) != self._run[0].meta.get(GROUP):
+        if late_group(node) != late_group(self._run[0]):
             return False
         if self._device is not None and device is not None and device != self._device:
             return False
@@ -230,7 +232,7 @@ class _Scan:
         computing = [node for node in run if _computes(node)]
         if not computing or device is None:
             return
-        piece = Piece(run, device, computing[0].meta.get(GROUP))
+        piece = Piece(run, device, late_group(computing[0]))
         self._fill(piece, computing)
         copies = sum(itertools.starmap(_copying, piece.inputs.items()))
         if sum(map(self._operators, computing)) < self._min_ops + copies:
@@ -254,15 +256,14 @@ class _Scan:
                 piece.leaving.add(node)
 
     def _way(self, base: fx.Node) -> Way:
-        value = base.meta.get("val")
+        value = known_value(base)
         if is_number(value):
             return Way.NUMBER
         if base.op == "get_attr" or base in self._static:
             return Way.STATIC
         if isinstance(value, torch.Tensor) and value.device.type != self._recordable.device_type:
             return Way.SCALAR
-        is_state = base.op == "placeholder" and base.meta.get("kind") in _STATE
-        return Way.STATIC if is_state else Way.COPIED
+        return Way.STATIC if is_state(base) else Way.COPIED
 
     def _operators(self, node: fx.Node) -> int:
         """How many operators a node stands for: compiled ones, or those of its list."""
@@ -278,4 +279,69 @@ def _copying(node: fx.Node, way: Way) -> int:
     """How many operators have to be spared so that copying an input pays."""
     if way not in (Way.COPIED, Way.SCALAR):
         return 0
-    return 1 + sum(tensor.nbytes for tensor in tensors_in(node.meta["val"])) // _BYTES_PER_OPERATOR
+    return 1 + sum(tensor.nbytes for tensor in tensors_in(fake_value(node))) // _BYTES_PER_OPERATOR
+
+
+class PieceBody(Part):
+    """A piece as a graph of its own, which takes the piece's inputs in their order.
+
+    Attributes:
+        piece: what it is made from.
+    """
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__(piece.nodes, _inside)
+        self.piece = piece
+        for node in piece.inputs:
+            self.take(node)
+        self.fill(without=is_pure_view)
+        self.returning(leaving(piece.nodes))
+
+    def module(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """As a module. It shares submodules with `gm`, from which the piece is cut."""
+        return box_calls(fx.GraphModule(gm, self.graph))
+
+
+def _inside(body: Part, copies: Copies, node: fx.Node) -> fx.Node:
+    """What a node is in a piece: an update before it began, or a view, made where it is needed."""
+    if not is_pure_view(node) and is_update(node):
+        updated: fx.Node = copies(node.all_input_nodes[0])
+        return updated
+    assert is_pure_view(node), f"%{node.name} is no input of its piece"
+    return copies.copy(node)
+
+
+def with_calls(
+    source: fx.Graph, bodies: list[PieceBody], name_of: Callable[[PieceBody], str]
+) -> fx.Graph:
+    """A graph in which each piece is one call.
+
+    Args:
+        name_of: the name of the submodule that runs a piece.
+    """
+
+    def call(copies: Copies, body: Part) -> None:
+        assert isinstance(body, PieceBody)
+        called = copies.graph.call_module(name_of(body), tuple(map(copies, body.inputs)))
+        # Running code marks where a late group begins to update state.
+        describe_call(called, body, body.piece.written)
+        give_items(copies, body, called)
+        inside = set(body.nodes)
+        for node in body.nodes:  # here, so that views stand in the late group of their piece
+            if any(user not in inside for user in node.users):
+                copies(node)
+
+    members = {node for body in bodies for node in body.nodes}
+    graph = splice(source, source.nodes, bodies, call, partial(_outside, members))
+    for node in reversed(graph.nodes):
+        if not node.users and is_pure_view(node):
+            graph.erase_node(node)
+    return graph
+
+
+def _outside(members: set[fx.Node], copies: Copies, node: fx.Node) -> Any:
+    """A node outside of the pieces, or of one that does not return it."""
+    if node in members and (is_update(node) or is_wait(node)):
+        return copies(node.all_input_nodes[0])
+    assert node not in members or is_pure_view(node), f"%{node.name} is not returned by its piece"
+    return copies.copy(node)

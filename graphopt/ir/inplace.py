@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt._compat.sizes import is_contiguous
 from graphopt.ir.families import ROUNDS_IN_PLACE
 from graphopt.ir.operators import rounds_in_place
 
@@ -119,7 +120,6 @@ def _define_random_from() -> _compat.OpOverload:
 CALLABLE = {_RANDOM_FROM: _define_random_from()}
 """What stands in graphs for operators whose overloads are named by a Python keyword."""
 
-_STRIDED = frozenset((*_DRAWING, *_COMPUTING))
 _FUNCTIONAL = {
     CALLABLE.get(inplace, inplace): _define(inplace)
     for inplace in dict.fromkeys((*_DRAWING, *_COMPUTING, *_ROUNDING))
@@ -142,9 +142,15 @@ def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | No
         return _FUNCTIONAL[_by_number(target, args)]
     if target in _WITHOUT_FUNCTIONAL or target.namespace == _NAMESPACE:
         return _FUNCTIONAL[target]
-    if target not in _STRIDED or written.is_contiguous():
-        return None
-    return _FUNCTIONAL[target]
+    return None if torch_gives_the_same(target, written) else _FUNCTIONAL[target]
+
+
+def torch_gives_the_same(target: Any, written: torch.Tensor) -> bool:
+    """Whether torch's functional form of one of these in-place operators gives the bits that it
+    writes."""
+    if rounds_in_place(target, written.dtype):
+        return False
+    return target in ROUNDING or is_contiguous(written)
 
 
 def _by_number(target: _compat.OpOverload, args: Sequence[Any]) -> _compat.OpOverload:

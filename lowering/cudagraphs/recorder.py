@@ -1,15 +1,18 @@
-"""Which nodes of an executable graph can be recorded into a CUDA graph, and why not the others."""
+"""Which nodes of an executable graph can be recorded into a CUDA graph, and who records them."""
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat import cuda
 from graphopt.graph_utils import (
     is_collective,
     is_operator,
@@ -17,11 +20,11 @@ from graphopt.graph_utils import (
     tensors_in,
     written,
 )
+from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, fused_optimizer, is_item
+from graphopt.lowering.lowerable import has_mask, takes_indices
 from graphopt.lowering.subgraph import LoweredSubgraph
-
-_READS_INDICES = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index_put")
-"""Operators that wait for the device where an index is a mask, and else do not."""
+from graphopt.runtime.collector import collector_paused
 
 _WAITS_FOR_DEVICE = (
     "aten::_assert_scalar",
@@ -57,7 +60,7 @@ def is_unknown_number(value: object) -> bool:
 
 def takes_numbers(node: fx.Node) -> bool:
     """Whether a node takes Python numbers that are computed in the graph."""
-    return any(is_unknown_number(source.meta.get("val")) for source in node.all_input_nodes)
+    return any(is_unknown_number(known_value(source)) for source in node.all_input_nodes)
 
 
 def is_learning_rate(node: fx.Node, user: fx.Node) -> bool:
@@ -91,7 +94,7 @@ class Recordable:
             return "it computes with Python numbers or calls Python"
         if target.namespace not in _NAMESPACES:
             return f"what operators of {target.namespace} do besides their result is not known"
-        if isinstance(node.meta.get("val"), (list, tuple)) and not all(map(is_item, node.users)):
+        if isinstance(known_value(node), (list, tuple)) and not all(map(is_item, node.users)):
             return "its results are used as a list"
         return (
             self._against_communication(node)
@@ -107,7 +110,7 @@ class Recordable:
         for inner in module.graph_module.graph.nodes:
             if inner.op == "placeholder":
                 continue
-            if any(t.device.type != self.device_type for t in tensors_in(inner.meta.get("val"))):
+            if any(t.device.type != self.device_type for t in tensors_in(known_value(inner))):
                 return f"%{inner.name} of it is on another device"
         return self._against_values(node)
 
@@ -120,12 +123,12 @@ class Recordable:
 
     def _against_values(self, node: fx.Node) -> str | None:
         devices = set()
-        for tensor in tensors_in(node.meta.get("val")):
+        for tensor in tensors_in(known_value(node)):
             devices.add(tensor.device)
             if tensor.layout is not torch.strided or _compat.has_symbolic_shape(tensor):
                 return "its result has a shape or layout that is not fixed"
         for source in node.all_input_nodes:
-            value = source.meta.get("val")
+            value = known_value(source)
             if is_unknown_number(value) and fused_optimizer(node.target) is None:
                 return "it takes a number that is computed in the graph"
             for tensor in tensors_in(value):
@@ -160,9 +163,9 @@ class Recordable:
 
 
 def _tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    yield from tensors_in(node.meta.get("val"))
+    yield from tensors_in(known_value(node))
     for source in node.all_input_nodes:
-        yield from tensors_in(source.meta.get("val"))
+        yield from tensors_in(known_value(source))
 
 
 def _against_waiting(node: fx.Node, target: _compat.OpOverload) -> str | None:
@@ -171,16 +174,11 @@ def _against_waiting(node: fx.Node, target: _compat.OpOverload) -> str | None:
         return "it is tagged as unsafe in CUDA graphs"
     name = _compat.operator_name(target)
     waits = any(tag in target.tags for tag in _TAGS)
-    if name in _READS_INDICES:
-        waits = any(map(_is_mask, argument(node, "indices")))
+    if takes_indices(node):  # they wait where an index is a mask, and else do not
+        waits = has_mask(node)
     if waits or name in _WAITS_FOR_DEVICE or name.startswith(_WAITING_FAMILIES):
         return "it waits for the device"
     return None
-
-
-def _is_mask(index: Any) -> bool:
-    values = tensors_in(index.meta.get("val")) if isinstance(index, fx.Node) else ()
-    return any(value.dtype in (torch.bool, torch.uint8) for value in values)
 
 
 def _against_generator(node: fx.Node) -> str | None:
@@ -202,3 +200,117 @@ def _against_update(node: fx.Node, target: _compat.OpOverload) -> str | None:
     if len(_compat.schema_of(target).returns) == 1 and updated == [first]:
         return None
     return "it updates several arguments and returns them"
+
+
+Run = Callable[[], list[Any]]
+
+
+class DeviceRecording(Protocol):
+    """Work that can be done again."""
+
+    def replay(self) -> None:
+        """Do it, on the current stream."""
+
+
+class Recorder(Protocol):
+    """Records what a device does.
+
+    Attributes:
+        device_type: of the devices whose work it records.
+    """
+
+    device_type: str
+
+    def records_group(self, name: str) -> bool:
+        """Whether collectives of the process group of that name can be recorded."""
+
+    def new_pool(self) -> Any:
+        """Memory for recordings that are replayed in the order in which they were made."""
+
+    def warm_up(self, device: torch.device, run: Run) -> list[Any]:
+        """Run as it is, so that nothing is left to be done for the first time."""
+
+    def record(
+        self, device: torch.device, run: Run, pool: Any
+    ) -> tuple[DeviceRecording, list[Any]]:
+        """Record without doing the work.
+
+        Returns:
+            The recording, and the results of `run`, which each replay overwrites.
+        """
+
+
+class CudaRecorder:
+    """Records by the CUDA driver's stream capture, see `Recorder`."""
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def records_group(self, name: str) -> bool:
+        return cuda.uses_nccl(name)
+
+    def new_pool(self) -> Any:
+        # Memory that the warm-up has used is given back: a pool cannot take it.
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.graph_pool_handle()
+
+    def warm_up(self, device: torch.device, run: Run) -> list[Any]:
+        with torch.cuda.device(device):
+            stream, current = self._stream(device), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(stream):
+                    return run()
+            finally:
+                current.wait_stream(stream)
+
+    def record(
+        self, device: torch.device, run: Run, pool: Any
+    ) -> tuple[DeviceRecording, list[Any]]:
+        # objects that are freed while something is recorded must not call the driver
+        with torch.cuda.device(device), collector_paused():
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            cuda.clear_cublas_workspaces()
+            with torch.cuda.stream(self._stream(device)):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    results = run()
+                    graph.capture_end()
+                except BaseException:
+                    _abort(graph, device, pool)
+                    raise
+                finally:
+                    cuda.clear_cublas_workspaces()
+        return graph, results
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+def _abort(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """Leave the device as it was before a recording that failed.
+
+    Up to torch 2.14, random operators raise after such a recording, since the generator takes it to
+    be still under way. Another one, which succeeds, corrects that.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the graph is empty
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            cuda.end_allocation(device, pool)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        number = torch.zeros((), device=device)
+        stream.synchronize()
+        repaired = torch.cuda.CUDAGraph()
+        repaired.capture_begin(capture_error_mode="thread_local")
+        number.add_(1)
+        repaired.capture_end()

@@ -29,12 +29,16 @@ from functools import partial
 from torch import fx, nn
 
 from graphopt.graph_utils import tensors_in
-from graphopt.lowering.cudagraphs_cut import PieceBody, body_of, splice
-from graphopt.lowering.cudagraphs_inputs import Input
-from graphopt.lowering.cudagraphs_nodes import Recordable
-from graphopt.lowering.cudagraphs_piece import CudaGraphPiece, Pools
-from graphopt.lowering.cudagraphs_pieces import Pieces, find_pieces, gather_items
-from graphopt.lowering.cudagraphs_recorder import CudaRecorder, Recorder
+from graphopt.ir.metadata import known_value
+from graphopt.lowering.cudagraphs.pieces import (
+    PieceBody,
+    Pieces,
+    find_pieces,
+    gather_items,
+    with_calls,
+)
+from graphopt.lowering.cudagraphs.recorder import CudaRecorder, Recordable, Recorder
+from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
 from graphopt.lowering.log import log_left_out
 
 logger = logging.getLogger("graphopt")
@@ -79,12 +83,12 @@ class CudaGraphs:
         found = find_pieces(gm.graph, module_of, recordable, self._min_ops)
         _log(found)
         pools = Pools(recorder.new_pool)
-        bodies = [body_of(piece) for piece in found.pieces]
+        bodies = list(map(PieceBody, found.pieces))
         names = {id(body): f"cudagraph_{index}" for index, body in enumerate(bodies)}
         for position, body in enumerate(bodies):
             name = names[id(body)]
             gm.add_submodule(name, _module(gm, body, name, position, pools, recorder))
-        gm.graph = splice(gm.graph, bodies, lambda body: names[id(body)])
+        gm.graph = with_calls(gm.graph, bodies, lambda body: names[id(body)])
         gm.graph.lint()
         gm.recompile()
         return gm
@@ -122,7 +126,7 @@ def _uses(graph: fx.Graph, device_type: str) -> bool:
     return any(
         tensor.device.type == device_type
         for node in graph.nodes
-        for tensor in tensors_in(node.meta.get("val"))
+        for tensor in tensors_in(known_value(node))
     )
 
 

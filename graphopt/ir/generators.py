@@ -1,0 +1,35 @@
+"""Which random number generators an operator may draw from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of a device; of the current one where the index is None."""
+    if device.type == "cpu":
+        return torch.random.default_generator
+    module: Any = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]  # type: ignore[no-any-return]
+
+
+def generators_used(values: Any) -> list[torch.Generator]:
+    """The generators that an operator may draw from: those that it is given, the default one of the
+    CPU, and those of the CUDA devices of its tensors.
+
+    Args:
+        values: a nest of what it is called with and, where that is known, of what it gives.
+    """
+    found = {torch.random.default_generator: None}
+    for leaf in _compat.tree_leaves(values):
+        device = leaf.device if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Generator):
+            found[leaf] = None
+        elif isinstance(device, torch.device) and device.type == "cuda":
+            found[generator_of(device)] = None
+    return list(found)

@@ -1,0 +1,176 @@
+"""What is known of a node besides what it calls: one accessor for each key of its metadata.
+
+docs/ir.md says what the keys mean. Their texts stand here alone: a key that one module alone writes
+and reads is a constant of that module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from graphopt.ir.source import SourceLine
+
+VALUE, PHASE, SOURCE = "val", "phase", "source"
+MODULES, PROVENANCE = "nn_module_stack", "provenance"
+KIND, NAME, PLACEMENT, RETURNED = "kind", "fqn", "placement", "returned"
+HELD, HELD_SOMEWHERE = "held", "held_somewhere"
+SENT, WRITES = "sends", "writes"
+LATE_GROUP, CARRIED_INDEX = "late_group", "carried_index"
+
+CARRIED = "carried"
+"""The kind of a placeholder that takes a value from the last iteration."""
+
+OF_TRACE = (PHASE, SOURCE, MODULES, PROVENANCE, SENT)
+"""What a trace says of each node that it makes."""
+
+OF_CALL = (PHASE, SOURCE, LATE_GROUP)
+"""What the call of a part of a graph takes over from the first node of that part."""
+
+STATE_KINDS = frozenset({"parameter", "buffer", "optimizer_state"})
+"""Kinds of placeholders that are the same live tensors in each call."""
+
+
+def fake_value(node: fx.Node) -> Any:
+    """What a node computes: a FakeTensor, a symbolic number or a nest of them.
+
+    Raises:
+        KeyError: that is not known.
+    """
+    return node.meta[VALUE]
+
+
+def known_value(node: fx.Node) -> Any:
+    """As `fake_value`; None where that is not known."""
+    return node.meta.get(VALUE)
+
+
+def has_value(node: fx.Node) -> bool:
+    """Whether it is known what a node computes."""
+    return VALUE in node.meta
+
+
+def set_value(node: fx.Node, value: Any) -> None:
+    """Say what a node computes."""
+    node.meta[VALUE] = value
+
+
+def phase_of(node: fx.Node) -> str | None:
+    """ "forward", "backward", "communication" or "optimizer"; None where nothing is said."""
+    phase: str | None = node.meta.get(PHASE)
+    return phase
+
+
+def set_phase(node: fx.Node, phase: str | None) -> None:
+    """Say to which phase of the step a node belongs."""
+    node.meta[PHASE] = phase
+
+
+def source_line(node: fx.Node) -> SourceLine | None:
+    """The line of the user's program from which a node comes, if there is one."""
+    line: SourceLine | None = node.meta.get(SOURCE)
+    return line
+
+
+def modules_of(node: fx.Node) -> Mapping[str, tuple[str, Any]]:
+    """The modules in whose forward a node was made, outermost first: of each path, the qualified
+    name and the class."""
+    return node.meta.get(MODULES) or {}
+
+
+def provenance_of(node: fx.Node) -> tuple[str, ...]:
+    """Names of the passes that made a node, oldest first; "capture" begins it."""
+    return tuple(node.meta.get(PROVENANCE, ()))
+
+
+def input_kind(node: fx.Node) -> str | None:
+    """What kind of input a placeholder is; None of other nodes, and of graphs of other origin."""
+    kind: str | None = node.meta.get(KIND)
+    return kind
+
+
+def input_name(node: fx.Node) -> str | None:
+    """The qualified name of what a placeholder stands for, as in a `state_dict`."""
+    name: str | None = node.meta.get(NAME)
+    return name
+
+
+def is_state(node: fx.Node) -> bool:
+    """Whether a node stands for a tensor of a model or an optimizer, the same in each call."""
+    return node.op == "placeholder" and input_kind(node) in STATE_KINDS
+
+
+def is_returned(placeholder: fx.Node) -> bool:
+    """Whether the step returns the live tensor itself, or is given it twice."""
+    return bool(placeholder.meta.get(RETURNED))
+
+
+def is_held(placeholder: fx.Node) -> bool:
+    """Whether somebody on this rank holds a state in a way in which its use is not seen."""
+    return bool(placeholder.meta.get(HELD))
+
+
+def is_held_somewhere(placeholder: fx.Node) -> bool:
+    """As `is_held`, on any rank, as far as the ranks knew it when they agreed on the capture."""
+    return bool(placeholder.meta.get(HELD_SOMEWHERE))
+
+
+def sent_names(node: fx.Node) -> tuple[str, ...]:
+    """Names of the parameters or buffers for which a node communicates."""
+    return tuple(node.meta.get(SENT, ()))
+
+
+def set_sent_names(node: fx.Node, names: Sequence[str]) -> None:
+    """Say for which parameters or buffers a node communicates; nothing, where there are none."""
+    node.meta.pop(SENT, None)
+    if names:
+        node.meta[SENT] = tuple(names)
+
+
+def set_provenance(node: fx.Node, names: tuple[str, ...]) -> None:
+    """Say who made a node."""
+    node.meta[PROVENANCE] = names
+
+
+def written_arguments(call: fx.Node) -> Sequence[int]:
+    """Positions of the arguments that the called part of a graph writes to."""
+    return tuple(call.meta.get(WRITES, ()))
+
+
+def set_written_arguments(call: fx.Node, positions: Sequence[int]) -> None:
+    """Say to which arguments the called part of a graph writes."""
+    call.meta[WRITES] = list(positions)
+
+
+def late_group(node: fx.Node) -> int | None:
+    """The group of late work to which a node of a derived graph belongs."""
+    group: int | None = node.meta.get(LATE_GROUP)
+    return group
+
+
+def set_late_group(node: fx.Node, group: int | None) -> None:
+    """Say to which group of late work a node belongs."""
+    node.meta[LATE_GROUP] = group
+
+
+def has_late_work(graph: fx.Graph) -> bool:
+    """Whether some of a derived graph is the work of the last iteration, or takes values of it."""
+    return any(LATE_GROUP in node.meta or CARRIED_INDEX in node.meta for node in graph.nodes)
+
+
+def carried_index(node: fx.Node) -> int | None:
+    """Which of the values carried from the last iteration a placeholder is; None: none of them."""
+    index: int | None = node.meta.get(CARRIED_INDEX)
+    return index
+
+
+def describe_carried(placeholder: fx.Node, value: fx.Node, index: int) -> None:
+    """Say that a placeholder takes, from the last iteration, what was computed as `value`."""
+    placeholder.meta = some_of(value, VALUE, SOURCE, PHASE) | {CARRIED_INDEX: index, KIND: CARRIED}
+
+
+def some_of(node: fx.Node, *keys: str) -> dict[str, Any]:
+    """A part of the metadata of a node: that under some of the keys above, where it is there."""
+    return {key: node.meta[key] for key in keys if key in node.meta}

@@ -1,0 +1,168 @@
+"""Cut nodes out of a graph, into a graph of their own, and put one call in their place.
+
+    x ── a ── b ── c ── d            x ── call ── item ── d
+
+                                     the part:  x ── a ── b ── c ── [c]
+
+What stands in a part and is needed outside, but is not returned, is made again there, and so is
+what a part needs of nodes that are made wherever they are needed: views, constants.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.ir.metadata import (
+    OF_CALL,
+    known_value,
+    set_value,
+    set_written_arguments,
+    some_of,
+)
+from graphopt.ir.views import inner_bases
+
+
+class Copies:
+    """What nodes are in another graph. What is nothing yet is made when it is needed.
+
+    Args:
+        graph: the other graph.
+        make: gives what a node is there.
+    """
+
+    def __init__(self, graph: fx.Graph, make: Callable[[Copies, fx.Node], Any]) -> None:
+        self.graph, self._make = graph, make
+        self._made: dict[fx.Node, Any] = {}
+
+    def __call__(self, node: fx.Node) -> Any:
+        if node not in self._made:
+            self._made[node] = self._make(self, node)
+        return self._made[node]
+
+    def __setitem__(self, node: fx.Node, made: Any) -> None:
+        self._made[node] = made
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """A copy of a node, with what it needs."""
+        return self.graph.node_copy(node, self)
+
+
+class Part:
+    """Nodes of a graph as a graph of their own.
+
+    Args:
+        nodes: in the order in which they run; inputs and outputs of the graph are none of them.
+        make: gives what a node is in this part where it is none of `nodes`: one of its inputs
+            (`take`), or a copy.
+
+    Attributes:
+        inputs: nodes of the graph that the part is cut from, whose values it takes.
+        outputs: nodes of that graph whose values it returns.
+        graph: of its own.
+    """
+
+    def __init__(
+        self, nodes: Collection[fx.Node], make: Callable[[Part, Copies, fx.Node], Any]
+    ) -> None:
+        self.nodes = list(nodes)
+        self.inputs: list[fx.Node] = []
+        self.outputs: list[fx.Node] = []
+        self.graph = fx.Graph()
+        self._last_input: fx.Node | None = None
+        self._copies = Copies(self.graph, lambda copies, node: make(self, copies, node))
+
+    def take(self, node: fx.Node, name: str = "") -> fx.Node:
+        """A further input.
+
+        Args:
+            name: of its placeholder; that of the node, where none is given.
+        """
+        last = self._last_input
+        place = self.graph.inserting_before() if last is None else self.graph.inserting_after(last)
+        with place:
+            taken = self.graph.placeholder(name or node.name)
+        taken.meta = dict(node.meta)
+        self._copies[node] = self._last_input = taken
+        self.inputs.append(node)
+        return taken
+
+    def fill(self, without: Callable[[fx.Node], bool] = lambda node: False) -> None:
+        """Copy the nodes.
+
+        Args:
+            without: tells which are left out until one that needs them is copied.
+        """
+        for node in self.nodes:
+            if not without(node):
+                self._copies[node] = self._copies.copy(node)
+
+    def returning(self, outputs: Iterable[fx.Node]) -> None:
+        """End the part with values of these nodes, as a list."""
+        self.outputs = list(dict.fromkeys(outputs))
+        self.graph.output([self._copies(node) for node in self.outputs])
+
+    def end(self, results: Any) -> None:
+        """End the part with a nest of nodes."""
+        self.graph.output(fx.node.map_arg(results, self._copies))
+
+
+def leaving(
+    nodes: Collection[fx.Node], counts: Callable[[fx.Node], bool] = lambda user: True
+) -> Iterator[fx.Node]:
+    """The nodes among `nodes` whose values are needed outside, or of which these are views.
+
+    Args:
+        counts: whether a user outside needs the value.
+    """
+    inside = set(nodes)
+    for node in nodes:
+        if any(user not in inside and counts(user) for user in node.users):
+            yield from inner_bases(node, inside)
+
+
+def splice(
+    source: fx.Graph,
+    nodes: Iterable[fx.Node],
+    parts: Iterable[Part],
+    call: Callable[[Copies, Part], None],
+    make: Callable[[Copies, fx.Node], Any],
+) -> fx.Graph:
+    """A graph in which each part is one call, where its last node stood.
+
+    Args:
+        nodes: those of `source`, in the order in which they are to run.
+        call: inserts the call of a part, and says what its outputs are now (`give_items`).
+        make: what another node is, or one of a part that the part does not return.
+    """
+    graph = fx.Graph()
+    _compat.copy_codegen(source, graph)
+    copies = Copies(graph, make)
+    parts = list(parts)
+    ends = {part.nodes[-1]: part for part in parts}
+    members = {node for part in parts for node in part.nodes}
+    for node in nodes:
+        if node in ends:
+            call(copies, ends[node])
+        elif node not in members:
+            copies(node)
+    return graph
+
+
+def give_items(copies: Copies, part: Part, call: fx.Node) -> None:
+    """Let the outputs of a part be the items of what its call gives."""
+    for index, output in enumerate(part.outputs):
+        item = copies.graph.call_function(operator.getitem, (call, index))
+        item.meta = dict(output.meta)
+        copies[output] = item
+
+
+def describe_call(call: fx.Node, part: Part, written: Collection[fx.Node]) -> None:
+    """Say of the call of a part what its first node says, and to which inputs it writes."""
+    call.meta = some_of(part.nodes[0], *OF_CALL)
+    set_value(call, tuple(map(known_value, part.outputs)))
+    set_written_arguments(call, [i for i, node in enumerate(part.inputs) if node in written])
