@@ -106,7 +106,8 @@ def test_the_pass_is_checked_and_bitwise() -> None:
 def test_memory_is_a_limit() -> None:
     step = copy.deepcopy(step_of(Sizes(layers=3, fsdp=64, **LARGE)))
     given = simulate(step, MODEL)
-    assert overlap_schedule(step.graph, MODEL, max_bytes=given.peak_bytes // 2) is None
+    with pytest.raises(ScheduleError, match=r"at most .* GiB: the graph as it is holds .* GiB"):
+        overlap_schedule(step.graph, MODEL, max_bytes=given.peak_bytes // 2)
 
 
 def test_wrong_schedules_are_refused() -> None:
