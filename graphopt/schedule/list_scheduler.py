@@ -47,7 +47,6 @@ class ListScheduler:
         reserved: bytes of these that nothing may take ahead of its place.
 
     Attributes:
-        peak: bytes that the order holds at its fullest.
         limited: whether more memory would have made a difference.
         end: of the clock, in seconds: when all nodes have run and all messages have arrived.
     """
@@ -78,9 +77,9 @@ class ListScheduler:
         self._back: list[int] = []
         self._flying: dict[str, deque[int]] = {}
         self._live = 0
-        self.peak = 0
         self.limited = False
-        self._left = _counted(tables)
+        self._changed = True
+        self._left = list(tables.touches)
         self._there = bytearray(len(tables.sizes))
         self._prepared = prepared
         self._due = self._due_dates()
@@ -97,10 +96,14 @@ class ListScheduler:
                 self._execute(index)
         count = len(tables.missing)
         while len(self._order) < count:
-            self._launch_for(_AT_ONCE, -math.inf)
+            if self._changed:
+                self._launch_for(_AT_ONCE, -math.inf)
+                self._changed = False
             index = self._next()
             seconds = tables.seconds[index] or max(0.0, self._stall(index))
-            self._launch_for(seconds, min(self._keys[index], self._keys[self._front()]))
+            if seconds:
+                self._launch_for(seconds, min(self._keys[index], self._keys[self._front()]))
+                self._changed = True
             if not self._done[index]:
                 self._execute(index)
         self.end = max([self._now, *self._free.values()])
@@ -140,6 +143,7 @@ class ListScheduler:
                 heapq.heappush(self._back, index)
         else:
             self._queues[message.group].add(self._due[message], message)
+            self._changed = True
 
     def _next(self) -> int:
         """What computes next: the first that need not wait and for which there is room."""
@@ -267,8 +271,6 @@ class ListScheduler:
             if not there[key]:
                 there[key] = 1
                 self._live += sizes[key]
-        self.peak = max(self.peak, self._live)
-        for key in tables.touched[index]:
             left[key] -= 1
             if not left[key]:
                 self._live -= sizes[key]
@@ -292,9 +294,10 @@ class ListScheduler:
     def _launch_for(self, seconds: float, reached: float) -> None:
         """Launch what keeps links busy for the next `seconds`, and what is due when `reached`."""
         number = self._tables.number
-        for queue in self._queues.values():
-            while True:
-                message = self._most_urgent(queue, self._now + seconds, reached)
+        for group, queue in self._queues.items():
+            until = self._now + seconds
+            while self._free.get(f"group {group}", 0.0) < until or queue.due <= reached:
+                message = self._most_urgent(queue, until, reached)
                 if message is None:
                     break
                 for index in (*self._prepared.get(message, ()), number[message.launch]):
@@ -377,6 +380,13 @@ class _Queue:
     def prepare(self, found: list[_Urgent]) -> None:
         self._prepared = sorted(found)
 
+    @property
+    def due(self) -> float:
+        """When the most urgent one is due, or one that has been launched since."""
+        ready = self._ready[0][0] if self._ready else math.inf
+        prepared = self._prepared[self._next][0] if self._next < len(self._prepared) else math.inf
+        return min(ready, prepared)
+
     def first(self, done: bytearray, tables: Tables) -> _Urgent | None:
         """The most urgent one whose inputs are there."""
         while self._ready and done[tables.number[self._ready[0][2].launch]]:
@@ -402,12 +412,3 @@ def _queues(
     for group, queue in queues.items():
         queue.prepare([(due[m], m.index, m) for m in prepared if m.group == group])
     return queues
-
-
-def _counted(tables: Tables) -> list[int]:
-    """How many nodes make or read each storage."""
-    found = [0] * len(tables.sizes)
-    for storages in tables.touched:
-        for storage in storages:
-            found[storage] += 1
-    return found

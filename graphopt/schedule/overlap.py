@@ -31,6 +31,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import numpy as np
 from torch import fx
 
 from graphopt.cost import CostModel
@@ -41,7 +42,7 @@ from graphopt.schedule.constraints import Predecessors, predecessors
 from graphopt.schedule.errors import ScheduleError
 from graphopt.schedule.list_scheduler import ListScheduler, Policy, preparations
 from graphopt.schedule.order import Schedule
-from graphopt.schedule.program import Program, Storages, peak_bytes, program_of
+from graphopt.schedule.program import Program, Storages, program_of
 from graphopt.schedule.simulator import simulate_program
 from graphopt.schedule.tables import Tables
 
@@ -124,7 +125,8 @@ class _Search:
         self.before = before
         self._program, self._slowdown = program, cost_model.slowdown
         self._storages: Storages = {}
-        self._held = peak_bytes(program, self._storages)
+        self._tables = Tables(program, before, self._storages)
+        self._held = int(max(self._tables.fullest.values, default=0))
         self._most = self._held if max_bytes is None else max_bytes
         self._bound = max(program.compute_seconds, communication_bound(program))
         self._computing = sum(
@@ -152,7 +154,7 @@ class _Search:
 
     def orders(self, most: int) -> None:
         """Try all policies on the program as it is."""
-        tables = Tables(self._program, self.before, self._storages)
+        tables = self._tables
         for policy in POLICIES:
             if self._seconds <= _CLOSE * self._bound:
                 break
@@ -189,13 +191,14 @@ class _Search:
             if scheduler.end >= self._seconds * (1 - _GAIN):
                 return ()
             tried = _reordered(program, nodes)
-            excess = (peak_bytes(tried, self._storages) if buckets else scheduler.peak) - most
+            held = tables.held([tables.number[node] for node in nodes])
+            excess = int(held.max(initial=0)) - most
             self._limited |= excess > 0
             if excess <= 0:
                 self._seconds, self._policy = scheduler.end, policy
                 self._schedule, self._reordered = Schedule(tuple(nodes), buckets), tried
                 return ()
-            crowd = crowded(tried, most)
+            crowd = crowded(tried, np.flatnonzero(held > most)) if buckets else set()
             if crowd:
                 return tuple(bucket for bucket in buckets if bucket not in crowd)
         return ()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -59,12 +60,12 @@ class Message:
     reader: fx.Node | None
     joined: tuple[fx.Node, ...] = ()
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """Such as ``"all_reduce"``."""
         return kind_of(self.launch)
 
-    @property
+    @cached_property
     def group(self) -> str:
         """Name of the process group."""
         return str(argument(self.launch, "group_name"))

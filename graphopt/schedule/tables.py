@@ -5,6 +5,9 @@ Computed once for a program, and the same for all policies that are tried.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +31,9 @@ class Tables:
         off_path: whether little has to follow a node: the gradient of a weight, an update.
         touched: storages that each node makes or reads.
         sizes: bytes of storages.
+        touches: how many nodes make or read each storage.
+        held_before: bytes that are held when each node begins, in the given order.
+        fullest: the most that is held between two nodes of the given order.
     """
 
     def __init__(
@@ -58,7 +64,13 @@ class Tables:
             for tail, taken, at in zip(self.tails, self.seconds, self.at, strict=False)
         ]
         self.touched, self.sizes = touched_storages(program, {} if storages is None else storages)
-        self.fullest = _Fullest(self._held())
+        self._by_storage()
+        held = self.held(range(len(order)))
+        self.fullest = _Fullest(held)
+        made = np.zeros(len(order), dtype=np.int64)
+        if len(self._sizes):
+            np.add.at(made, np.minimum.reduceat(self._touching, self._begins), self._sizes)
+        self.held_before: list[int] = (held - made).tolist()
 
     def _tails(self) -> list[float]:
         """The longest path behind each node, in seconds of compute and communication."""
@@ -70,23 +82,28 @@ class Tables:
             tails[index] = tail if message is None else tail + message.transfer.seconds
         return tails
 
-    def _held(self) -> NDArray[np.int64]:
-        """Bytes that are held while each node runs, in the given order."""
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for index, storages in enumerate(self.touched):
-            for storage in storages:
-                first.setdefault(storage, index)
-                last[storage] = index
-        change = np.zeros(len(self.touched) + 1, dtype=np.int64)
-        made = np.zeros(len(self.touched), dtype=np.int64)
-        for storage, index in first.items():
-            change[index] += self.sizes[storage]
-            made[index] += self.sizes[storage]
-            change[last[storage] + 1] -= self.sizes[storage]
+    def held(self, order: Sequence[int]) -> NDArray[np.int64]:
+        """Bytes that are held while each node runs, in an order of all numbers."""
+        place = np.empty(len(order), dtype=np.int64)
+        place[np.asarray(order, dtype=np.int64)] = np.arange(len(order))
+        change = np.zeros(len(order) + 1, dtype=np.int64)
+        if len(self._sizes):
+            places = place[self._touching]
+            np.add.at(change, np.minimum.reduceat(places, self._begins), self._sizes)
+            np.add.at(change, np.maximum.reduceat(places, self._begins) + 1, -self._sizes)
         held: NDArray[np.int64] = change.cumsum()[:-1]
-        self.held_before: list[int] = (held - made).tolist()
         return held
+
+    def _by_storage(self) -> None:
+        """Nodes that touch each storage, one storage after another."""
+        counts = np.fromiter(map(len, self.touched), dtype=np.int64, count=len(self.touched))
+        storages = np.fromiter(itertools.chain.from_iterable(self.touched), dtype=np.int64)
+        sorted_ = np.argsort(storages, kind="stable")
+        self._touching = np.repeat(np.arange(len(counts)), counts)[sorted_]
+        self.touches = np.bincount(storages, minlength=len(self.sizes)).tolist()
+        used = [index for index, count in enumerate(self.touches) if count]
+        self._begins = np.searchsorted(storages[sorted_], used)
+        self._sizes = np.asarray([self.sizes[index] for index in used], dtype=np.int64)
 
 
 class _Fullest:
@@ -94,7 +111,8 @@ class _Fullest:
     power of two (Bender and Farach-Colton, "The LCA problem revisited", LATIN 2000)."""
 
     def __init__(self, values: NDArray[np.int64]) -> None:
-        self._levels: list[list[int]] = [values.tolist()]
+        self.values: list[int] = values.tolist()
+        self._levels: list[list[int]] = [self.values]
         width, count = 1, len(values)
         while 2 * width <= count:
             values = np.maximum(values[:-width], values[width:])
@@ -104,5 +122,5 @@ class _Fullest:
     def within(self, first: int, last: int) -> int:
         """Of positions from `first` to `last`, both included."""
         level = (last - first + 1).bit_length() - 1
-        row = self._levels[level]
+        row: list[int] = self._levels[level]
         return max(row[first], row[last + 1 - (1 << level)])
