@@ -25,7 +25,7 @@ from graphopt.schedule import Schedule, apply_schedule, program_of
 from graphopt.schedule.bucketing import bucket_kind
 from graphopt.schedule.buckets import BucketChooser, side_by_side
 from graphopt.schedule.constraints import predecessors
-from graphopt.schedule.list_scheduler import ListScheduler, preparations
+from graphopt.schedule.list_scheduler import ListScheduler
 from graphopt.schedule.overlap import POLICIES
 from graphopt.schedule.tables import Tables
 
@@ -96,7 +96,7 @@ def all_in_buckets(gm: fx.GraphModule) -> int:
     assert all(len({bucket_kind(node) for node in bucket}) == 1 for bucket in buckets)
     planned, needed = chooser.planned(buckets)
     tables = Tables(planned, needed)
-    order = ListScheduler(tables, preparations(tables, needed), POLICIES[0], float("inf")).run()
+    order = ListScheduler(tables, POLICIES[0], float("inf")).run()
     schedule = Schedule(tuple(side_by_side(order, planned.messages)), buckets)
     schedule.check(before)
     return apply_schedule(gm.graph, schedule)

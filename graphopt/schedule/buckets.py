@@ -35,8 +35,8 @@ from graphopt.graph_utils import is_wait
 from graphopt.ir.views import is_only_view, view_tail
 from graphopt.schedule.bucketing import SCATTER, BucketKind, bucket_kind
 from graphopt.schedule.constraints import Predecessors
-from graphopt.schedule.list_scheduler import MOST_PREPARATION, ancestors
 from graphopt.schedule.program import Message, Program
+from graphopt.schedule.tables import MOST_PREPARATION, ancestors
 
 Buckets = tuple[tuple[fx.Node, ...], ...]
 

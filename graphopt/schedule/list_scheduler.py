@@ -9,12 +9,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from graphopt.schedule.constraints import Predecessors
 from graphopt.schedule.program import Message
 from graphopt.schedule.tables import Tables
-
-MOST_PREPARATION = 64
-"""Nodes that a launch may need beside the inputs of the step and still go ahead of its place."""
 
 MOST_PASSED = 48
 """Nodes that may be passed over at once, for one that need not wait."""
@@ -41,7 +37,6 @@ class ListScheduler:
 
     Args:
         tables: of the program, in the given order.
-        prepared: messages that can be launched ahead of their places (`preparations`).
         policy: how to decide.
         budget: bytes of values that may be held at once.
         reserved: bytes of these that nothing may take ahead of its place.
@@ -54,7 +49,6 @@ class ListScheduler:
     def __init__(
         self,
         tables: Tables,
-        prepared: dict[Message, list[int]],
         policy: Policy,
         budget: float,
         reserved: float = 0.0,
@@ -71,6 +65,7 @@ class ListScheduler:
             off and (policy.deferred > 0 or message is not None)
             for message, off in zip(tables.messages, tables.off_path, strict=True)
         )
+        self._behind = bytearray(self._skipped)
         self._ready: list[tuple[float, int]] = []
         self._ends: dict[Message, float] = {}
         self._free: dict[str, float] = {}
@@ -81,9 +76,9 @@ class ListScheduler:
         self._changed = True
         self._left = list(tables.touches)
         self._there = bytearray(len(tables.sizes))
-        self._prepared = prepared
+        self._prepared = tables.prepared
         self._due = self._due_dates()
-        self._queues = _queues(tables.program.messages, prepared, self._due)
+        self._queues = _queues(tables.program.messages, tables.prepared, self._due)
 
     def run(self) -> list[fx.Node]:
         """The new order."""
@@ -224,10 +219,11 @@ class ListScheduler:
         made = self._makes(index)
         if not made:
             return True
-        growth = self._growth(index)
+        growth, budget = 0, self._budget
+        if index > self._front():
+            growth, budget = self._growth(index), self._early_budget
         if self._back and not self._tables.off_path[index]:
             growth = max(growth, self._makes(self._back[0]))
-        budget = self._budget if index <= self._front() else self._early_budget
         return self._within(self._live + made + growth, budget)
 
     def _within(self, held: float, budget: float) -> bool:
@@ -244,20 +240,22 @@ class ListScheduler:
         return max(0, self._tables.fullest.within(front, until) - now)
 
     def _front(self) -> int:
-        """The place of the first node that has not run; launches and waits, and what stands back,
-        do not count."""
-        done, skipped = self._done, self._skipped
-        while self._cursor < len(done) - 1 and (skipped[self._cursor] or done[self._cursor]):
-            self._cursor += 1
+        """The place of the first node that has not run; launches and waits off the path, and what
+        stands back, do not count."""
+        found = self._behind.find(0, self._cursor)
+        self._cursor = found if found >= 0 else len(self._behind) - 1
         return self._cursor
 
     def _makes(self, index: int) -> int:
-        there, sizes = self._there, self._tables.sizes
-        return sum([sizes[key] for key in self._tables.touched[index] if not there[key]])
+        there, sizes, made = self._there, self._tables.sizes, 0
+        for key in self._tables.touched[index]:
+            if not there[key]:
+                made += sizes[key]
+        return made
 
     def _execute(self, index: int) -> None:
         tables = self._tables
-        self._done[index] = 1
+        self._done[index] = self._behind[index] = 1
         self._order.append(index)
         message = tables.launched[index]
         if message is not None:
@@ -328,37 +326,6 @@ class ListScheduler:
                 return False
             self._execute(wait)
         return True
-
-
-def preparations(tables: Tables, before: Predecessors) -> dict[Message, list[int]]:
-    """Messages that need only inputs of the step and little compute, with what computes it."""
-    found = {}
-    for message in tables.program.messages:
-        most = MOST_PREPARATION * max(1, len(message.joined))
-        nodes = ancestors(message.launch, before, most)
-        if nodes is None:
-            continue
-        numbers = sorted(tables.number[node] for node in nodes)
-        if any(tables.waited[index] is not None for index in numbers):
-            continue
-        if sum([tables.seconds[index] for index in numbers]) <= message.transfer.seconds:
-            found[message] = numbers
-    return found
-
-
-def ancestors(launch: fx.Node, before: Predecessors, most: int) -> set[fx.Node] | None:
-    """What a launch needs, without inputs of the step; None if that is more than `most` nodes."""
-    found: set[fx.Node] = set()
-    pending = list(before[launch])
-    while pending:
-        node = pending.pop()
-        if node in found or node.op in ("placeholder", "get_attr"):
-            continue
-        found.add(node)
-        if len(found) > most:
-            return None
-        pending += before[node]
-    return found
 
 
 _Urgent = tuple[float, int, Message]

@@ -27,9 +27,11 @@ well, so that more memory is never to anybody's harm.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from torch import fx
@@ -40,14 +42,16 @@ from graphopt.schedule.bounds import communication_bound
 from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side
 from graphopt.schedule.constraints import Predecessors, predecessors
 from graphopt.schedule.errors import ScheduleError
-from graphopt.schedule.list_scheduler import ListScheduler, Policy, preparations
+from graphopt.schedule.list_scheduler import ListScheduler, Policy
 from graphopt.schedule.order import Schedule
 from graphopt.schedule.program import Program, Storages, program_of
-from graphopt.schedule.simulator import simulate_program
+from graphopt.schedule.simulator import steady_seconds
 from graphopt.schedule.tables import Tables
 
-POLICIES = (Policy(0.0, True), Policy(0.04, True), Policy(1.0, True), Policy(0.0, False))
+POLICIES = (Policy(0.0, True), Policy(0.06, True))
 """What is tried, until an order is close to its bound."""
+FRUGAL = Policy(0.0, False)
+"""What is tried as well where memory is short."""
 SHARES = (0.2, 0.05)
 """Of the time of a bucket that starting it takes: what is tried."""
 _LEVELS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
@@ -91,6 +95,30 @@ def overlap_schedule(
     >>> found is None or isinstance(found, Schedule)
     True
     """
+    with _without_collection():
+        return _found(graph, cost_model, world_size, max_bytes, buckets)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """What a search makes goes without the collector of cycles, which would visit the whole graph
+    again and again: a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _found(
+    graph: fx.Graph,
+    cost_model: CostModel,
+    world_size: int | None,
+    max_bytes: int | None,
+    buckets: bool,
+) -> Schedule | None:
     program = program_of(graph, cost_model, world_size)
     if program.late:
         raise ScheduleError("late nodes have their places: schedule before nodes are moved")
@@ -154,38 +182,39 @@ class _Search:
 
     def orders(self, most: int) -> None:
         """Try all policies on the program as it is."""
-        tables = self._tables
-        for policy in POLICIES:
+        for policy in (*POLICIES, FRUGAL):
             if self._seconds <= _CLOSE * self._bound:
                 break
-            self._order(tables, self.before, policy, (), most)
+            if policy is FRUGAL and not self._limited:
+                break
+            self._order(self._tables, policy, (), most)
 
     def put_together(self, chooser: BucketChooser, most: int) -> None:
-        """Try buckets, with the policy of the best order and with the one that holds least."""
-        for policy in dict.fromkeys((self._policy, POLICIES[-1])):
-            for share in SHARES:
-                if self._seconds <= _CLOSE * self._computing:
-                    return
-                buckets = chooser.choose(share)
-                for _ in range(_ATTEMPTS):
-                    if not buckets:
-                        break
-                    program, before = chooser.planned(buckets)
-                    tables = Tables(program, before, self._storages)
-                    buckets = self._order(tables, before, policy, buckets, most)
+        """Try buckets, with the policy of the best order, and the frugal one if memory is short."""
+        planned: dict[Buckets, Tables] = {}
+        policies = dict.fromkeys((self._policy, FRUGAL))
+        for share, policy in itertools.product(SHARES, policies):
+            if self._seconds <= _CLOSE * self._computing:
+                return
+            if policy is FRUGAL and not self._limited:
+                continue
+            buckets = chooser.choose(share)
+            for _ in range(_ATTEMPTS):
+                if not buckets:
+                    break
+                if buckets not in planned:
+                    planned[buckets] = Tables(*chooser.planned(buckets), self._storages)
+                buckets = self._order(planned[buckets], policy, buckets, most)
 
-    def _order(
-        self, tables: Tables, before: Predecessors, policy: Policy, buckets: Buckets, most: int
-    ) -> Buckets:
+    def _order(self, tables: Tables, policy: Policy, buckets: Buckets, most: int) -> Buckets:
         """Order a program by a policy, and keep that where it is faster and holds no more.
 
         Returns:
             Where it holds more: the buckets that are not there then, to try with these alone.
         """
         program, excess = tables.program, 0.0
-        prepared = preparations(tables, before)
         for times in _RESERVES:
-            scheduler = ListScheduler(tables, prepared, policy, most, times * excess)
+            scheduler = ListScheduler(tables, policy, most, times * excess)
             nodes = side_by_side(scheduler.run(), program.messages)
             self._limited |= scheduler.limited
             if scheduler.end >= self._seconds * (1 - _GAIN):
@@ -217,8 +246,8 @@ class _Search:
         if self._schedule is None or self._reordered is None:
             return None
         self._schedule.check(self.before)
-        taken = simulate_program(self._reordered, self._slowdown).step_seconds
-        given = simulate_program(self._program, self._slowdown).step_seconds
+        taken = steady_seconds(self._reordered, self._slowdown)
+        given = steady_seconds(self._program, self._slowdown)
         needless = self._held <= self._most and taken >= given * (1 - _GAIN)
         return None if needless else self._schedule
 

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import fx
 
 from graphopt.schedule.constraints import Predecessors
 from graphopt.schedule.program import Message, Program, Storages, touched_storages
+
+MOST_PREPARATION = 64
+"""Nodes that a launch may need beside the inputs of the step and still go ahead of its place."""
 
 _OFF_PATH = 0.25
 """A node is off the path where what has to follow it takes no more than this share of the compute
@@ -34,6 +38,8 @@ class Tables:
         touches: how many nodes make or read each storage.
         held_before: bytes that are held when each node begins, in the given order.
         fullest: the most that is held between two nodes of the given order.
+        prepared: messages that need only inputs of the step and little compute, which can be
+            launched ahead of their places, with what computes it.
     """
 
     def __init__(
@@ -43,12 +49,12 @@ class Tables:
         order = program.order
         number = {node: index for index, node in enumerate(order)}
         self.number = number
-        needed = [{number[source] for source in before[node]} for node in order]
-        self.needed = needed
-        self.missing = [len(sources) for sources in needed]
         self.users: list[list[int]] = [[] for _ in order]
-        for index, sources in enumerate(needed):
-            for source in sources:
+        self.missing = []
+        for index, node in enumerate(order):
+            needed = {number[source] for source in before[node]}
+            self.missing.append(len(needed))
+            for source in needed:
                 self.users[source].append(index)
         self.seconds = [program.seconds.get(node, 0.0) for node in order]
         self.at = np.concatenate([[0.0], np.cumsum(self.seconds)]).tolist()
@@ -71,6 +77,7 @@ class Tables:
         if len(self._sizes):
             np.add.at(made, np.minimum.reduceat(self._touching, self._begins), self._sizes)
         self.held_before: list[int] = (held - made).tolist()
+        self.prepared = _preparations(self, before)
 
     def _tails(self) -> list[float]:
         """The longest path behind each node, in seconds of compute and communication."""
@@ -124,3 +131,34 @@ class _Fullest:
         level = (last - first + 1).bit_length() - 1
         row: list[int] = self._levels[level]
         return max(row[first], row[last + 1 - (1 << level)])
+
+
+def _preparations(tables: Tables, before: Predecessors) -> dict[Message, list[int]]:
+    """Messages that need only inputs of the step and little compute, with what computes it."""
+    found = {}
+    for message in tables.program.messages:
+        most = MOST_PREPARATION * max(1, len(message.joined))
+        nodes = ancestors(message.launch, before, most)
+        if nodes is None:
+            continue
+        numbers = sorted(tables.number[node] for node in nodes)
+        if any(tables.waited[index] is not None for index in numbers):
+            continue
+        if sum([tables.seconds[index] for index in numbers]) <= message.transfer.seconds:
+            found[message] = numbers
+    return found
+
+
+def ancestors(launch: fx.Node, before: Predecessors, most: int) -> set[fx.Node] | None:
+    """What a launch needs, without inputs of the step; None if that is more than `most` nodes."""
+    found: set[fx.Node] = set()
+    pending = list(before[launch])
+    while pending:
+        node = pending.pop()
+        if node in found or node.op in ("placeholder", "get_attr"):
+            continue
+        found.add(node)
+        if len(found) > most:
+            return None
+        pending += before[node]
+    return found
