@@ -164,7 +164,6 @@ class _Search:
         self._seconds = math.inf
         self._policy = POLICIES[0]
         self._schedule: Schedule | None = None
-        self._reordered: Program | None = None
 
     def levels(self) -> Iterator[int]:
         """Bytes that orders may hold, the least first, while more can make a difference."""
@@ -224,8 +223,10 @@ class _Search:
             excess = int(held.max(initial=0)) - most
             self._limited |= excess > 0
             if excess <= 0:
-                self._seconds, self._policy = scheduler.end, policy
-                self._schedule, self._reordered = Schedule(tuple(nodes), buckets), tried
+                seconds = steady_seconds(tried, self._slowdown)
+                if seconds < self._seconds * (1 - _GAIN):
+                    self._seconds, self._policy = seconds, policy
+                    self._schedule = Schedule(tuple(nodes), buckets)
                 return ()
             crowd = crowded(tried, np.flatnonzero(held > most)) if buckets else set()
             if crowd:
@@ -243,12 +244,11 @@ class _Search:
                 f"no order was found that holds at most {readable_bytes(self._most)}: the graph as"
                 f" it is holds {readable_bytes(self._held)}; allow so much, or split its batch"
             )
-        if self._schedule is None or self._reordered is None:
+        if self._schedule is None:
             return None
         self._schedule.check(self.before)
-        taken = steady_seconds(self._reordered, self._slowdown)
         given = steady_seconds(self._program, self._slowdown)
-        needless = self._held <= self._most and taken >= given * (1 - _GAIN)
+        needless = self._held <= self._most and self._seconds >= given * (1 - _GAIN)
         return None if needless else self._schedule
 
 

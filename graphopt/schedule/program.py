@@ -200,8 +200,9 @@ def peak_bytes(program: Program, storages: Storages | None = None) -> int:
 def held_bytes(program: Program, storages: Storages | None = None) -> NDArray[np.int64]:
     """Bytes of values that are held while each node of the order runs, inputs left out.
 
-    A value is held from the node that makes its storage to the last one that reads it; what late
-    nodes read of the iteration before is held throughout.
+    A value is held from the node that makes its storage to the last one that reads it, and what is
+    sent until it has been waited for; what late nodes read of the iteration before is held
+    throughout.
     """
     change = np.zeros(len(program.order) + 1, dtype=np.int64)
     for first, last, size in _lives(program, {} if storages is None else storages):
