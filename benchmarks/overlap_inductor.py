@@ -18,7 +18,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
-from llama_steps import Llama, llama_step
 from rich.console import Console
 from rich.table import Table
 from spread import Figures
@@ -33,6 +32,7 @@ from graphopt.graph_utils import is_collective
 from graphopt.schedule import Timeline, apply_schedule, overlap_schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from llama_steps import Llama, llama_step
 from sharded import Sizes, sharded_step
 from sketch import one_rank
 

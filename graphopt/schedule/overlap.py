@@ -27,17 +27,16 @@ well, so that more memory is never to anybody's harm.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from torch import fx
 
 from graphopt.cost import CostModel
 from graphopt.listing import readable_bytes
+from graphopt.runtime.collector import collector_paused
 from graphopt.schedule.bounds import communication_bound
 from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side
 from graphopt.schedule.constraints import Predecessors, predecessors
@@ -95,21 +94,8 @@ def overlap_schedule(
     >>> found is None or isinstance(found, Schedule)
     True
     """
-    with _without_collection():
+    with collector_paused():  # it would go through the whole graph, a third of the time
         return _found(graph, cost_model, world_size, max_bytes, buckets)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """What a search makes goes without the collector of cycles, which would visit the whole graph
-    again and again: a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _found(

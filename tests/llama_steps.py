@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_wait
+from sharded import adamw
 
 c10d = torch.ops._c10d_functional
 BF16 = torch.bfloat16
@@ -243,13 +244,6 @@ def _embedded(model: Llama, tokens: Tensor, shard: Tensor) -> Tensor:
     return Leave.apply(torch.nn.functional.embedding(tokens, table), model.tp)  # type: ignore[no-any-return]
 
 
-def _adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
-    average = torch.lerp(first, gradient, 0.1)
-    square = second * 0.999 + gradient * gradient * 0.001
-    new = parameter * 0.999 - 1e-3 * average / (square.sqrt() + 1e-8)
-    return [parameter.copy_(new), first.copy_(average), second.copy_(square)]
-
-
 def llama_step(model: Llama) -> fx.GraphModule:
     """Forward, backward and update of one step, with fresh metadata on fake tensors."""
     layers = model.shapes
@@ -272,7 +266,7 @@ def _step(model: Llama, *inputs: Tensor) -> tuple[Tensor, ...]:
     shards, rest = inputs[:count], list(inputs[count:])
     *moments, cosine, sine, tokens, target = rest
     leaves = [shard.detach().requires_grad_() for shard in shards]
-    of_layer = list(torch.utils._pytree.tree_map(lambda t: t, _cut(leaves, sizes)))
+    of_layer = _cut(leaves, sizes)
     x = _embedded(model, tokens, *of_layer[0])
     for parameters in of_layer[1:-1]:
         inside = partial(_layer, model)
@@ -293,7 +287,7 @@ def _step(model: Llama, *inputs: Tensor) -> tuple[Tensor, ...]:
         return loss.detach(), *gradients
     updated = [loss.detach()]
     for index, (shard, gradient) in enumerate(zip(shards, gradients, strict=True)):
-        updated += _adamw(shard, gradient, *moments[2 * index : 2 * index + 2])
+        updated += adamw(shard, gradient, *moments[2 * index : 2 * index + 2])
     return tuple(updated)
 
 
