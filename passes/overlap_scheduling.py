@@ -72,7 +72,8 @@ def schedule_overlap(
         How many nodes had to move, and collectives became fewer.
 
     Raises:
-        PassArgumentError: no such device or network, or late nodes stand in the graph already.
+        PassArgumentError: no such device or network, late nodes stand in the graph already, or no
+            order was found that holds no more than `max_mb`.
         FileError: `costs` cannot be read.
     """
     try:

@@ -26,6 +26,8 @@ from graphopt.schedule.bucketing import bucket_kind
 from graphopt.schedule.buckets import BucketChooser, side_by_side
 from graphopt.schedule.constraints import predecessors
 from graphopt.schedule.list_scheduler import ListScheduler
+from graphopt.schedule.overlap import POLICIES
+from graphopt.schedule.tables import Tables
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +95,8 @@ def all_in_buckets(gm: fx.GraphModule) -> int:
     buckets = chooser.choose(0.0)
     assert all(len({bucket_kind(node) for node in bucket}) == 1 for bucket in buckets)
     planned, needed = chooser.planned(buckets)
-    order = ListScheduler(planned, needed, 256, True, float("inf")).run()
+    tables = Tables(planned, needed)
+    order = ListScheduler(tables, POLICIES[0], float("inf")).run()
     schedule = Schedule(tuple(side_by_side(order, planned.messages)), buckets)
     schedule.check(before)
     return apply_schedule(gm.graph, schedule)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from graphopt.cost import Collective, CostModel, Transfer, collective_of
@@ -34,8 +35,8 @@ from graphopt.graph_utils import is_wait
 from graphopt.ir.views import is_only_view, view_tail
 from graphopt.schedule.bucketing import SCATTER, BucketKind, bucket_kind
 from graphopt.schedule.constraints import Predecessors
-from graphopt.schedule.list_scheduler import MOST_PREPARATION, ancestors
-from graphopt.schedule.program import Message, Program, held_bytes
+from graphopt.schedule.program import Message, Program
+from graphopt.schedule.tables import MOST_PREPARATION, ancestors
 
 Buckets = tuple[tuple[fx.Node, ...], ...]
 
@@ -97,6 +98,7 @@ class BucketChooser:
         kinds = ((message, bucket_kind(message.launch)) for message in program.messages)
         self._kinds: dict[Message, BucketKind] = {m: kind for m, kind in kinds if kind is not None}
         self._collectives = {m: collective_of(m.launch, world_size) for m in self._kinds}
+        self._number = {node: index for index, node in enumerate(program.order)}
         self._windows = _windows(program, before, self._kinds)
 
     def choose(self, share: float) -> Buckets:
@@ -161,7 +163,7 @@ class BucketChooser:
         return Program(order, late, seconds, _numbered(messages)), before
 
     def _joined(self, members: list[Message]) -> Message:
-        number = {node: index for index, node in enumerate(self._program.order)}
+        number = self._number
         readers = (message.reader for message in members if message.reader is not None)
         waits = (wait for message in members for wait in message.waits)
         return Message(
@@ -206,10 +208,9 @@ def side_by_side(order: Iterable[fx.Node], messages: Iterable[Message]) -> list[
     return found
 
 
-def crowded(program: Program, most: float) -> set[tuple[fx.Node, ...]]:
-    """Planned buckets that are there where a program holds more than `most` bytes: from when the
-    first of what they send is made, until something of each member has been read."""
-    full = np.flatnonzero(held_bytes(program) > most)
+def crowded(program: Program, full: NDArray[np.int64]) -> set[tuple[fx.Node, ...]]:
+    """Planned buckets that are there at some of the places `full` in the order: from when the first
+    of what they send is made, until something of each member has been read."""
     position = {node: index for index, node in enumerate(program.order)}
     found = set()
     for message in program.messages:

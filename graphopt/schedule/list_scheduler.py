@@ -3,259 +3,379 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from collections import deque
+from typing import NamedTuple
 
 from torch import fx
 
-from graphopt.schedule.constraints import Predecessors
-from graphopt.schedule.program import Message, Program, held_bytes, made_bytes
+from graphopt.schedule.program import Message
+from graphopt.schedule.tables import Tables
 
-MOST_PREPARATION = 64
-"""Nodes that a launch may need beside the inputs of the step and still go ahead of its place."""
-
-_Entry = tuple[int, int, fx.Node]
-"""Where a node is wanted in the given order, where it stands, and the node."""
+MOST_PASSED = 48
+"""Nodes that may be passed over at once, for one that need not wait."""
 
 
-@dataclass
+_AT_ONCE = 1e-12
+"""Seconds: for messages whose links are idle now."""
+
+
+class Policy(NamedTuple):
+    """How one run decides.
+
+    Attributes:
+        deferred: share of all compute by which nodes off the path stand back.
+        passes: whether nodes that would wait are passed over.
+    """
+
+    deferred: float
+    passes: bool
+
+
 class ListScheduler:
     """One run.
 
-    Attributes:
-        program: in the given order.
-        before: what each node needs.
-        window: how many nodes ahead compute may be taken from.
-        holds: whether a message whose input is there may be held back for one that is due earlier.
+    Args:
+        tables: of the program, in the given order.
+        policy: how to decide.
         budget: bytes of values that may be held at once.
-        now: the clock, in seconds.
-        order: what has run.
+        reserved: bytes of these that nothing may take ahead of its place.
+
+    Attributes:
+        limited: whether more memory would have made a difference.
+        end: of the clock, in seconds: when all nodes have run and all messages have arrived.
     """
 
-    program: Program
-    before: Predecessors
-    window: int
-    holds: bool
-    budget: float
-    now: float = 0.0
-    order: list[fx.Node] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        nodes = self.program.order
-        self._key = _positions(self.program)
-        self._users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
-        self._missing = {}
-        for node in nodes:
-            needed = set(self.before[node])
-            self._missing[node] = len(needed)
-            for source in needed:
-                self._users[source].append(node)
-        self._done: set[fx.Node] = set()
-        self._ready: list[_Entry] = []
-        self._number = {node: index for index, node in enumerate(nodes)}
+    def __init__(
+        self,
+        tables: Tables,
+        policy: Policy,
+        budget: float,
+        reserved: float = 0.0,
+    ) -> None:
+        self._tables, self._policy, self._budget = tables, policy, budget
+        self._early_budget = budget - reserved
+        self._order: list[int] = []
+        self._now = self.end = 0.0
+        self._keys = self._chosen_keys()
+        self._missing = list(tables.missing)
+        self._done = bytearray(len(tables.missing))
+        self._cursor = 0
+        self._skipped = bytearray(
+            off and (policy.deferred > 0 or message is not None)
+            for message, off in zip(tables.messages, tables.off_path, strict=True)
+        )
+        self._behind = bytearray(self._skipped)
+        self._ready: list[tuple[float, int]] = []
         self._ends: dict[Message, float] = {}
         self._free: dict[str, float] = {}
-        self._held = held_bytes(self.program)
-        self._made = made_bytes(self.program)
-        self._early: dict[Message, int] = {}
-        self._launchable: list[tuple[float, int]] = []
+        self._back: list[int] = []
+        self._flying: dict[str, deque[int]] = {}
+        self._live = 0
+        self.limited = False
+        self._changed = True
+        self._left = list(tables.touches)
+        self._there = bytearray(len(tables.sizes))
+        self._prepared = tables.prepared
         self._due = self._due_dates()
-        self._prepared = self._preparations()
-        self._by_due = sorted(self._prepared, key=lambda m: (self._due[m], m.index))
-        self._next_prepared = 0
-        self._cursor = 0
+        self._queues = _queues(tables.program.messages, tables.prepared, self._due)
 
     def run(self) -> list[fx.Node]:
         """The new order."""
-        for node in self.program.order:
-            if not self._missing[node]:
-                self._push(node)
-        while len(self.order) < len(self.program.order):
-            node = self._next()
-            seconds = self.program.seconds.get(node, 0.0) or max(0.0, self._stalls(node))
-            self._launch_for(seconds, self._number[node])
-            if node not in self._done:
-                self._execute(node)
-        return self.order
+        tables = self._tables
+        for index, missing in enumerate(tables.missing):
+            if not missing:
+                self._push(index)
+        for index, node in enumerate(tables.program.order):
+            if node.op == "placeholder":
+                self._execute(index)
+        count = len(tables.missing)
+        while len(self._order) < count:
+            if self._changed:
+                self._launch_for(_AT_ONCE, -math.inf)
+                self._changed = False
+            index = self._next()
+            seconds = tables.seconds[index] or max(0.0, self._stall(index))
+            if seconds:
+                self._launch_for(seconds, min(self._keys[index], self._keys[self._front()]))
+                self._changed = True
+            if not self._done[index]:
+                self._execute(index)
+        self.end = max([self._now, *self._free.values()])
+        nodes = tables.program.order
+        return [nodes[index] for index in self._order]
 
-    def _push(self, node: fx.Node) -> None:
-        message = self.program.launched.get(node)
+    def _chosen_keys(self) -> list[float]:
+        """When each node is wanted, in seconds of compute: where it stands, or later off the path;
+        a wait, when somebody computes with what has arrived."""
+        tables, deferred = self._tables, self._policy.deferred * self._tables.at[-1]
+        keys = [
+            at + deferred if off else at
+            for at, off in zip(tables.at, tables.off_path, strict=False)
+        ]
+        wanted = list(keys)
+        for index in range(len(keys) - 1, -1, -1):
+            users = tables.users[index]
+            if users and not tables.seconds[index]:
+                wanted[index] = min([wanted[user] for user in users])
+                if tables.waited[index] is not None:
+                    keys[index] = wanted[index]
+        return keys
+
+    def _due_dates(self) -> dict[Message, float]:
+        """When somebody wants what each message brings."""
+        keys, number = self._keys, self._tables.number
+        return {
+            message: min([keys[number[wait]] for wait in message.waits], default=math.inf)
+            for message in self._tables.program.messages
+        }
+
+    def _push(self, index: int) -> None:
+        message = self._tables.launched[index]
         if message is None:
-            heapq.heappush(self._ready, (self._key[node], self._number[node], node))
+            heapq.heappush(self._ready, (self._keys[index], index))
+            if self._skipped[index] and self._tables.waited[index] is None:
+                heapq.heappush(self._back, index)
         else:
-            heapq.heappush(self._launchable, (self._due[message], message.index))
+            self._queues[message.group].add(self._due[message], message)
+            self._changed = True
 
-    def _next(self) -> fx.Node:
-        """What computes next: the first that need not wait, or else that waits least."""
-        passed: list[_Entry] = []
-        chosen: _Entry | None = None
-        while self._ready and chosen is None:
-            entry = heapq.heappop(self._ready)
-            if entry[2] in self._done:
+    def _next(self) -> int:
+        """What computes next: the first that need not wait and for which there is room."""
+        ready, done = self._ready, self._done
+        most = MOST_PASSED if self._policy.passes else 1
+        passed: list[tuple[float, int]] = []
+        chosen = -1
+        while ready and len(passed) < most:
+            entry = heapq.heappop(ready)
+            index = entry[1]
+            if done[index]:
                 continue
-            if passed and entry[0] > passed[0][0] + self.window:
-                heapq.heappush(self._ready, entry)
+            if self._stall(index) <= 0:
+                if self._has_room(index):
+                    chosen = index
+                    break
+                chosen = self._frees_room()
+            elif most > 1:
+                chosen = self._stands_back()
+            passed.append(entry)
+            if chosen >= 0:
                 break
-            if self._stalls(entry[2]) <= 0 and (not passed or self._may_overtake(entry[2])):
-                chosen = entry
-            else:
-                passed.append(entry)
-        if chosen is None and passed:
-            chosen = min(
-                (entry for entry in passed if entry[2] in self.program.waited),
-                key=lambda entry: (self._stalls(entry[2]), entry[0]),
-            )
-            passed.remove(chosen)
+        if chosen < 0:
+            chosen = self._least_bad(passed)
         for entry in passed:
-            heapq.heappush(self._ready, entry)
-        return self._forced_launch() if chosen is None else chosen[2]
+            if entry[1] != chosen:
+                heapq.heappush(ready, entry)
+        return chosen
 
-    def _forced_launch(self) -> fx.Node:
-        """Nothing else is left to do."""
-        return self.program.messages[self._launchable[0][1]].launch
+    def _frees_room(self) -> int:
+        """The wait for something that has arrived and lets go of what was sent, or what stands back
+        for longest; -1 if there is none."""
+        wait = self._arrived()
+        return wait if wait >= 0 else self._stands_back()
 
-    def _stalls(self, node: fx.Node) -> float:
+    def _stands_back(self) -> int:
+        """What has been left behind for longest, if there is room for it, or -1."""
+        back, done = self._back, self._done
+        while back and done[back[0]]:
+            heapq.heappop(back)
+        return back[0] if back and back[0] < self._front() and self._has_room(back[0]) else -1
+
+    def _arrived(self) -> int:
+        """The wait for a message that has arrived and sent more than it received, or -1."""
+        for flying in self._flying.values():
+            while flying and self._done[flying[0]]:
+                flying.popleft()
+            if flying and self._stall(flying[0]) <= 0:
+                return flying[0]
+        return -1
+
+    def _least_bad(self, passed: list[tuple[float, int]]) -> int:
+        """The wait that is over first, or else a launch, or else the first of nodes for which there
+        is no room."""
+        waited = self._tables.waited
+        waits = [entry for entry in passed if waited[entry[1]] is not None]
+        if len(waits) < len(passed):
+            waits += [(math.inf, flying[0]) for flying in self._flying.values() if flying]
+        if not waits:
+            launch = self._first_launch()
+            return passed[0][1] if launch is None else launch
+        return min(waits, key=lambda entry: (self._stall(entry[1]), entry))[1]
+
+    def _first_launch(self) -> int | None:
+        """The most urgent one whose inputs are there."""
+        found = (queue.first(self._done, self._tables) for queue in self._queues.values())
+        first = min(filter(None, found), default=None)
+        return None if first is None else self._tables.number[first[2].launch]
+
+    def _stall(self, index: int) -> float:
         """How long a node would wait."""
-        message = self.program.waited.get(node)
-        return 0.0 if message is None else self._ends[message] - self.now
+        message = self._tables.waited[index]
+        return 0.0 if message is None else self._ends[message] - self._now
 
-    def _execute(self, node: fx.Node) -> None:
-        self._done.add(node)
-        self.order.append(node)
-        message = self.program.launched.get(node)
+    def _has_room(self, index: int) -> bool:
+        """Whether there is room for what a node makes: now, and, if it overtakes others, until the
+        place that it had in the given order."""
+        made = self._makes(index)
+        if not made:
+            return True
+        growth, budget = 0, self._budget
+        if index > self._front():
+            growth, budget = self._growth(index), self._early_budget
+        if self._back and not self._tables.off_path[index]:
+            growth = max(growth, self._makes(self._back[0]))
+        return self._within(self._live + made + growth, budget)
+
+    def _within(self, held: float, budget: float) -> bool:
+        self.limited |= held > budget
+        return held <= budget
+
+    def _growth(self, until: int) -> int:
+        """By how much more is held at most, from here to a place in the given order."""
+        front = self._front()
+        if until <= front:
+            return 0
+        # What has been let go of ahead of its place is no room later.
+        now = min(self._tables.held_before[front], self._live)
+        return max(0, self._tables.fullest.within(front, until) - now)
+
+    def _front(self) -> int:
+        """The place of the first node that has not run; launches and waits off the path, and what
+        stands back, do not count."""
+        found = self._behind.find(0, self._cursor)
+        self._cursor = found if found >= 0 else len(self._behind) - 1
+        return self._cursor
+
+    def _makes(self, index: int) -> int:
+        there, sizes, made = self._there, self._tables.sizes, 0
+        for key in self._tables.touched[index]:
+            if not there[key]:
+                made += sizes[key]
+        return made
+
+    def _execute(self, index: int) -> None:
+        tables = self._tables
+        self._done[index] = self._behind[index] = 1
+        self._order.append(index)
+        message = tables.launched[index]
         if message is not None:
             self._send(message)
-        self.now += max(0.0, self._stalls(node)) if node in self.program.waited else 0.0
-        self.now += self.program.seconds.get(node, 0.0)
-        waited = self.program.waited.get(node)
-        if waited is not None:
-            self._early.pop(waited, None)
-        for user in self._users[node]:
-            self._missing[user] -= 1
-            if not self._missing[user] and user not in self._done:
+        message = tables.waited[index]
+        if message is not None:
+            self._now = max(self._now, self._ends[message])
+        self._now += tables.seconds[index]
+        there, left, sizes = self._there, self._left, tables.sizes
+        for key in tables.touched[index]:
+            if not there[key]:
+                there[key] = 1
+                self._live += sizes[key]
+            left[key] -= 1
+            if not left[key]:
+                self._live -= sizes[key]
+        missing = self._missing
+        for user in tables.users[index]:
+            missing[user] -= 1
+            if not missing[user] and not self._done[user]:
                 self._push(user)
 
     def _send(self, message: Message) -> None:
         names = (f"group {message.group}", *message.transfer.links)
-        start = max([self.now, *(self._free.get(name, 0.0) for name in names)])
+        start = max([self._now, *(self._free.get(name, 0.0) for name in names)])
         end = start + message.transfer.seconds
         self._ends[message] = end
+        if message.waits and message.kind.startswith("reduce_scatter"):
+            first = self._tables.number[message.waits[0]]
+            self._flying.setdefault(message.group, deque()).append(first)
         for name in names:
             self._free[name] = end
 
-    def _launch_for(self, seconds: float, reached: int) -> None:
-        """Launch what keeps links busy for the next `seconds`, and what is due where `reached`."""
-        while True:
-            message = self._most_urgent(self.now + seconds, reached)
-            if message is None:
-                return
-            for node in (*self._prepared.get(message, ()), message.launch):
-                if node not in self._done:
-                    self._execute(node)
+    def _launch_for(self, seconds: float, reached: float) -> None:
+        """Launch what keeps links busy for the next `seconds`, and what is due when `reached`."""
+        number = self._tables.number
+        for group, queue in self._queues.items():
+            until = self._now + seconds
+            while self._free.get(f"group {group}", 0.0) < until or queue.due <= reached:
+                message = self._most_urgent(queue, until, reached)
+                if message is None:
+                    break
+                for index in (*self._prepared.get(message, ()), number[message.launch]):
+                    if not self._done[index]:
+                        self._execute(index)
 
-    def _most_urgent(self, until: float, reached: int) -> Message | None:
+    def _most_urgent(self, queue: _Queue, until: float, reached: float) -> Message | None:
         """The message with the earliest due date that can be launched: on a link that is idle
-        before `until`, or because its reader stands before `reached`."""
-        for message in self._candidates():
-            if message.reader is not None and self._number[message.reader] <= reached:
-                return message
-            ready = not self._missing[message.launch]
-            if ready and not self.holds:
+        before `until`, or because it is due when `reached`."""
+        for due, _, message in queue.candidates(self._done, self._tables):
+            if due <= reached:
                 return message
             names = (f"group {message.group}", *message.transfer.links)
-            if max(self._free.get(name, 0.0) for name in names) >= until:
+            if max([self._free.get(name, 0.0) for name in names]) >= until:
                 continue
-            if ready or self._fits(message):
+            place = self._tables.number[message.launch]
+            ready = not self._missing[place]
+            if (ready and place <= self._front()) or self._fits(message):
                 return message
         return None
 
-    def _candidates(self) -> Iterator[Message]:
-        """At most one with inputs that are there and one of those that can be prepared per call."""
-        while self._launchable:
-            message = self.program.messages[self._launchable[0][1]]
-            if message.launch not in self._done:
-                break
-            heapq.heappop(self._launchable)
-        while self._next_prepared < len(self._by_due):
-            if self._by_due[self._next_prepared].launch not in self._done:
-                break
-            self._next_prepared += 1
-        found = []
-        if self._launchable:
-            found.append(self.program.messages[self._launchable[0][1]])
-        if self._next_prepared < len(self._by_due):
-            found.append(self._by_due[self._next_prepared])
-        yield from sorted(set(found), key=lambda m: (self._due[m], m.index))
-
     def _fits(self, message: Message) -> bool:
         """Whether there is room for a message until it would be launched in the given order."""
-        first = self._number[self._first_undone()]
-        last = self._number[message.launch]
-        if last <= first:
-            return True
-        if not self._room_for(message.nbytes, first, last):
-            return False
-        self._early[message] = message.nbytes
+        growth = self._growth(self._tables.number[message.launch])
+        while not self._within(self._live + message.nbytes + growth, self._early_budget):
+            wait = self._arrived()
+            if wait < 0:
+                return False
+            self._execute(wait)
         return True
 
-    def _room_for(self, nbytes: int, first: int, last: int) -> bool:
-        """Whether the given order leaves room from one position to another."""
-        fullest = int(self._held[first:last].max(initial=0))
-        return fullest + sum(self._early.values()) + nbytes <= self.budget
 
-    def _may_overtake(self, node: fx.Node) -> bool:
-        """Whether there is room for what a node makes until its place in the given order."""
-        made = self._made.get(node, 0)
-        first, last = self._number[self._first_undone()], self._number[node]
-        return not made or self._room_for(made, first, last)
-
-    def _first_undone(self) -> fx.Node:
-        while self.program.order[self._cursor] in self._done:
-            self._cursor += 1
-        return self.program.order[self._cursor]
-
-    def _due_dates(self) -> dict[Message, float]:
-        """Seconds of compute before the first reader of each message."""
-        passed, at = 0.0, {}
-        for node in self.program.order:
-            at[node] = passed
-            passed += self.program.seconds.get(node, 0.0)
-        return {m: passed if m.reader is None else at[m.reader] for m in self.program.messages}
-
-    def _preparations(self) -> dict[Message, list[fx.Node]]:
-        """Messages that need only inputs of the step and little compute, with what computes it."""
-        found = {}
-        for message in self.program.messages:
-            most = MOST_PREPARATION * max(1, len(message.joined))
-            nodes = ancestors(message.launch, self.before, most)
-            if nodes is None or any(n in self.program.waited for n in nodes):
-                continue
-            seconds = sum(self.program.seconds.get(node, 0.0) for node in nodes)
-            if seconds <= message.transfer.seconds:
-                found[message] = sorted(nodes, key=self._number.__getitem__)
-        return found
+_Urgent = tuple[float, int, Message]
+"""Due date, index and message."""
 
 
-def _positions(program: Program) -> dict[fx.Node, int]:
-    """Where nodes stand; a wait, and the views after it, where the first reader does."""
-    found = {node: index for index, node in enumerate(program.order)}
-    for message in program.messages:
-        if message.reader is not None:
-            for wait in message.waits:
-                found[wait] = found[message.reader]
-    return found
+class _Queue:
+    """Messages of one group that can be launched: those whose inputs are there, and those that can
+    be prepared."""
+
+    def __init__(self) -> None:
+        self._ready: list[_Urgent] = []
+        self._prepared: list[_Urgent] = []
+        self._next = 0
+
+    def add(self, due: float, message: Message) -> None:
+        heapq.heappush(self._ready, (due, message.index, message))
+
+    def prepare(self, found: list[_Urgent]) -> None:
+        self._prepared = sorted(found)
+
+    @property
+    def due(self) -> float:
+        """When the most urgent one is due, or one that has been launched since."""
+        ready = self._ready[0][0] if self._ready else math.inf
+        prepared = self._prepared[self._next][0] if self._next < len(self._prepared) else math.inf
+        return min(ready, prepared)
+
+    def first(self, done: bytearray, tables: Tables) -> _Urgent | None:
+        """The most urgent one whose inputs are there."""
+        while self._ready and done[tables.number[self._ready[0][2].launch]]:
+            heapq.heappop(self._ready)
+        return self._ready[0] if self._ready else None
+
+    def candidates(self, done: bytearray, tables: Tables) -> list[_Urgent]:
+        """The most urgent of both kinds."""
+        while self._next < len(self._prepared):
+            if not done[tables.number[self._prepared[self._next][2].launch]]:
+                break
+            self._next += 1
+        found = [self.first(done, tables)]
+        if self._next < len(self._prepared):
+            found.append(self._prepared[self._next])
+        return sorted({entry for entry in found if entry is not None})
 
 
-def ancestors(launch: fx.Node, before: Predecessors, most: int) -> set[fx.Node] | None:
-    """What a launch needs, without inputs of the step; None if that is more than `most` nodes."""
-    found: set[fx.Node] = set()
-    pending = list(before[launch])
-    while pending:
-        node = pending.pop()
-        if node in found or node.op in ("placeholder", "get_attr"):
-            continue
-        found.add(node)
-        if len(found) > most:
-            return None
-        pending += before[node]
-    return found
+def _queues(
+    messages: list[Message], prepared: dict[Message, list[int]], due: dict[Message, float]
+) -> dict[str, _Queue]:
+    queues = {message.group: _Queue() for message in messages}
+    for group, queue in queues.items():
+        queue.prepare([(due[m], m.index, m) for m in prepared if m.group == group])
+    return queues

@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -60,12 +61,12 @@ class Message:
     reader: fx.Node | None
     joined: tuple[fx.Node, ...] = ()
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """Such as ``"all_reduce"``."""
         return kind_of(self.launch)
 
-    @property
+    @cached_property
     def group(self) -> str:
         """Name of the process group."""
         return str(argument(self.launch, "group_name"))
@@ -200,8 +201,9 @@ def peak_bytes(program: Program, storages: Storages | None = None) -> int:
 def held_bytes(program: Program, storages: Storages | None = None) -> NDArray[np.int64]:
     """Bytes of values that are held while each node of the order runs, inputs left out.
 
-    A value is held from the node that makes its storage to the last one that reads it; what late
-    nodes read of the iteration before is held throughout.
+    A value is held from the node that makes its storage to the last one that reads it, and what is
+    sent until it has been waited for; what late nodes read of the iteration before is held
+    throughout.
     """
     change = np.zeros(len(program.order) + 1, dtype=np.int64)
     for first, last, size in _lives(program, {} if storages is None else storages):
@@ -209,15 +211,6 @@ def held_bytes(program: Program, storages: Storages | None = None) -> NDArray[np
         change[last + 1] -= size
     held: NDArray[np.int64] = change.cumsum()[:-1]
     return held
-
-
-def made_bytes(program: Program) -> dict[fx.Node, int]:
-    """Bytes of the storages that each node makes."""
-    made: dict[fx.Node, int] = {}
-    for first, _, size in _lives(program, {}):
-        node = program.order[first]
-        made[node] = made.get(node, 0) + size
-    return made
 
 
 def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
@@ -251,12 +244,69 @@ def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
                 last[key] = index
                 if late and source not in marked:
                     carried.add(key)
+        message = program.waited.get(node)
+        if message is not None and not message.lag:
+            for source in _sent(message):
+                last.update((key, index) for key, _ in _storages(source, storages))
     end = len(program.order) - 1
     return [
         (0, end, size[key]) if key in carried else (first[key], last[key], size[key])
         for key in size
         if key not in inputs
     ]
+
+
+def touched_storages(
+    program: Program, storages: Storages
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The storages that each node of a program without late nodes makes or reads, inputs of the
+    step left out, by numbers; and the bytes of each.
+
+    What a planned bucket makes and reads, its last launch does.
+    """
+    numbers: dict[int, int] = {}
+    sizes: list[int] = []
+    inputs: set[int] = set()
+    found: list[tuple[int, ...]] = []
+    members = {node: m.launch for m in program.messages for node in m.joined}
+    of_bucket: dict[fx.Node, set[int]] = {}
+    for node in program.order:
+        mine = _storages(node, storages)
+        if node.op in ("placeholder", "get_attr"):
+            inputs.update([key for key, _ in mine])
+            found.append(())
+            continue
+        keys = dict(mine)
+        if node.target is not operator.getitem:
+            for source in _compat.inputs_of(node):
+                keys.update(_storages(source, storages))
+        message = program.waited.get(node)
+        if message is not None:
+            for source in _sent(message):
+                keys.update(_storages(source, storages))
+        touched = []
+        for key, nbytes in keys.items():
+            if key in inputs:
+                continue
+            number = numbers.setdefault(key, len(sizes))
+            if number == len(sizes):
+                sizes.append(nbytes)
+            elif nbytes > sizes[number]:
+                sizes[number] = nbytes
+            touched.append(number)
+        launch = members.get(node)
+        if launch is not None:
+            together = of_bucket.setdefault(launch, set())
+            together.update(touched)
+            touched = sorted(together) if launch is node else []
+        found.append(tuple(touched))
+    return found, sizes
+
+
+def _sent(message: Message) -> Iterator[fx.Node]:
+    """What is sent, which nobody may free before it has arrived."""
+    for launch in message.joined or (message.launch,):
+        yield from launch.all_input_nodes
 
 
 def _storages(node: fx.Node, known: Storages) -> list[tuple[int, int]]:

@@ -59,16 +59,34 @@ def simulate_program(program: Program, slowdown: float = 0.0) -> Timeline:
     True
     """
     machine = _Machine(slowdown)
-    actions = _actions(program)
-    ends, durations = [0.0], list[float]()
-    while not _settled(durations) and len(durations) < MOST_ITERATIONS:
-        machine.iterate(actions)
-        durations.append(machine.now - ends[-1])
-        ends.append(machine.now)
-    step = durations[-1] if _settled(durations) else sum(durations[-8:]) / len(durations[-8:])
+    step = _steady(machine, _actions(program))
+    begin = machine.now
     machine.record = True
     machine.iterate(_actions(program, every_node=True))
-    return _timeline(program, machine, step, ends[-1])
+    return _timeline(program, machine, step, begin)
+
+
+def steady_seconds(program: Program, slowdown: float = 0.0) -> float:
+    """How long a program takes in its steady state, without the rest that a timeline has.
+
+    >>> from graphopt.cost import default_cost_model
+    >>> from graphopt.schedule import program_of, simulate_program
+    >>> from graphopt.schedule.simulator import steady_seconds
+    >>> program = program_of(gm.graph, default_cost_model(gm.graph), world_size=2)
+    >>> steady_seconds(program) == simulate_program(program).step_seconds
+    True
+    """
+    return _steady(_Machine(slowdown), _actions(program))
+
+
+def _steady(machine: _Machine, actions: list[Action]) -> float:
+    """Run iterations until they are alike. Returns what one takes."""
+    durations: list[float] = []
+    while not _settled(durations) and len(durations) < MOST_ITERATIONS:
+        begin = machine.now
+        machine.iterate(actions)
+        durations.append(machine.now - begin)
+    return durations[-1] if _settled(durations) else sum(durations[-8:]) / len(durations[-8:])
 
 
 def _settled(durations: list[float]) -> bool:
