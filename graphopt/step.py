@@ -124,12 +124,18 @@ class TrainStep:
         retried, self._retried = self._retried, None
         return self._entries.known(call, mode, retried)
 
-    def _run(self, entry: BoundStep, call: Call, begun: Begun | None = None) -> Any:
+    def _run(
+        self,
+        entry: BoundStep,
+        call: Call,
+        begun: Begun | None = None,
+        sent: Sequence[torch.Tensor] = (),
+    ) -> Any:
         from graphopt.tracing.casts import note_casts
 
         call = call.using(entry.captured.besides) or call
         try:
-            result = entry(call, self._calls, begun)
+            result = entry(call, self._calls, begun, sent)
         except AssumptionFailedError as error:
             failed = error.with_traceback(None)  # whose frames hold all that was computed
         else:
@@ -148,28 +154,34 @@ class TrainStep:
         call = call.deciding((*entry.answers_before(failed.index), failed.found))
         self._entries.land()
         other = self._known(call, mode)
-        going_on = begun(left, entry, other, call, self._calls)
+        going_on = None if failed.alone else begun(left, entry, other, call, self._calls)
         cause = Cause.of_branch(failed.place, failed.found)
-        other = other or self._captured_or_refused(call, mode, cause)
+        other = other or self._captured_or_refused(call, mode, cause, alone=failed.alone)
         if other is None:
             return self._run_eagerly(call)
-        result = self._run(other, call, going_on)
-        if going_on is None and self._stages.hands_out:
+        result = self._run(other, call, going_on, left.sent)
+        if going_on is None and not failed.alone and self._stages.hands_out:
             learn(left, entry, other, self._stages.finish)
         return result
 
     def _captured_or_refused(
-        self, call: Call, mode: tuple[Any, ...], branch: Cause | None = None
+        self,
+        call: Call,
+        mode: tuple[Any, ...],
+        branch: Cause | None = None,
+        *,
+        alone: bool = False,
     ) -> BoundStep | None:
         """Capture a call; None where it cannot be captured, and the step runs eagerly then.
 
         Args:
             branch: the decision that goes another way than before, where that is why.
+            alone: other ranks have gone on with the call.
         """
         communication = self._communication
         with communication.failures_told(self._calls) as parallel:
             try:
-                return self._capture(call, mode, branch)
+                return self._capture(call, mode, branch, alone)
             except BaseException as error:
                 if not self._fallback.take(error, call, parallel, communication.alone):
                     raise
@@ -264,13 +276,15 @@ class TrainStep:
 
         print(graph_text(self.graph_module))
 
-    def _capture(self, call: Call, mode: tuple[Any, ...], branch: Cause | None) -> BoundStep:
+    def _capture(
+        self, call: Call, mode: tuple[Any, ...], branch: Cause | None, alone: bool
+    ) -> BoundStep:
         from graphopt.tracing.draws.generators import undisturbed
 
         cause = self._say_why(call, mode, branch)
         self._entries.keep_lasting()
         settled = {entry.captured.fingerprint for entry in self._entries}
-        ways = self._communication.ways(call, mode, settled)
+        ways = self._communication.ways(call, mode, settled, alone=alone)
         try:
             self._entries.make_room(cause)
         except CaptureError:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
+import torch
 from torch import fx
 
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
 from graphopt.ranks.spmd import collective_plan
+from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
 from graphopt.tracing.guards import Guards
+from graphopt.tracing.inputs import Inputs
 
 Plans = dict[str, list[str]]
 """Every collective of each graph that is derived from a step, one line each."""
@@ -29,7 +33,8 @@ class Agreed:
 
     Attributes:
         guards: recognise the structure again.
-        order: parameters whose gradients are averaged, in launch order.
+        parameters: those whose gradients are averaged, in launch order.
+        unused: how ranks learn which of them others use in a call.
         plans: every collective of each graph that runs.
         held: names of what some rank holds in a way in which its use is not seen.
         votes: how the ranks agree that no function called by `graphopt.callback` has raised.
@@ -39,13 +44,21 @@ class Agreed:
     """
 
     guards: Guards
-    order: tuple[str, ...]
+    parameters: tuple[weakref.ref[torch.Tensor], ...]
+    unused: UnusedParameters
     plans: Plans
     held: frozenset[str]
     votes: Votes
     agreement: Agreement
     current: bool = True
     likely: tuple[Answer, ...] = ()
+
+    def order(self, inputs: Inputs) -> tuple[str, ...]:
+        """The parameters whose gradients are averaged, by the names that they have in a call; how
+        a step gets to them may be different. Those that it does not reach are left out."""
+        names = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
+        found = (names.get(id(parameter())) for parameter in self.parameters)
+        return tuple(name for name in found if name is not None)
 
     def hear(self) -> None:
         """Before a call: raise where a function has raised on another rank when the last call, of

@@ -75,17 +75,20 @@ class Communication:
                 tell(_compat.group_or_default(parallel.group), step, error)
             raise
 
-    def ways(self, call: Call, mode: tuple[Any, ...], settled: set[str]) -> Iterable[Ranks]:
+    def ways(
+        self, call: Call, mode: tuple[Any, ...], settled: set[str], *, alone: bool
+    ) -> Iterable[Ranks]:
         """How this rank may come to agree with others on a new graph.
 
         Args:
             settled: fingerprints of the graphs that there are.
+            alone: other ranks have gone on with the call.
         """
         from graphopt.runtime.agreed import Ranks
 
         parallel = resolve(self._parallel)
         if isinstance(parallel, OverRanks):
-            return self._joint().ways(call, parallel, self.averaging, mode, settled)
+            return self._joint().ways(call, parallel, self.averaging, mode, settled, alone)
         return [Ranks(settled)]
 
     def join(self, call: Call, parallel: OverRanks) -> None:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from graphopt import _compat
-from graphopt.errors import CaptureError, CollectiveError
+from graphopt.errors import CaptureError, CollectiveError, SpmdMismatchError
+from graphopt.host.used import Used
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
@@ -24,12 +25,13 @@ from graphopt.ranks.spmd import (
     check_same_plans,
     merged_order,
 )
+from graphopt.ranks.unused import UnusedParameters
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks, plans_of
+from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import (
     CapturedStep,
-    capture_call,
     communication_for,
     finish,
     first_trace,
@@ -40,7 +42,8 @@ from graphopt.tracing.collecting import bare_tensors
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.input_notes import held_names
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.reduction import UnagreedParameterError
+from graphopt.tracing.outside.existing import existing_kept
+from graphopt.tracing.reduction import AgreedOrder, UnagreedParameterError
 from graphopt.tracing.step_run import MarkedCommunication
 from graphopt.tracing.trace import RawTrace, trace
 
@@ -61,14 +64,34 @@ class _AsAgreed(Ranks):
 
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
-        communication = communication_for(self._parallel, self.agreed.order)
         call = call if call.decided else call.deciding(self.agreed.likely)
         try:
-            captured = capture_call(call, communication, self._settled, lasts=True)
+            with _compat.without_fake_mode(), collector_paused(), existing_kept():
+                captured = self._captured(call)
         except UnagreedParameterError:
             raise NotAsAgreedError from None
         note_held_somewhere(captured, self.agreed.held)
         return self._joint.checked(call, captured)
+
+    def _captured(self, call: Call) -> CapturedStep:
+        while True:
+            call, inputs, raw = _first_trace(call, communication_for(self._parallel))
+            order = AgreedOrder(self._order(inputs, raw), frozenset(raw.used))
+            communication = communication_for(self._parallel, order)
+            try:
+                again = raw if order.names == raw.used else trace(call, inputs, communication)
+                return finish(call, inputs, communication, again, self._settled, lasts=True)
+            except (MoreInputs, CaptureError) as error:
+                call = retried(call, inputs, error)
+
+    def _order(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
+        assert self.agreed is not None
+        order = self.agreed.order(inputs)
+        if len(order) < len(self.agreed.parameters):
+            raise NotAsAgreedError
+        if not set(order).issuperset(raw.used):
+            raise NotAsAgreedError
+        return order
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         assert self.agreed is not None
@@ -135,7 +158,7 @@ class _Together(Ranks):
     def capture(self, call: Call) -> CapturedStep:
         captured: CapturedStep | None = None
         while captured is None:
-            call, inputs, raw = first_trace(call, self._communication(None))
+            call, inputs, raw = _first_trace(call, self._communication(None))
             communication = self._communication(self._meet(inputs, raw))
             try:
                 again = raw if self._order == raw.used else trace(call, inputs, communication)
@@ -149,11 +172,11 @@ class _Together(Ranks):
         note_held_somewhere(captured, self._held)
         return captured
 
-    def _communication(self, order: tuple[str, ...] | None) -> MarkedCommunication | None:
+    def _communication(self, order: AgreedOrder | None) -> MarkedCommunication | None:
         return communication_for(self._parallel, order) if self._sync else None
 
-    def _meet(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
-        """Compare what the ranks have traced. Returns in which order gradients are averaged."""
+    def _meet(self, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
+        """Compare what the ranks have traced. Returns which gradients are averaged."""
         mine = {
             "sync": [f"averaging {self._sync}"],
             "tensors": _describe(inputs),
@@ -163,10 +186,11 @@ class _Together(Ranks):
         everyone = self._meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
-        before = () if self._earlier is None else _renamed(self._earlier, inputs)
-        self._order = merged_order([before, *(theirs["used"] for theirs in everyone)])
+        before = () if self._earlier is None else self._earlier.order(inputs)
+        used = [theirs["used"] for theirs in everyone]
+        self._order = merged_order([before, *used])
         self._held = frozenset().union(*(theirs["held"] for theirs in everyone))
-        return self._order
+        return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         self._plans = plans_of(graphs)
@@ -186,7 +210,15 @@ class _Together(Ranks):
     def ready(self, captured: CapturedStep) -> None:
         self._meeting.exchange({"ready": True}, patient=True)
         guards = Guards(self._call, self._inputs, self._mode, captured.signature)
-        agreed = Agreed(guards, self._order, self._plans, self._held, self._votes, self.agreement)
+        entries = {entry.fqn: entry.tensor for entry in self._inputs.parameters}
+        parameters = tuple(weakref.ref(entries[name]) for name in self._order)
+        group = _compat.group_or_default(self._parallel.group)
+        unused = UnusedParameters(group, self._joint.topic)
+        agreed = Agreed(
+            *(guards, parameters, unused, self._plans, self._held),
+            votes=self._votes,
+            agreement=self.agreement,
+        )
         self._joint.note(agreed if self._sync else None, self._earlier)
         self.agreed = agreed if self._sync else None
 
@@ -218,8 +250,12 @@ class JointCapture:
         sync: bool,
         mode: tuple[Any, ...],
         settled: Collection[str],
+        alone: bool = False,
     ) -> Iterator[Ranks]:
         """How `call` may be captured: the first way that is not refused by `NotAsAgreedError`.
+
+        Args:
+            alone: other ranks have gone on with the call, and cannot come to agree.
 
         Raises:
             CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
@@ -236,6 +272,11 @@ class JointCapture:
         earlier = self._earlier(call, mode)
         if earlier is not None:
             yield _AsAgreed(self, earlier, parallel, settled)
+        if alone:
+            raise SpmdMismatchError(
+                "another graph is needed for the parameters that the ranks use in this call, and it"
+                " has other collectives than they agreed on"
+            )
         self.alone = False
         group = _compat.group_or_default(parallel.group)
         votes = self._votes.setdefault(group, Votes(group))
@@ -294,13 +335,17 @@ class JointCapture:
         )
 
 
-def _renamed(earlier: Agreed, inputs: Inputs) -> tuple[str, ...]:
-    """The parameters that the ranks agreed on earlier, by the names that they have in this call;
-    how a step gets to them may be different."""
-    names = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
-    owners = {entry.fqn: id(entry.tensor) for entry in earlier.guards.inputs.parameters}
-    found = (names.get(owners[name]) for name in earlier.order)
-    return tuple(name for name in found if name is not None)
+def _first_trace(
+    call: Call, communication: MarkedCommunication | None
+) -> tuple[Call, Inputs, RawTrace]:
+    """`first_trace`, in which nothing is known of what others use, nor asked."""
+    decided = call.decided
+    known = tuple(answer for answer in decided if not isinstance(answer, Used))
+    call, inputs, raw = first_trace(call.with_answers(known), communication)
+    if len(known) < len(decided):
+        inputs.answers[: len(known)] = decided
+        call = call.with_answers(decided)
+    return call, inputs, raw
 
 
 def _describe(inputs: Inputs) -> list[str]:

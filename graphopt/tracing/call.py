@@ -106,6 +106,14 @@ class Call:
             new.sizes = SizesKept.RELATED
         return new
 
+    def with_answers(self, answers: tuple[Answer, ...]) -> Call:
+        """The same call, with answers to its first decisions."""
+        if answers == self.decided:
+            return self
+        new = copy.copy(self)
+        new._using, new.decided = None, answers
+        return new
+
     def knowing_sizes(self) -> Call | None:
         """The same call, in whose traces more is known of sizes that depend on values; None where
         nothing more can be: they are numbers already, another rank may have others, or the tensors

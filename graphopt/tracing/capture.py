@@ -47,7 +47,7 @@ from graphopt.tracing.outside.existing import (
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
-from graphopt.tracing.reduction import UnagreedParameterError
+from graphopt.tracing.reduction import AgreedOrder, UnagreedParameterError
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
 from graphopt.tracing.step_run import MarkedCommunication
@@ -460,7 +460,7 @@ def prepare(call: Call) -> Inputs:
 
 
 def communication_for(
-    parallel: Parallel, agreed: tuple[str, ...] | None = None
+    parallel: Parallel, agreed: AgreedOrder | None = None
 ) -> MarkedCommunication | None:
     """What a trace needs to know of the process group."""
     if not isinstance(parallel, OverRanks):

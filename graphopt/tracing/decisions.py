@@ -31,6 +31,7 @@ from graphopt.graph_utils import is_collective, without_autocast
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
+from graphopt.host.used import Used, UsedAnywhere
 from graphopt.ir.operators import is_marker
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing import recurrent
@@ -107,6 +108,25 @@ class Decider:
         asked = self._recorded(assumption, tensor)
         if self._count == len(known):
             known.append(tuple(self._values.of(asked).tolist()))
+        return cast(tuple[int, ...], self._assumed(assumption))
+
+    def used(
+        self, positions: Sequence[int], sent: Sequence[torch.Tensor], likely: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Which parameters other ranks use in this call, which the graph assumes from now on.
+
+        Args:
+            positions: of parameters that this rank does not use; see `UsedAnywhere`.
+            sent: what the ranks have sent for them.
+            likely: the answer that is taken for true until the graph runs.
+        """
+        known = self._inputs.answers
+        self._refuse_many(current_user_line())
+        assumption = UsedAnywhere(self._count, str(current_user_line()), positions)
+        _compat.record_call(assumption, sent)
+        found = known[self._count] if self._count < len(known) else None
+        if not isinstance(found, Used) or len(found) != len(likely):
+            known.insert(self._count, Used(likely))  # the others are answers to what comes behind
         return cast(tuple[int, ...], self._assumed(assumption))
 
     def _recorded(self, assumption: Assumption, value: Any) -> Any:

@@ -68,12 +68,12 @@ class MarkedCommunication:
     Attributes:
         parallel: the kind.
         group: ranks that share gradients and buffers.
-        agreed: parameters to mark in launch order, None before the ranks have agreed.
+        agreed: what the ranks average in this call; None before they have agreed.
     """
 
     parallel: OverRanks
     group: Group
-    agreed: tuple[str, ...] | None
+    agreed: reduction.AgreedOrder | None
 
 
 class StepRun:
@@ -391,11 +391,31 @@ class StepRun:
             return None
         return reduction.GradientMarker(
             parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self.inputs.parameters},
+            roots=self._roots_of_parameters(),
             group=self.communication.group,
             tagger=self.tagger,
             agreed=self.communication.agreed,
+            ask=self._used_anywhere,
             persistent=frozenset(id(gradient) for gradient in traced.gradients.values()),
         )
+
+    def _roots_of_parameters(self) -> dict[str, int]:
+        """By the name of each parameter, the number of the module that it belongs to; -1: none."""
+        roots: dict[int, int] = {}
+        for number, (_, root) in enumerate(self.call.named_roots()):
+            for parameter in root.parameters():
+                roots.setdefault(id(parameter), number)
+        return {e.fqn: roots.get(id(e.tensor), -1) for e in self.inputs.parameters}
+
+    def _used_anywhere(
+        self, positions: Sequence[int], sent: Sequence[torch.Tensor]
+    ) -> Sequence[int]:
+        """Which parameters that this rank does not use are used by another one."""
+        agreed = self.communication and self.communication.agreed
+        assert agreed and self.made.decider is not None
+        anywhere = agreed.anywhere or ()
+        likely = tuple(int(agreed.names[position] in anywhere) for position in positions)
+        return self.made.decider.used(positions, sent, likely)
 
     def _notice_steps(self, stepped: list[int]) -> None:
         """Note optimizer steps and give their nodes the optimizer's phase."""
