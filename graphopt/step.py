@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, Report
     from graphopt.parallel import Parallel
-    from graphopt.runtime.agreed import Agreed
+    from graphopt.runtime.agreed import Agreed, Others
     from graphopt.runtime.bound_step import BoundStep, Tries
     from graphopt.runtime.branch import Begun
     from graphopt.stages.auto import AutoPipeline
@@ -153,35 +153,58 @@ class TrainStep:
         mode, left = self._communication.mode(), entry.take_left()
         call = call.deciding((*entry.answers_before(failed.index), failed.found))
         self._entries.land()
-        other = self._known(call, mode)
-        going_on = None if failed.alone else begun(left, entry, other, call, self._calls)
-        cause = Cause.of_branch(failed.place, failed.found)
-        other = other or self._captured_or_refused(call, mode, cause, alone=failed.alone)
+        other, apart = self._known(call, mode), failed.alone or failed.voted
+        going_on = None if apart else begun(left, entry, other, call, self._calls)
+        if going_on is None:
+            other = self._other_graph(entry, other, call, mode, failed)
         if other is None:
             return self._run_eagerly(call)
         result = self._run(other, call, going_on, left.sent)
-        if going_on is None and not failed.alone and self._stages.hands_out:
+        if going_on is None and not apart and self._stages.hands_out:
             learn(left, entry, other, self._stages.finish)
         return result
+
+    def _other_graph(
+        self,
+        entry: BoundStep,
+        known: BoundStep | None,
+        call: Call,
+        mode: tuple[Any, ...],
+        failed: AssumptionFailedError,
+    ) -> BoundStep | None:
+        """The graph of another branch, captured where it is not known or where other ranks have
+        none that goes with it."""
+        from graphopt.runtime.agreed import Others
+
+        vote = None
+        if entry.agreed is not None and not failed.alone:
+            vote = functools.partial(entry.agreed.votes.alike, step=self._calls)
+        if known is not None and vote is None:
+            return known
+        if known is not None and vote is not None:
+            if vote(known.agreed.number if known.agreed else 0):
+                return known
+        others = Others(failed.alone, vote if known is None else None, known is not None)
+        cause = Cause.of_branch(failed.place, failed.found)
+        return self._captured_or_refused(call, mode, cause, others)
 
     def _captured_or_refused(
         self,
         call: Call,
         mode: tuple[Any, ...],
         branch: Cause | None = None,
-        *,
-        alone: bool = False,
+        others: Others | None = None,
     ) -> BoundStep | None:
         """Capture a call; None where it cannot be captured, and the step runs eagerly then.
 
         Args:
             branch: the decision that goes another way than before, where that is why.
-            alone: other ranks have gone on with the call.
+            others: what they do meanwhile.
         """
         communication = self._communication
         with communication.failures_told(self._calls) as parallel:
             try:
-                return self._capture(call, mode, branch, alone)
+                return self._capture(call, mode, branch, others)
             except BaseException as error:
                 if not self._fallback.take(error, call, parallel, communication.alone):
                     raise
@@ -277,19 +300,21 @@ class TrainStep:
         print(graph_text(self.graph_module))
 
     def _capture(
-        self, call: Call, mode: tuple[Any, ...], branch: Cause | None, alone: bool
+        self, call: Call, mode: tuple[Any, ...], branch: Cause | None, others: Others | None
     ) -> BoundStep:
+        from graphopt.runtime.agreed import NotAsAgreedError, Others
         from graphopt.tracing.draws.generators import undisturbed
 
         cause = self._say_why(call, mode, branch)
         self._entries.keep_lasting()
         settled = {entry.captured.fingerprint for entry in self._entries}
-        ways = self._communication.ways(call, mode, settled, alone=alone)
+        ways = self._communication.ways(call, mode, settled, others or Others())
         try:
             self._entries.make_room(cause)
         except CaptureError:
-            with next(iter(ways)):  # which tells ranks that have come to agree
-                raise
+            for ranks in ways:  # which tell ranks that have come to agree
+                with suppress(NotAsAgreedError), ranks:
+                    raise
         call = self._entries.with_counted(call, cause)
         call.drawn.undo()
         with undisturbed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -23,6 +23,22 @@ Plans = dict[str, list[str]]
 """Every collective of each graph that is derived from a step, one line each."""
 
 
+@dataclass(frozen=True)
+class Others:
+    """What the other ranks do while a rank needs another graph for a call.
+
+    Attributes:
+        alone: they have gone on with the call, and cannot come to agree.
+        vote: they need one as well. Tells them for which agreement (`Agreed.number`) this rank has
+            a graph, 0 for none; returns whether all have one for the same.
+        anew: they come to agree anew.
+    """
+
+    alone: bool = False
+    vote: Callable[[int], bool] | None = None
+    anew: bool = False
+
+
 class NotAsAgreedError(Exception):
     """A step needs other communication than the ranks agreed on before."""
 
@@ -37,6 +53,7 @@ class Agreed:
         unused: how ranks learn which of them others use in a call.
         plans: every collective of each graph that runs.
         held: names of what some rank holds in a way in which its use is not seen.
+        number: counts what the ranks of this step have agreed on.
         votes: how the ranks agree that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
         likely: answers to the decisions of the branch that all ranks try first in this call.
@@ -48,6 +65,7 @@ class Agreed:
     unused: UnusedParameters
     plans: Plans
     held: frozenset[str]
+    number: int
     votes: Votes
     agreement: Agreement
     current: bool = True

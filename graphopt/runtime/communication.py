@@ -13,7 +13,7 @@ from graphopt.parallel import OverRanks, Parallel, resolve
 from graphopt.ranks.processes import announce
 
 if TYPE_CHECKING:
-    from graphopt.runtime.agreed import Ranks
+    from graphopt.runtime.agreed import Others, Ranks
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.tracing.call import Call
 
@@ -76,19 +76,19 @@ class Communication:
             raise
 
     def ways(
-        self, call: Call, mode: tuple[Any, ...], settled: set[str], *, alone: bool
+        self, call: Call, mode: tuple[Any, ...], settled: set[str], others: Others
     ) -> Iterable[Ranks]:
         """How this rank may come to agree with others on a new graph.
 
         Args:
             settled: fingerprints of the graphs that there are.
-            alone: other ranks have gone on with the call.
+            others: what they do meanwhile.
         """
         from graphopt.runtime.agreed import Ranks
 
         parallel = resolve(self._parallel)
         if isinstance(parallel, OverRanks):
-            return self._joint().ways(call, parallel, self.averaging, mode, settled, alone)
+            return self._joint().ways(call, parallel, self.averaging, mode, settled, others)
         return [Ranks(settled)]
 
     def join(self, call: Call, parallel: OverRanks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -26,7 +26,7 @@ from graphopt.ranks.spmd import (
     merged_order,
 )
 from graphopt.ranks.unused import UnusedParameters
-from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks, plans_of
+from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Others, Ranks, plans_of
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
@@ -49,7 +49,12 @@ from graphopt.tracing.trace import RawTrace, trace
 
 
 class _AsAgreed(Ranks):
-    """Goes along with what the ranks agreed on before, without asking them."""
+    """Goes along with what the ranks agreed on before, without asking them.
+
+    Args:
+        vote: as of `Others`.
+        last: there is nothing else that they agreed on before.
+    """
 
     def __init__(
         self,
@@ -57,10 +62,25 @@ class _AsAgreed(Ranks):
         agreed: Agreed,
         parallel: OverRanks,
         settled: Collection[str],
+        vote: Callable[[int], bool] | None,
+        last: bool,
     ) -> None:
         super().__init__(settled)
+        self._vote, self._last = vote, last
         self._joint, self.agreed, self._parallel = joint, agreed, parallel
         self.agreement = agreed.agreement
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        vote, self._vote = self._vote, None
+        if vote is not None:  # it has not come to agree
+            if self._last:
+                vote(0)
+            raise NotAsAgreedError from error
 
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
@@ -100,6 +120,9 @@ class _AsAgreed(Ranks):
         same = Agreement.of_all([needed.said, before.said]) == before
         if not same or plans_of(graphs) != self.agreed.plans:
             raise NotAsAgreedError
+        vote, self._vote = self._vote, None
+        if vote is not None and not vote(self.agreed.number):
+            raise NotAsAgreedError
 
 
 class _Apart(Ranks):
@@ -120,7 +143,7 @@ class _Together(Ranks):
         joint: keeps what they agree on.
         sync: whether gradients are averaged.
         mode: of the call.
-        earlier: what they agreed on for the same structure before.
+        earlier: what they agreed on for the same structure before, the last first.
         votes: how they agree that no function has raised.
     """
 
@@ -131,7 +154,7 @@ class _Together(Ranks):
         parallel: OverRanks,
         sync: bool,
         mode: tuple[Any, ...],
-        earlier: Agreed | None,
+        earlier: Sequence[Agreed],
         votes: Votes,
     ) -> None:
         super().__init__()
@@ -186,9 +209,9 @@ class _Together(Ranks):
         everyone = self._meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
-        before = () if self._earlier is None else self._earlier.order(inputs)
+        before = [earlier.order(inputs) for earlier in self._earlier]
         used = [theirs["used"] for theirs in everyone]
-        self._order = merged_order([before, *used])
+        self._order = merged_order([*before, *used])
         self._held = frozenset().union(*(theirs["held"] for theirs in everyone))
         return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
 
@@ -215,7 +238,7 @@ class _Together(Ranks):
         group = _compat.group_or_default(self._parallel.group)
         unused = UnusedParameters(group, self._joint.topic)
         agreed = Agreed(
-            *(guards, parameters, unused, self._plans, self._held),
+            *(guards, parameters, unused, self._plans, self._held, self._joint.count()),
             votes=self._votes,
             agreement=self.agreement,
         )
@@ -238,6 +261,7 @@ class JointCapture:
     def __init__(self, topic: str) -> None:
         self.topic = topic
         self._agreed: list[Agreed] = []
+        self._count = 0
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
         self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -250,12 +274,10 @@ class JointCapture:
         sync: bool,
         mode: tuple[Any, ...],
         settled: Collection[str],
-        alone: bool = False,
+        others: Others,
     ) -> Iterator[Ranks]:
         """How `call` may be captured: the first way that is not refused by `NotAsAgreedError`.
 
-        Args:
-            alone: other ranks have gone on with the call, and cannot come to agree.
 
         Raises:
             CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
@@ -269,10 +291,12 @@ class JointCapture:
         self.alone = True
         if self._has_joined(call) and not sync:
             yield _Apart(self, settled)
-        earlier = self._earlier(call, mode)
-        if earlier is not None:
-            yield _AsAgreed(self, earlier, parallel, settled)
-        if alone:
+        found = [] if others.anew else self._matching(call, mode)
+        for earlier in found:
+            yield _AsAgreed(self, earlier, parallel, settled, others.vote, earlier is found[-1])
+        if others.vote is not None and not found:
+            others.vote(0)
+        if others.alone:
             raise SpmdMismatchError(
                 "another graph is needed for the parameters that the ranks use in this call, and it"
                 " has other collectives than they agreed on"
@@ -280,7 +304,7 @@ class JointCapture:
         self.alone = False
         group = _compat.group_or_default(parallel.group)
         votes = self._votes.setdefault(group, Votes(group))
-        yield _Together(self, call, parallel, sync, mode, earlier, votes)
+        yield _Together(self, call, parallel, sync, mode, self._matching(call, mode), votes)
 
     def checked(self, call: Call, captured: CapturedStep) -> CapturedStep:
         """What one rank has captured for itself.
@@ -293,11 +317,18 @@ class JointCapture:
             raise NotAsAgreedError
         return captured
 
-    def note(self, agreed: Agreed | None, earlier: Agreed | None) -> None:
-        """Keep what the ranks have agreed on, in place of what they agreed on earlier."""
-        if earlier is not None:
-            earlier.current = False
-            self._agreed.remove(earlier)
+    def count(self) -> int:
+        """A number for what the ranks agree on next, the same on all."""
+        self._count += 1
+        return self._count
+
+    def note(self, agreed: Agreed | None, earlier: Sequence[Agreed]) -> None:
+        """Keep what the ranks have agreed on, and what they agreed on earlier for branches with
+        other collectives, where they average the same parameters."""
+        for other in earlier:
+            if agreed is None or other.parameters != agreed.parameters:
+                other.current = False
+                self._agreed.remove(other)
         if agreed is not None:
             self._agreed.append(agreed)
 
@@ -305,11 +336,10 @@ class JointCapture:
         """Drop what was agreed on for models that no longer exist."""
         self._agreed = [agreed for agreed in self._agreed if agreed.guards.alive()]
 
-    def _earlier(self, call: Call, mode: tuple[Any, ...]) -> Agreed | None:
-        for agreed in self._agreed:
-            if agreed.guards.structure_mismatch(call, mode) is None:
-                return agreed
-        return None
+    def _matching(self, call: Call, mode: tuple[Any, ...]) -> list[Agreed]:
+        """What the ranks agreed on before for the same structure, the last first."""
+        agreed = reversed(self._agreed)
+        return [a for a in agreed if a.guards.structure_mismatch(call, mode) is None]
 
     def join(self, call: Call, parallel: OverRanks) -> None:
         """What DDP does when it is constructed: everybody starts from rank 0's values. Nothing

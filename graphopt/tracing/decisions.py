@@ -9,6 +9,7 @@ behind an assumption (`graphopt.host.assumptions`). Traces of the same call get 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import getitem
@@ -32,7 +33,9 @@ from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.host.used import Used, UsedAnywhere
+from graphopt.host.voted import VotedAssumption
 from graphopt.ir.operators import is_marker
+from graphopt.parallel.markers import Group
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing import recurrent
 from graphopt.tracing.alike import depends_on, is_alike, reached_by
@@ -58,6 +61,7 @@ class Decider:
         values: of the inputs in this call, which decide.
         own: inputs that may have other values on other ranks; see `alike.own_inputs`.
         alone: no other rank runs the same step.
+        group: the ranks that average gradients; None where none do.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class Decider:
         values: Sequence[torch.Tensor],
         own: Sequence[bool],
         alone: bool,
+        group: Group | None = None,
     ) -> None:
+        self._group = group
         self._tracer, self._inputs, self._alone = tracer, inputs, alone
         self._own = own
         self._mode = mode
@@ -87,12 +93,30 @@ class Decider:
         line = current_user_line()
         known = self._inputs.answers
         self._refuse_many(line)
+        if not self._alone and not self._is_alike(number):
+            return self._voted(number, kind, line)
         assumption = Assumption(self._count, str(line))
         asked = self._recorded(assumption, number)
-        if not self._alone and not is_alike(self._tracer.graph, asked, self._own):
-            raise another_on_each_rank(line)
         if self._count == len(known):
             known.append(self._answer(asked, kind, line))
+        return self._assumed(assumption)
+
+    def _is_alike(self, number: Any) -> bool:
+        node = _compat.node_of(self._tracer, number)
+        return node is None or is_alike(self._tracer.graph, node, self._own)
+
+    def _voted(self, number: Any, kind: type, line: Any) -> Answer:
+        """What a number of this rank's own is, which the graph assumes where all ranks find what
+        their graphs assume."""
+        if self._group is None:
+            raise another_on_each_rank(line)
+        known, node = self._inputs.answers, _compat.node_of(self._tracer, number)
+        if self._count == len(known):
+            knows = cast(ValuesBeforeCollectives, self._values).knows(node)
+            known.append(cast(Answer, kind(self._values.of(node) if knows else kind is bool)))
+        assumption = VotedAssumption(self._count, str(line))
+        holds = vote_of(number, known[self._count], self._group)
+        _compat.record_call(assumption, [number, holds])
         return self._assumed(assumption)
 
     def values(self, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -227,6 +251,24 @@ class Decider:
                 location=str(line),
                 hint=WITHOUT_BRANCHES,
             )
+
+
+def vote_of(number: Any, answer: Answer, group: Group) -> torch.Tensor:
+    """1 where each rank finds for a traced number what its graph assumes, else 0."""
+    if isinstance(number, torch.SymFloat):
+        number = _compat.record_truth(operator.ne, (number, 0.0))
+    elif isinstance(number, torch.SymInt):
+        number = number != 0 if isinstance(answer, bool) else number == answer
+    integer: Any = _compat.record_integer(number)
+    if answer is False:
+        integer = 1 - integer
+    functional = torch.ops._c10d_functional
+    with torch.no_grad():
+        process_group = _compat.group_named(group.name)
+        device = None if process_group is None else _compat.device_of(process_group)
+        mine = torch.full((1,), integer, dtype=torch.int64, device=device)
+        held: torch.Tensor = functional.wait_tensor(functional.all_reduce(mine, "min", group.name))
+    return held
 
 
 def another_on_each_rank(line: Any) -> CaptureError:

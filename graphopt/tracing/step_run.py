@@ -125,7 +125,8 @@ class StepRun:
                 stack.enter_context(answered_as_in_eager(self._notice_question))
             begins_alike = self.communication is not None and self.communication.parallel.broadcast
             own = own_inputs(self.inputs, self.call, broadcast=begins_alike)
-            decider = Decider(tracer, self.inputs, self._mode, self._values, own, alone)
+            group = None if self.communication is None else self.communication.group
+            decider = Decider(tracer, self.inputs, self._mode, self._values, own, alone, group)
             self.made.decider = decider
 
             def added(value: torch.Tensor, stand_in: torch.Tensor) -> None:
