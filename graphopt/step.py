@@ -179,10 +179,9 @@ class TrainStep:
         vote = None
         if entry.agreed is not None and not failed.alone:
             vote = functools.partial(entry.agreed.votes.alike, step=self._calls)
-        if known is not None and vote is None:
-            return known
-        if known is not None and vote is not None:
-            if vote(known.agreed.number if known.agreed else 0):
+        if known is not None:
+            number = known.agreed.number if known.agreed else 0
+            if vote is None or vote(number):
                 return known
         others = Others(failed.alone, vote if known is None else None, known is not None)
         cause = Cause.of_branch(failed.place, failed.found)

@@ -74,7 +74,7 @@ class Decider:
         alone: bool,
         group: Group | None = None,
     ) -> None:
-        self._group = group
+        self._group, self._voting = group, False
         self._tracer, self._inputs, self._alone = tracer, inputs, alone
         self._own = own
         self._mode = mode
@@ -93,7 +93,7 @@ class Decider:
         line = current_user_line()
         known = self._inputs.answers
         self._refuse_many(line)
-        if not self._alone and not self._is_alike(number):
+        if not self._alone and (self._voting or not self._is_alike(number)):
             return self._voted(number, kind, line)
         assumption = Assumption(self._count, str(line))
         asked = self._recorded(assumption, number)
@@ -110,6 +110,7 @@ class Decider:
         their graphs assume."""
         if self._group is None:
             raise another_on_each_rank(line)
+        self._voting = True  # from here on, ranks may take other branches
         known, node = self._inputs.answers, _compat.node_of(self._tracer, number)
         if self._count == len(known):
             knows = cast(ValuesBeforeCollectives, self._values).knows(node)

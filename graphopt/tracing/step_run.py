@@ -23,7 +23,7 @@ from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.changed import take_changed
-from graphopt.tracing.collectives import functional_collectives
+from graphopt.tracing.collectives import functional_collectives, stand_in_of_collective
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
@@ -306,7 +306,11 @@ class StepRun:
             stack.enter_context(viewed_by(self.view))
 
             def called(callee: Any, args: Sequence[Any]) -> Any:
-                return converting(callee, args) or substitute(callee, args)
+                return (
+                    converting(callee, args)
+                    or substitute(callee, args)
+                    or stand_in_of_collective(callee, args)
+                )
 
             with observed_step(self.call, self.outside, called):
                 exchanged = self.call.besides.exchanged
