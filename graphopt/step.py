@@ -111,11 +111,17 @@ class TrainStep:
             raise
 
     def _called(self, call: Call) -> Any:
+        from graphopt.runtime.agreed import Others
+
         mode = self._communication.mode()
         entry = self._known(call, mode)
         if entry is None:
             self._entries.land()
-            entry = self._captured_or_refused(call, mode)
+            others = Others(vote=self._communication.vote(call, mode, self._calls))
+            entry = self._captured_or_refused(call, mode, None, others)
+        elif entry.agreed is not None and not entry.agreed.holds_for_all(self._calls):
+            self._entries.land()
+            entry = self._captured_or_refused(call, mode, None, Others(anew=True))
         return self._run_eagerly(call) if entry is None else self._run(entry, call)
 
     def _known(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:

@@ -50,6 +50,13 @@ class Unused(Protocol):
         """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
 
 
+class Questions(Protocol):
+    """What ranks ask one another; see `graphopt.ranks.asking`."""
+
+    def alike(self, number: int, step: int) -> bool:
+        """Whether all ranks say the same number, and not 0."""
+
+
 class Agreement(Protocol):
     """When ranks agree; see `graphopt.host.votes`."""
 
@@ -124,6 +131,7 @@ class HostRun:
             drawn before the graph began.
         given: positional and keyword arguments of the step.
         unused: which parameters other ranks use; None where ranks share none.
+        questions: how ranks ask one another; None where they do not.
 
     Attributes:
         put: what has been put outside the step for functions that were called.
@@ -139,7 +147,9 @@ class HostRun:
         mixed: Callable[[], bool] = bool,
         given: Any = ((), {}),
         unused: Unused | None = None,
+        questions: Questions | None = None,
     ) -> None:
+        self._questions = questions
         self._given, self._unused = given, unused
         self._mixed = mixed
         self._storages, self._rank, self._step = storages, rank, step
@@ -205,6 +215,10 @@ class HostRun:
     def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...] | None:
         """Which of some parameters other ranks use in this call; None where nobody is asked."""
         return None if self._unused is None else self._unused.used_anywhere(positions)
+
+    def all_hold(self, holds: bool) -> bool:
+        """Whether what this rank's graph assumes, and that of all others, holds in this call."""
+        return holds if self._questions is None else self._questions.alike(int(holds), self._step)
 
     def agree(self) -> None:
         """Raise what a function has raised here or on another rank, before state is updated."""

@@ -18,6 +18,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
+from graphopt.host.sizes import SizeAssumption
 from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel
 
@@ -30,7 +31,14 @@ def collective_plan(graph: fx.Graph) -> list[str]:
             value = node.meta["val"]
             options = ", ".join(str(arg) for arg in node.args if not isinstance(arg, fx.Node))
             plan.append(f"{node.target}({value.dtype}{list(value.shape)}, {options})")
+        elif asks(node):
+            plan.append("whether all ranks go on")
     return plan
+
+
+def asks(node: fx.Node) -> bool:
+    """Whether the ranks ask one another on the host where this node runs."""
+    return isinstance(node.target, SizeAssumption) and node.target.voted
 
 
 def launches_digest(graph: fx.Graph) -> str:

@@ -12,6 +12,7 @@ from torch import fx
 
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
+from graphopt.ranks.asking import Questions
 from graphopt.ranks.spmd import collective_plan
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call
@@ -53,6 +54,8 @@ class Agreed:
         unused: how ranks learn which of them others use in a call.
         plans: every collective of each graph that runs.
         held: names of what some rank holds in a way in which its use is not seen.
+        questions: how ranks ask one another in a call; None where they do not.
+        asks: before each call, whether a rank uses parameters that are not among them.
         number: counts what the ranks of this step have agreed on.
         votes: how the ranks agree that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
@@ -65,6 +68,8 @@ class Agreed:
     unused: UnusedParameters
     plans: Plans
     held: frozenset[str]
+    questions: Questions | None
+    asks: bool
     number: int
     votes: Votes
     agreement: Agreement
@@ -77,6 +82,10 @@ class Agreed:
         names = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
         found = (names.get(id(parameter())) for parameter in self.parameters)
         return tuple(name for name in found if name is not None)
+
+    def holds_for_all(self, step: int) -> bool:
+        """Before a call: whether all ranks have a graph that stands on this."""
+        return not self.asks or self.questions is None or self.questions.alike(self.number, step)
 
     def hear(self) -> None:
         """Before a call: raise where a function has raised on another rank when the last call, of

@@ -213,8 +213,8 @@ class BoundStep:
         )
         mixed, inputs = call.drawn.are_mixed, self._inputs
         storages = partial(inputs.updated_storages, flat)
-        asked = self.agreed.unused if self.agreed else None
-        return HostRun(storages, rank, step, votes, agreement, mixed, call.given, asked)
+        asked = (self.agreed.unused, self.agreed.questions) if self.agreed else ()
+        return HostRun(storages, rank, step, votes, agreement, mixed, call.given, *asked)
 
     def _raise_explained(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -90,6 +91,11 @@ class Communication:
         if isinstance(parallel, OverRanks):
             return self._joint().ways(call, parallel, self.averaging, mode, settled, others)
         return [Ranks(settled)]
+
+    def vote(self, call: Call, mode: tuple[Any, ...], step: int) -> Callable[[int], bool] | None:
+        """How all ranks say whether they have a graph for a call; see `Others.vote`."""
+        found = self._joint_capture and self._joint_capture.asking(call, mode)
+        return partial(found.alike, step=step) if found else None
 
     def join(self, call: Call, parallel: OverRanks) -> None:
         """Make all ranks start from the same values, once for each module."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -18,9 +19,11 @@ from graphopt.host.used import Used
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
+from graphopt.ranks.asking import Questions
 from graphopt.ranks.failed_runs import sending_explained
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import (
+    asks,
     check_same,
     check_same_plans,
     merged_order,
@@ -84,7 +87,7 @@ class _AsAgreed(Ranks):
 
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
-        call = call if call.decided else call.deciding(self.agreed.likely)
+        call = _voting(call if call.decided else call.deciding(self.agreed.likely))
         try:
             with _compat.without_fake_mode(), collector_paused(), existing_kept():
                 captured = self._captured(call)
@@ -180,9 +183,10 @@ class _Together(Ranks):
 
     def capture(self, call: Call) -> CapturedStep:
         captured: CapturedStep | None = None
+        call = _voting(call) if self._sync else call
         while captured is None:
             call, inputs, raw = _first_trace(call, self._communication(None))
-            communication = self._communication(self._meet(inputs, raw))
+            communication = self._communication(self._meet(call, inputs, raw))
             try:
                 again = raw if self._order == raw.used else trace(call, inputs, communication)
                 captured = finish(call, inputs, communication, again, lasts=True)
@@ -198,7 +202,7 @@ class _Together(Ranks):
     def _communication(self, order: AgreedOrder | None) -> MarkedCommunication | None:
         return communication_for(self._parallel, order) if self._sync else None
 
-    def _meet(self, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
+    def _meet(self, call: Call, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
         """Compare what the ranks have traced. Returns which gradients are averaged."""
         mine = {
             "sync": [f"averaging {self._sync}"],
@@ -212,6 +216,7 @@ class _Together(Ranks):
         before = [earlier.order(inputs) for earlier in self._earlier]
         used = [theirs["used"] for theirs in everyone]
         self._order = merged_order([*before, *used])
+        self._asks = bool(_left_out(call, inputs, self._order))
         self._held = frozenset().union(*(theirs["held"] for theirs in everyone))
         return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
 
@@ -223,12 +228,16 @@ class _Together(Ranks):
             "plans": list(self._plans.items()),
             "history": history,
             "callbacks": needed.said,
+            "asks": self._asks or any(any(map(asks, g.graph.nodes)) for g in graphs.values()),
         }
         everyone = self._meeting.exchange(planned)
         check_same_plans(
             [theirs["plans"] for theirs in everyone], [theirs["history"] for theirs in everyone]
         )
         self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
+        asking = self._sync and any(theirs["asks"] for theirs in everyone)
+        group = _compat.group_or_default(self._parallel.group)
+        self._questions = self._joint.questions(group) if asking else None
 
     def ready(self, captured: CapturedStep) -> None:
         self._meeting.exchange({"ready": True}, patient=True)
@@ -238,7 +247,8 @@ class _Together(Ranks):
         group = _compat.group_or_default(self._parallel.group)
         unused = UnusedParameters(group, self._joint.topic)
         agreed = Agreed(
-            *(guards, parameters, unused, self._plans, self._held, self._joint.count()),
+            *(guards, parameters, unused, self._plans, self._held),
+            *(self._questions, self._asks, self._joint.count()),
             votes=self._votes,
             agreement=self.agreement,
         )
@@ -262,6 +272,7 @@ class JointCapture:
         self.topic = topic
         self._agreed: list[Agreed] = []
         self._count = 0
+        self._questions: WeakKeyDictionary[dist.ProcessGroup, Questions] = WeakKeyDictionary()
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
         self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -317,6 +328,17 @@ class JointCapture:
             raise NotAsAgreedError
         return captured
 
+    def questions(self, group: dist.ProcessGroup) -> Questions:
+        """How the ranks of a group ask one another; all of them come to make it."""
+        if group not in self._questions:
+            self._questions[group] = Questions(group)
+        return self._questions[group]
+
+    def asking(self, call: Call, mode: tuple[Any, ...]) -> Questions | None:
+        """How all ranks say in each call of a structure whether they have a graph for it; None where
+        they do not."""
+        return next((a.questions for a in self._matching(call, mode) if a.asks), None)
+
     def count(self) -> int:
         """A number for what the ranks agree on next, the same on all."""
         self._count += 1
@@ -365,6 +387,13 @@ class JointCapture:
         )
 
 
+def _voting(call: Call) -> Call:
+    """A call in which all ranks say whether what their graphs assume holds."""
+    new = copy.copy(call)
+    new.votes = True
+    return new
+
+
 def _first_trace(
     call: Call, communication: MarkedCommunication | None
 ) -> tuple[Call, Inputs, RawTrace]:
@@ -376,6 +405,19 @@ def _first_trace(
         inputs.answers[: len(known)] = decided
         call = call.with_answers(decided)
     return call, inputs, raw
+
+
+def _left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:
+    """Parameters that no rank uses, of modules of which ranks use others: some may come to use them
+    in another call."""
+    entries = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
+    left_out = []
+    for _, root in call.named_roots():
+        parameters = [p for p in root.parameters() if p.requires_grad and id(p) in entries]
+        names = [entries[id(parameter)] for parameter in parameters]
+        if any(name in order for name in names):
+            left_out += [name for name in names if name not in order]
+    return left_out
 
 
 def _describe(inputs: Inputs) -> list[str]:

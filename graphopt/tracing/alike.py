@@ -94,7 +94,8 @@ def first_own(
 
 def _is_of_all(target: object) -> bool:
     """Whether something is an assumption that has to hold on all ranks alike."""
-    return isinstance(target, Assumption) and not isinstance(target, VotedAssumption)
+    voted = isinstance(target, VotedAssumption) or getattr(target, "voted", False)
+    return isinstance(target, Assumption) and not voted
 
 
 def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]:

@@ -93,7 +93,8 @@ class Decider:
         line = current_user_line()
         known = self._inputs.answers
         self._refuse_many(line)
-        if not self._alone and (self._voting or not self._is_alike(number)):
+        unknown = kind is int and not self._knows(number)
+        if not self._alone and (self._voting or unknown or not self._is_alike(number)):
             return self._voted(number, kind, line)
         assumption = Assumption(self._count, str(line))
         asked = self._recorded(assumption, number)
@@ -105,6 +106,11 @@ class Decider:
         node = _compat.node_of(self._tracer, number)
         return node is None or is_alike(self._tracer.graph, node, self._own)
 
+    def _knows(self, number: Any) -> bool:
+        """Whether the value of a number is known when the step is captured."""
+        values, node = self._values, _compat.node_of(self._tracer, number)
+        return not isinstance(values, ValuesBeforeCollectives) or values.knows(node)
+
     def _voted(self, number: Any, kind: type, line: Any) -> Answer:
         """What a number of this rank's own is, which the graph assumes where all ranks find what
         their graphs assume."""
@@ -113,8 +119,8 @@ class Decider:
         self._voting = True  # from here on, ranks may take other branches
         known, node = self._inputs.answers, _compat.node_of(self._tracer, number)
         if self._count == len(known):
-            knows = cast(ValuesBeforeCollectives, self._values).knows(node)
-            known.append(cast(Answer, kind(self._values.of(node) if knows else kind is bool)))
+            value = self._values.of(node) if self._knows(number) else kind is bool
+            known.append(cast(Answer, kind(value)))
         assumption = VotedAssumption(self._count, str(line))
         holds = vote_of(number, known[self._count], self._group)
         _compat.record_call(assumption, [number, holds])
@@ -176,7 +182,10 @@ class Decider:
         if not unknown:
             return result
         line = current_user_line()
-        self._refuse(line)
+        self._refuse_many(line)
+        if not self._alone and self._group is None:
+            raise another_on_each_rank(line)
+        self._voting = True
         places = [place for place, _ in unknown]
         node = next(iter(reversed(self._tracer.graph.nodes)))
         answer = self._sizes(node, places)
@@ -190,7 +199,10 @@ class Decider:
     def _sizes(self, node: fx.Node, places: Sequence[Place]) -> Sizes:
         known = self._inputs.answers
         if self._count == len(known):
-            real = self._values.of(node)
+            values = self._values
+            if isinstance(values, ValuesBeforeCollectives) and not values.knows(node):
+                raise another_on_each_rank(current_user_line())
+            real = values.of(node)
             known.append(Sizes(number_at(real, place) for place in places))
         answer = known[self._count]
         assert isinstance(answer, Sizes)
@@ -224,7 +236,8 @@ class Decider:
             node.meta["val"] = leaves[0]
             source = cast(fx.Node, node.args[0])
             values = [fx.Proxy(source, self._tracer)]  # the number may be a constant
-        assumption = SizeAssumption(self._count, line, where, len(values), self._relations)
+        counts = len(values), self._relations, not self._alone
+        assumption = SizeAssumption(self._count, line, where, *counts)
         assumption.answer = answer
         self._tracer.create_proxy("call_function", assumption, tuple(values), {})
 
