@@ -335,8 +335,8 @@ class JointCapture:
         return self._questions[group]
 
     def asking(self, call: Call, mode: tuple[Any, ...]) -> Questions | None:
-        """How all ranks say in each call of a structure whether they have a graph for it; None where
-        they do not."""
+        """How all ranks say in each call of a structure whether they have a graph for it; None
+        where they do not."""
         return next((a.questions for a in self._matching(call, mode) if a.asks), None)
 
     def count(self) -> int:

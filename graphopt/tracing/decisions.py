@@ -28,7 +28,7 @@ from graphopt._compat.sizes import (
     with_sizes,
 )
 from graphopt.errors import CaptureError
-from graphopt.graph_utils import is_collective, without_autocast
+from graphopt.graph_utils import is_collective, is_operator, without_autocast
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
@@ -119,8 +119,7 @@ class Decider:
         self._voting = True  # from here on, ranks may take other branches
         known, node = self._inputs.answers, _compat.node_of(self._tracer, number)
         if self._count == len(known):
-            value = self._values.of(node) if self._knows(number) else kind is bool
-            known.append(cast(Answer, kind(value)))
+            known.append(cast(Answer, kind(self._values.of(node))))
         assumption = VotedAssumption(self._count, str(line))
         holds = vote_of(number, known[self._count], self._group)
         _compat.record_call(assumption, [number, holds])
@@ -199,10 +198,7 @@ class Decider:
     def _sizes(self, node: fx.Node, places: Sequence[Place]) -> Sizes:
         known = self._inputs.answers
         if self._count == len(known):
-            values = self._values
-            if isinstance(values, ValuesBeforeCollectives) and not values.knows(node):
-                raise another_on_each_rank(current_user_line())
-            real = values.of(node)
+            real = self._values.of(node)
             known.append(Sizes(number_at(real, place) for place in places))
         answer = known[self._count]
         assert isinstance(answer, Sizes)
@@ -362,7 +358,8 @@ class Values:
 
 
 class ValuesBeforeCollectives(Values):
-    """Of a trace that collectives are part of, the values that depend on none of them."""
+    """Of a trace that collectives are part of: values that depend on none of them are known, others
+    are what they would be if all ranks had what this one has."""
 
     def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
         super().__init__(tracer, live)
@@ -374,10 +371,22 @@ class ValuesBeforeCollectives(Values):
         return wanted not in self._unknown
 
     def _computed(self, node: fx.Node) -> Any:
-        if is_collective(node) or is_marker(node) or depends_on(node, self._unknown):
+        communicates = is_collective(node) or is_marker(node)
+        if communicates or depends_on(node, self._unknown):
             self._unknown |= reached_by(node)
-            return None
-        return super()._computed(node)
+        return self._of_own(node) if communicates else super()._computed(node)
+
+    def _of_own(self, node: fx.Node) -> Any:
+        """What a collective would give if all ranks sent what this one sends."""
+        given: Any = fx.map_arg(node.args, self._values.__getitem__)
+        sent, *options = given
+        if isinstance(sent, (list, tuple)):
+            return [tensor.clone() for tensor in sent]
+        if is_operator(node.target, "_c10d_functional::all_gather_into_tensor"):
+            return torch.cat([sent] * options[0])
+        if is_operator(node.target, "_c10d_functional::reduce_scatter_tensor"):
+            return sent.chunk(options[1])[0].clone()
+        return sent.clone()
 
 
 def _default_generators() -> list[torch.Generator]:
