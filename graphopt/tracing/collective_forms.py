@@ -1,6 +1,6 @@
 """Collectives of `torch.distributed` as functional ones, which give the same.
 
-There are six functional collectives. The others are made of them: a scatter is a broadcast of all
+There are five functional collectives. The others are made of them: a scatter is a broadcast of all
 parts, a gather an all-gather that one rank keeps, a reduction to one rank an all-reduce, and lists
 of tensors are one tensor, cut.
 """
@@ -163,6 +163,33 @@ def reduce_scatter(
     return _finish([output], _reduced_parts(_joined(input_list), op, process_group), async_op)
 
 
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    process_group = _compat.group_or_default(group)
+    received = output_split_sizes or _equal_parts(output, process_group)
+    sent = input_split_sizes or _equal_parts(input, process_group)
+    return _finish([output], _exchanged(input, received, sent, process_group), async_op)
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    received = [tensor.numel() for tensor in output_tensor_list]
+    sent = [tensor.numel() for tensor in input_tensor_list]
+    everything, process_group = _joined(input_tensor_list), _compat.group_or_default(group)
+    launched = _exchanged(everything, received, sent, process_group)
+    return _finish(output_tensor_list, launched, async_op)
+
+
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
     """Nothing in a graph is seen by other ranks but what its collectives send."""
     return TracedWork([], None) if async_op else None
@@ -173,6 +200,7 @@ FORMS: dict[str, Callable[..., Any]] = {
     for form in (
         *(all_reduce, all_reduce_coalesced, reduce, broadcast, scatter, barrier),
         *(all_gather_into_tensor, all_gather, gather, reduce_scatter_tensor, reduce_scatter),
+        *(all_to_all_single, all_to_all),
     )
 }
 """By the name of a function of `torch.distributed`, what stands for it."""
@@ -192,6 +220,16 @@ def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _reduced_parts(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
     return _launch("reduce_scatter_tensor", tensor, _name(op), group.size(), group.group_name)
+
+
+def _exchanged(
+    tensor: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    return _launch("all_to_all_single", tensor, received, sent, group.group_name)
+
+
+def _equal_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+    return [tensor.shape[0] // group.size()] * group.size()
 
 
 def _launch(name: str, tensor: torch.Tensor, *options: Any) -> torch.Tensor:

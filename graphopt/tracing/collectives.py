@@ -26,10 +26,6 @@ _POINT_TO_POINT = (
     "sends from one rank to another, which has no functional form",
     "call it outside the step; stages of a pipeline are made by graphopt.pipelining",
 )
-_EXCHANGE = (
-    "has no functional form that graphopt knows",
-    "call it outside the step, or use all_gather and take the parts that are for this rank",
-)
 _REFUSED = {
     **dict.fromkeys(
         ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
@@ -39,7 +35,6 @@ _REFUSED = {
         ("send", "recv", "isend", "irecv", "batch_isend_irecv"),
         _POINT_TO_POINT,
     ),
-    **dict.fromkeys(("all_to_all", "all_to_all_single"), _EXCHANGE),
     "monitored_barrier": (
         "waits for all ranks on the host",
         "call it outside the step, or leave it out: collectives wait for all ranks",
