@@ -146,6 +146,7 @@ class TrainStep:
             failed = error.with_traceback(None)  # whose frames hold all that was computed
         else:
             note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
+            self._entries.state_made(entry)
             return result
         result = self._run_other_branch(entry, call, failed)
         self._retried = entry.tries if entry.failures == 1 else None

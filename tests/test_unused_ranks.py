@@ -4,7 +4,6 @@ DistributedDataParallel(find_unused_parameters=True) makes of them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -129,7 +128,9 @@ def left(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def compare(rank: int, *args: Any) -> list[int]:
     expected, found = trained(rank, *args, False), trained(rank, *args, True)
     assert len(expected) == len(found)
-    return [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)]
+    return [
+        i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)
+    ]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

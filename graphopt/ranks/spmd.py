@@ -32,7 +32,7 @@ def collective_plan(graph: fx.Graph) -> list[str]:
             options = ", ".join(str(arg) for arg in node.args if not isinstance(arg, fx.Node))
             plan.append(f"{node.target}({value.dtype}{list(value.shape)}, {options})")
         elif asks(node):
-            plan.append("whether all ranks go on")
+            plan.append("a size by its own values, which all ranks vote on")
     return plan
 
 

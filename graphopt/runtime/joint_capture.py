@@ -42,6 +42,7 @@ from graphopt.tracing.capture import (
     retried,
 )
 from graphopt.tracing.collecting import bare_tensors
+from graphopt.tracing.decisions import OwnDecisionError
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.input_notes import held_names
 from graphopt.tracing.inputs import Inputs
@@ -105,7 +106,7 @@ class _AsAgreed(Ranks):
                 again = raw if order.names == raw.used else trace(call, inputs, communication)
                 return finish(call, inputs, communication, again, self._settled, lasts=True)
             except (MoreInputs, CaptureError) as error:
-                call = retried(call, inputs, error)
+                call = _retried(call, inputs, error)
 
     def _order(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
         assert self.agreed is not None
@@ -191,7 +192,7 @@ class _Together(Ranks):
                 again = raw if self._order == raw.used else trace(call, inputs, communication)
                 captured = finish(call, inputs, communication, again, lasts=True)
             except (MoreInputs, CaptureError) as error:
-                call = retried(call, inputs, error)
+                call = _retried(call, inputs, error)
             everyone = self._meeting.exchange({"complete": captured is not None})
             if not all(theirs["complete"] for theirs in everyone):
                 captured = None
@@ -391,6 +392,15 @@ def _voting(call: Call) -> Call:
     """A call in which all ranks say whether what their graphs assume holds."""
     new = copy.copy(call)
     new.votes = True
+    return new
+
+
+def _retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
+    """`retried`; where what decides turns out to be a rank's own, with votes on each decision."""
+    if not isinstance(error, OwnDecisionError) or not call.votes or call.votes_always:
+        return retried(call, inputs, error)
+    new = copy.copy(call)
+    new.votes_always = True
     return new
 
 

@@ -43,7 +43,9 @@ class Call:
         repeats: positions of modules and optimizers that stand at an earlier position, too.
         besides: what the step uses besides its arguments; the objects follow them in `leaves`.
         decided: answers to its first decisions by value, where they are known.
-        votes: all ranks say in each call whether what their graphs assume holds.
+        votes: all ranks say in each call whether what their graphs assume holds, where that may be
+            another thing on each rank.
+        votes_always: they do so for each decision.
         sizes: what a trace makes of sizes that depend on values.
         drawn: what the call has drawn on the host.
     """
@@ -76,7 +78,7 @@ class Call:
         self.besides = Besides()
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
-        self.votes = False
+        self.votes = self.votes_always = False
         self.drawn = HostValues()
 
     def using(self, besides: Besides) -> Call | None:

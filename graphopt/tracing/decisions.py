@@ -62,6 +62,7 @@ class Decider:
         own: inputs that may have other values on other ranks; see `alike.own_inputs`.
         alone: no other rank runs the same step.
         group: the ranks that average gradients; None where none do.
+        voting: every decision may be a rank's own.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Decider:
         own: Sequence[bool],
         alone: bool,
         group: Group | None = None,
+        voting: bool = False,
     ) -> None:
-        self._group, self._voting = group, False
+        self._group, self._voting = group, voting
         self._tracer, self._inputs, self._alone = tracer, inputs, alone
         self._own = own
         self._mode = mode
@@ -281,9 +283,13 @@ def vote_of(number: Any, answer: Answer, group: Group) -> torch.Tensor:
     return held
 
 
+class OwnDecisionError(CaptureError):
+    """A step decides by what may be another value on each rank."""
+
+
 def another_on_each_rank(line: Any) -> CaptureError:
     """The refusal of a decision that each rank takes for itself."""
-    return CaptureError(
+    return OwnDecisionError(
         "it decides by the value of a tensor, which may be another one on each rank",
         location=str(line),
         hint=f"{WITHOUT_BRANCHES}; decide by what all ranks have alike, such as the norm of the"

@@ -126,7 +126,16 @@ class StepRun:
             begins_alike = self.communication is not None and self.communication.parallel.broadcast
             own = own_inputs(self.inputs, self.call, broadcast=begins_alike)
             group = None if self.communication is None else self.communication.group
-            decider = Decider(tracer, self.inputs, self._mode, self._values, own, alone, group)
+            decider = Decider(
+                tracer,
+                self.inputs,
+                self._mode,
+                self._values,
+                own,
+                alone,
+                group,
+                self.call.votes_always,
+            )
             self.made.decider = decider
 
             def added(value: torch.Tensor, stand_in: torch.Tensor) -> None:
