@@ -238,7 +238,7 @@ class _Together(Ranks):
         self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
         asking = self._sync and any(theirs["asks"] for theirs in everyone)
         group = _compat.group_or_default(self._parallel.group)
-        self._questions = self._joint.questions(group) if asking else None
+        self._questions = Questions.of(group) if asking else None
 
     def ready(self, captured: CapturedStep) -> None:
         self._meeting.exchange({"ready": True}, patient=True)
@@ -273,7 +273,6 @@ class JointCapture:
         self.topic = topic
         self._agreed: list[Agreed] = []
         self._count = 0
-        self._questions: WeakKeyDictionary[dist.ProcessGroup, Questions] = WeakKeyDictionary()
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
         self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -328,12 +327,6 @@ class JointCapture:
         if not self._has_joined(call.using(captured.besides) or call):
             raise NotAsAgreedError
         return captured
-
-    def questions(self, group: dist.ProcessGroup) -> Questions:
-        """How the ranks of a group ask one another; all of them come to make it."""
-        if group not in self._questions:
-            self._questions[group] = Questions(group)
-        return self._questions[group]
 
     def asking(self, call: Call, mode: tuple[Any, ...]) -> Questions | None:
         """How all ranks say in each call of a structure whether they have a graph for it; None
