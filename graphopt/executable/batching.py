@@ -28,6 +28,7 @@ from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_collective
 from graphopt.graph_utils.inserting import call_function_giving
 from graphopt.graph_utils.ordering import earliest_order
+from graphopt.host.assumptions import Assumption
 from graphopt.iter_graph.running import GROUP, INDEX
 from graphopt.schedule import Schedule, apply_schedule
 from graphopt.schedule.constraints import Predecessors, predecessors
@@ -103,8 +104,9 @@ def batch_small_operators(graph: fx.Graph) -> int:
 
 
 def _with_launches_in_order(graph: fx.Graph, before: Predecessors) -> Predecessors:
-    """What each node needs, and each launch the one before: ranks have agreed on their order."""
-    launches = find_nodes(graph, is_collective)
+    """What each node needs, and each launch and decision the one before: ranks have agreed on their
+    order."""
+    launches = find_nodes(graph, lambda n: is_collective(n) or isinstance(n.target, Assumption))
     for first, second in pairwise(launches):
         before[second].append(first)
     return before

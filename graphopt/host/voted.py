@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import fx
+
+from graphopt.graph_utils import is_collective
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Assumption
 
@@ -31,3 +34,38 @@ class VotedAssumption(Assumption):
 
     def repeats(self, other: HostCall) -> bool:
         return isinstance(other, VotedAssumption) and super().repeats(other)
+
+
+def hear_votes(graph: fx.Graph) -> int:
+    """Let each vote be heard before the next collective is launched: where it fails, all ranks have
+    launched the same, whatever passes have done to their graphs.
+
+    Returns:
+        How many votes there are.
+    """
+    votes = [node for node in graph.nodes if isinstance(node.target, VotedAssumption)]
+    for node in votes:
+        place = _launch_of(node)
+        for needed in _behind(place, node):
+            place.append(needed)
+            place = needed
+    return len(votes)
+
+
+def _launch_of(assumption: fx.Node) -> fx.Node:
+    """The launch of the collective in which ranks vote."""
+    node = assumption.all_input_nodes[1]
+    while not is_collective(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _behind(launch: fx.Node, assumption: fx.Node) -> list[fx.Node]:
+    """What an assumption needs that stands behind a launch, and itself, in order."""
+    found, pending = {assumption}, [assumption]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if launch < source and source not in found:
+                found.add(source)
+                pending.append(source)
+    return [node for node in launch.graph.nodes if node in found]

@@ -52,12 +52,27 @@ from graphopt.tracing.step_run import MarkedCommunication
 from graphopt.tracing.trace import RawTrace, trace
 
 
+class _OneVote:
+    """`Others.vote`, which each rank casts once.
+
+    Attributes:
+        is_cast: whether it has been.
+    """
+
+    def __init__(self, vote: Callable[[int], bool]) -> None:
+        self._vote = vote
+        self.is_cast = False
+
+    def __call__(self, number: int) -> bool:
+        self.is_cast = True
+        return self._vote(number)
+
+
 class _AsAgreed(Ranks):
     """Goes along with what the ranks agreed on before, without asking them.
 
     Args:
         vote: as of `Others`.
-        last: there is nothing else that they agreed on before.
     """
 
     def __init__(
@@ -66,11 +81,10 @@ class _AsAgreed(Ranks):
         agreed: Agreed,
         parallel: OverRanks,
         settled: Collection[str],
-        vote: Callable[[int], bool] | None,
-        last: bool,
+        vote: _OneVote | None,
     ) -> None:
         super().__init__(settled)
-        self._vote, self._last = vote, last
+        self._vote = vote
         self._joint, self.agreed, self._parallel = joint, agreed, parallel
         self.agreement = agreed.agreement
 
@@ -80,10 +94,7 @@ class _AsAgreed(Ranks):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        vote, self._vote = self._vote, None
-        if vote is not None:  # it has not come to agree
-            if self._last:
-                vote(0)
+        if self._vote is not None and not self._vote.is_cast:  # which others wait for
             raise NotAsAgreedError from error
 
     def capture(self, call: Call) -> CapturedStep:
@@ -124,8 +135,7 @@ class _AsAgreed(Ranks):
         same = Agreement.of_all([needed.said, before.said]) == before
         if not same or plans_of(graphs) != self.agreed.plans:
             raise NotAsAgreedError
-        vote, self._vote = self._vote, None
-        if vote is not None and not vote(self.agreed.number):
+        if self._vote is not None and not self._vote(self.agreed.number):
             raise NotAsAgreedError
 
 
@@ -302,11 +312,12 @@ class JointCapture:
         self.alone = True
         if self._has_joined(call) and not sync:
             yield _Apart(self, settled)
-        found = [] if others.anew else self._matching(call, mode)
-        for earlier in found:
-            yield _AsAgreed(self, earlier, parallel, settled, others.vote, earlier is found[-1])
-        if others.vote is not None and not found:
-            others.vote(0)
+        vote = None if others.vote is None else _OneVote(others.vote)
+        for earlier in [] if others.anew else self._matching(call, mode):
+            if vote is None or not vote.is_cast:
+                yield _AsAgreed(self, earlier, parallel, settled, vote)
+        if vote is not None and not vote.is_cast:
+            vote(0)
         if others.alone:
             raise SpmdMismatchError(
                 "another graph is needed for the parameters that the ranks use in this call, and it"
