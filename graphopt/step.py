@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, Report
     from graphopt.parallel import Parallel
-    from graphopt.runtime.agreed import Agreed
+    from graphopt.runtime.agreed import Agreed, Others
     from graphopt.runtime.bound_step import BoundStep, Tries
     from graphopt.runtime.branch import Begun
     from graphopt.stages.auto import AutoPipeline
@@ -111,11 +111,17 @@ class TrainStep:
             raise
 
     def _called(self, call: Call) -> Any:
+        from graphopt.runtime.agreed import Others
+
         mode = self._communication.mode()
         entry = self._known(call, mode)
         if entry is None:
             self._entries.land()
-            entry = self._captured_or_refused(call, mode)
+            others = Others(vote=self._communication.vote(call, mode, self._calls))
+            entry = self._captured_or_refused(call, mode, None, others)
+        elif entry.agreed is not None and not entry.agreed.holds_for_all(self._calls):
+            self._entries.land()
+            entry = self._captured_or_refused(call, mode, None, Others(anew=True))
         return self._run_eagerly(call) if entry is None else self._run(entry, call)
 
     def _known(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
@@ -124,16 +130,23 @@ class TrainStep:
         retried, self._retried = self._retried, None
         return self._entries.known(call, mode, retried)
 
-    def _run(self, entry: BoundStep, call: Call, begun: Begun | None = None) -> Any:
+    def _run(
+        self,
+        entry: BoundStep,
+        call: Call,
+        begun: Begun | None = None,
+        sent: Sequence[torch.Tensor] = (),
+    ) -> Any:
         from graphopt.tracing.casts import note_casts
 
         call = call.using(entry.captured.besides) or call
         try:
-            result = entry(call, self._calls, begun)
+            result = entry(call, self._calls, begun, sent)
         except AssumptionFailedError as error:
             failed = error.with_traceback(None)  # whose frames hold all that was computed
         else:
             note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
+            self._entries.state_made(entry)
             return result
         result = self._run_other_branch(entry, call, failed)
         self._retried = entry.tries if entry.failures == 1 else None
@@ -147,29 +160,57 @@ class TrainStep:
         mode, left = self._communication.mode(), entry.take_left()
         call = call.deciding((*entry.answers_before(failed.index), failed.found))
         self._entries.land()
-        other = self._known(call, mode)
-        going_on = begun(left, entry, other, call, self._calls)
-        cause = Cause.of_branch(failed.place, failed.found)
-        other = other or self._captured_or_refused(call, mode, cause)
+        other, apart = self._known(call, mode), failed.alone or failed.voted
+        going_on = None if apart else begun(left, entry, other, call, self._calls)
+        if going_on is None:
+            other = self._other_graph(entry, other, call, mode, failed)
         if other is None:
             return self._run_eagerly(call)
-        result = self._run(other, call, going_on)
-        if going_on is None and self._stages.hands_out:
+        result = self._run(other, call, going_on, left.sent)
+        if going_on is None and not apart and self._stages.hands_out:
             learn(left, entry, other, self._stages.make_ready)
         return result
 
+    def _other_graph(
+        self,
+        entry: BoundStep,
+        known: BoundStep | None,
+        call: Call,
+        mode: tuple[Any, ...],
+        failed: AssumptionFailedError,
+    ) -> BoundStep | None:
+        """The graph of another branch, captured where it is not known or where other ranks have
+        none that goes with it."""
+        from graphopt.runtime.agreed import Others
+
+        vote = None
+        if entry.agreed is not None and not failed.alone:
+            vote = functools.partial(entry.agreed.votes.alike, step=self._calls)
+        if known is not None:
+            number = known.agreed.number if known.agreed else 0
+            if vote is None or vote(number):
+                return known
+        others = Others(failed.alone, vote if known is None else None, known is not None)
+        cause = Cause.of_branch(failed.place, failed.found)
+        return self._captured_or_refused(call, mode, cause, others)
+
     def _captured_or_refused(
-        self, call: Call, mode: tuple[Any, ...], branch: Cause | None = None
+        self,
+        call: Call,
+        mode: tuple[Any, ...],
+        branch: Cause | None = None,
+        others: Others | None = None,
     ) -> BoundStep | None:
         """Capture a call; None where it cannot be captured, and the step runs eagerly then.
 
         Args:
             branch: the decision that goes another way than before, where that is why.
+            others: what they do meanwhile.
         """
         communication = self._communication
         with communication.failures_told(self._calls) as parallel:
             try:
-                return self._capture(call, mode, branch)
+                return self._capture(call, mode, branch, others)
             except BaseException as error:
                 if not self._fallback.take(error, call, parallel, communication.alone):
                     raise
@@ -264,18 +305,22 @@ class TrainStep:
 
         print(graph_text(self.graph_module))
 
-    def _capture(self, call: Call, mode: tuple[Any, ...], branch: Cause | None) -> BoundStep:
+    def _capture(
+        self, call: Call, mode: tuple[Any, ...], branch: Cause | None, others: Others | None
+    ) -> BoundStep:
+        from graphopt.runtime.agreed import NotAsAgreedError, Others
         from graphopt.tracing.draws.generators import undisturbed
 
         cause = self._say_why(call, mode, branch)
         self._entries.keep_lasting()
         settled = {entry.captured.fingerprint for entry in self._entries}
-        ways = self._communication.ways(call, mode, settled)
+        ways = self._communication.ways(call, mode, settled, others or Others())
         try:
             self._entries.make_room(cause)
         except CaptureError:
-            with next(iter(ways)):  # which tells ranks that have come to agree
-                raise
+            for ranks in ways:  # which tell ranks that have come to agree
+                with suppress(NotAsAgreedError), ranks:
+                    raise
         call = self._entries.with_counted(call, cause)
         call.drawn.undo()
         with undisturbed():

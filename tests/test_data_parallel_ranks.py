@@ -132,10 +132,15 @@ def run_failing_rank(rank: int, step: Callable[..., Any]) -> dict[str, Any]:
     return {"type": type(caught.value).__name__, "message": str(caught.value)}
 
 
-@pytest.mark.parametrize("step", [branching, raising], ids=lambda step: step.__name__)
-def test_rank_whose_capture_fails(two_ranks: Pool, step: Callable[..., Any]) -> None:
+def test_rank_that_averages_nothing(two_ranks: Pool) -> None:
+    for found in two_ranks.run(run_failing_rank, branching, timeout=60):
+        assert found["type"] == "SpmdMismatchError"
+        assert "rank 1 has other collectives" in found["message"]
+
+
+def test_rank_whose_capture_fails(two_ranks: Pool) -> None:
     """The rank has its own error; the others learn which rank failed instead of waiting for it."""
-    healthy, failed = two_ranks.run(run_failing_rank, step, timeout=60)
+    healthy, failed = two_ranks.run(run_failing_rank, raising, timeout=60)
     assert failed["type"] == "CaptureError"
     assert healthy["type"] == "SpmdMismatchError"
     assert "rank 1" in healthy["message"]

@@ -167,11 +167,12 @@ def _rank(rank: int) -> str:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        graphopt.compile(through_layers)(model, optimizer, *batches(1)[0])
+        step = graphopt.compile(through_layers, parallel=graphopt.Manual())
+        step(model, optimizer, *batches(1)[0])
     except CaptureError as error:
         return str(error)
     return "captured"
 
 
-def test_ranks_with_sizes_of_their_own(two_ranks: Pool) -> None:
+def test_ranks_that_do_not_vote_have_no_sizes_of_their_own(two_ranks: Pool) -> None:
     assert all("depends on values" in said for said in two_ranks.run(_rank))

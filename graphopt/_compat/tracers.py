@@ -96,7 +96,7 @@ def _slot(tracer: Any, tensor: torch.Tensor) -> Any:
     return get_proxy_slot(tensor, tracer, None)
 
 
-_SYMBOLIC = (torch.SymFloat, torch.SymInt)
+_SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _Symbol = TypeVar("_Symbol", torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
@@ -112,7 +112,7 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
     return _recorded(function, args, result)
 
 
-def record_integer(number: torch.SymFloat) -> torch.SymInt:
+def record_integer(number: torch.SymFloat | torch.SymBool) -> torch.SymInt:
     """Record `int(number)` of what is an integer in each call; its result is a new unknown."""
     environment = _environment_of((number,))
     with environment.ignore_fresh_unbacked_symbols():

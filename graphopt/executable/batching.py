@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import call_function_with_meta
+from graphopt.graph_utils import call_function_with_meta, find_nodes, is_collective
 from graphopt.graph_utils.inserting import call_function_giving
 from graphopt.graph_utils.ordering import earliest_order
+from graphopt.host.assumptions import Assumption
 from graphopt.ir.metadata import fake_value, has_late_work, known_value, phase_of
 from graphopt.schedule import Schedule, apply_schedule
 from graphopt.schedule.constraints import Predecessors, predecessors
@@ -91,7 +93,7 @@ def batch_small_operators(graph: fx.Graph) -> int:
     forms = {node: form for node in graph.nodes if (form := _form_of(node)) is not None}
     if len(forms) < 2 or has_late_work(graph):
         return 0
-    before = predecessors(graph)
+    before = _with_launches_in_order(graph, predecessors(graph))
     lists = list(_lists(forms, _levels(graph, before, forms)))
     if not lists:
         return 0
@@ -99,6 +101,15 @@ def batch_small_operators(graph: fx.Graph) -> int:
     for members in lists:
         _put_together(graph, members)
     return sum(map(len, lists))
+
+
+def _with_launches_in_order(graph: fx.Graph, before: Predecessors) -> Predecessors:
+    """What each node needs, and each launch and decision the one before: ranks have agreed on their
+    order."""
+    launches = find_nodes(graph, lambda n: is_collective(n) or isinstance(n.target, Assumption))
+    for first, second in pairwise(launches):
+        before[second].append(first)
+    return before
 
 
 def _form_of(node: fx.Node) -> _Form | None:

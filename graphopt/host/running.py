@@ -43,6 +43,20 @@ class Votes(Protocol):
         """Wait for what all ranks have said last; raise where one does not go on."""
 
 
+class Unused(Protocol):
+    """Which parameters other ranks use; see `graphopt.ranks.unused`."""
+
+    def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
+
+
+class Questions(Protocol):
+    """What ranks ask one another; see `graphopt.ranks.asking`."""
+
+    def alike(self, number: int, step: int) -> bool:
+        """Whether all ranks say the same number, and not 0."""
+
+
 class Agreement(Protocol):
     """When ranks agree; see `graphopt.host.votes`."""
 
@@ -116,6 +130,8 @@ class HostRun:
         mixed: whether a function has drawn random numbers that the step draws after it, and has
             drawn before the graph began.
         given: positional and keyword arguments of the step.
+        unused: which parameters other ranks use; None where ranks share none.
+        questions: how ranks ask one another; None where they do not.
 
     Attributes:
         put: what has been put outside the step for functions that were called.
@@ -130,8 +146,11 @@ class HostRun:
         agreement: Agreement | None = None,
         mixed: Callable[[], bool] = bool,
         given: Any = ((), {}),
+        unused: Unused | None = None,
+        questions: Questions | None = None,
     ) -> None:
-        self._given = given
+        self._questions = questions
+        self._given, self._unused = given, unused
         self._mixed = mixed
         self._storages, self._rank, self._step = storages, rank, step
         self._votes, self._agreement = votes, agreement
@@ -192,6 +211,14 @@ class HostRun:
                 stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
             stack.enter_context(_NoState(self._known))
             yield
+
+    def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...] | None:
+        """Which of some parameters other ranks use in this call; None where nobody is asked."""
+        return None if self._unused is None else self._unused.used_anywhere(positions)
+
+    def all_hold(self, holds: bool) -> bool:
+        """Whether what this rank's graph assumes, and that of all others, holds in this call."""
+        return holds if self._questions is None else self._questions.alike(int(holds), self._step)
 
     def agree(self) -> None:
         """Raise what a function has raised here or on another rank, before state is updated."""

@@ -19,6 +19,7 @@ from torch import fx
 from graphopt._compat.sizes import AnsweredQuestions, Place
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption
+from graphopt.host.running import current_run
 
 
 class Sizes(tuple[int, ...]):
@@ -72,12 +73,20 @@ class SizeAssumption(Assumption):
     Args:
         places: of the sizes, in the values that the node takes.
         relations: of all sizes of the graph.
+        voted: it has to hold on all ranks, which have sizes of their own.
     """
 
     def __init__(
-        self, index: int, line: str, places: Sequence[Place], count: int, relations: Relations
+        self,
+        index: int,
+        line: str,
+        places: Sequence[Place],
+        count: int,
+        relations: Relations,
+        voted: bool = False,
     ) -> None:
         super().__init__(index, line)
+        self.voted = voted
         self.count = count
         self.relations = relations
         self._places = places
@@ -88,8 +97,13 @@ class SizeAssumption(Assumption):
             for which, dimension in self._places
         )
         self.relations.found[self.index] = found
-        if not self.relations.hold(self.index, self.relations.found):
-            raise self.failed(found, values)
+        holds, running = self.relations.hold(self.index, self.relations.found), current_run()
+        if self.voted and running is not None:
+            holds = running.all_hold(holds)
+        if not holds:
+            error = self.failed(found, values)
+            error.voted = self.voted
+            raise error
 
     def repeats(self, other: HostCall) -> bool:
         return isinstance(other, SizeAssumption) and super().repeats(other)

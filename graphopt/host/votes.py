@@ -28,6 +28,7 @@ from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import find_nodes, get_output, is_collective, written
 from graphopt.host import host_call_of
+from graphopt.host.assumptions import Assumption
 from graphopt.host.running import agree, hear
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import STATE_KINDS, input_kind, late_group, set_value
@@ -52,7 +53,8 @@ class Agreement:
     @classmethod
     def needed_by(cls, graph: fx.Graph) -> Agreement:
         """For the functions that one rank's graph calls."""
-        calls = [call for call in map(host_call_of, graph.nodes) if call is not None]
+        found = map(host_call_of, graph.nodes)
+        calls = [call for call in found if not isinstance(call, Assumption | None)]
         return cls(any(not call.last for call in calls), any(not call.first for call in calls))
 
     @classmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt.graph_utils import after_placeholders, is_collective, is_wait
+from graphopt.host.assumptions import Assumption
 from graphopt.ir.metadata import phase_of
 
 _BETWEEN = 2.0**-20
@@ -22,16 +23,22 @@ _BETWEEN = 2.0**-20
 def place_launches(graph: fx.Graph) -> None:
     """Move each collective, and what only it needs, to just after the values it sends.
 
-    Launches of one group keep their order, which all ranks share.
+    Launches of one group keep their order, which all ranks share, and stay behind decisions that
+    come before them: where one fails, nothing has been launched that another branch may not launch.
     """
     position = {node: float(index) for index, node in enumerate(graph.nodes)}
     previous: dict[str, fx.Node] = {}
+    decision: fx.Node | None = None
     for node in list(graph.nodes):
+        if isinstance(node.target, Assumption):
+            decision = node
         if not is_collective(node):
             continue
         chain = sorted(_private_inputs(node), key=position.__getitem__)
         sources = {source for member in chain for source in member.all_input_nodes} - set(chain)
         group = str(node.args[-1])
+        if decision is not None:
+            sources.add(decision)
         if group in previous:
             sources.add(previous[group])
         previous[group] = node

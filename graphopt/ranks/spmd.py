@@ -18,6 +18,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
+from graphopt.host.sizes import SizeAssumption
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel
@@ -31,7 +32,14 @@ def collective_plan(graph: fx.Graph) -> list[str]:
             value = fake_value(node)
             options = ", ".join(str(arg) for arg in node.args if not isinstance(arg, fx.Node))
             plan.append(f"{node.target}({value.dtype}{list(value.shape)}, {options})")
+        elif asks(node):
+            plan.append("a size by its own values, which all ranks vote on")
     return plan
+
+
+def asks(node: fx.Node) -> bool:
+    """Whether the ranks ask one another on the host where this node runs."""
+    return isinstance(node.target, SizeAssumption) and node.target.voted
 
 
 def launches_digest(graph: fx.Graph) -> str:

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
+import torch
 from torch import fx
 
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
+from graphopt.ranks.asking import Questions
 from graphopt.ranks.spmd import collective_plan
+from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
 from graphopt.tracing.guards import Guards
+from graphopt.tracing.inputs import Inputs
 
 Plans = dict[str, list[str]]
 """Every collective of each graph that is derived from a step, one line each."""
+
+
+@dataclass(frozen=True)
+class Others:
+    """What the other ranks do while a rank needs another graph for a call.
+
+    Attributes:
+        alone: they have gone on with the call, and cannot come to agree.
+        vote: they need one as well. Tells them for which agreement (`Agreed.number`) this rank has
+            a graph, 0 for none; returns whether all have one for the same.
+        anew: they come to agree anew.
+    """
+
+    alone: bool = False
+    vote: Callable[[int], bool] | None = None
+    anew: bool = False
 
 
 class NotAsAgreedError(Exception):
@@ -29,9 +50,13 @@ class Agreed:
 
     Attributes:
         guards: recognise the structure again.
-        order: parameters whose gradients are averaged, in launch order.
+        parameters: those whose gradients are averaged, in launch order.
+        unused: how ranks learn which of them others use in a call.
         plans: every collective of each graph that runs.
         held: names of what some rank holds in a way in which its use is not seen.
+        questions: how ranks ask one another in a call; None where they do not.
+        asks: before each call, whether a rank uses parameters that are not among them.
+        number: counts what the ranks of this step have agreed on.
         votes: how the ranks agree that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
         likely: answers to the decisions of the branch that all ranks try first in this call.
@@ -39,13 +64,28 @@ class Agreed:
     """
 
     guards: Guards
-    order: tuple[str, ...]
+    parameters: tuple[weakref.ref[torch.Tensor], ...]
+    unused: UnusedParameters
     plans: Plans
     held: frozenset[str]
+    questions: Questions | None
+    asks: bool
+    number: int
     votes: Votes
     agreement: Agreement
     current: bool = True
     likely: tuple[Answer, ...] = ()
+
+    def order(self, inputs: Inputs) -> tuple[str, ...]:
+        """The parameters whose gradients are averaged, by the names that they have in a call; how
+        a step gets to them may be different. Those that it does not reach are left out."""
+        names = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
+        found = (names.get(id(parameter())) for parameter in self.parameters)
+        return tuple(name for name in found if name is not None)
+
+    def holds_for_all(self, step: int) -> bool:
+        """Before a call: whether all ranks have a graph that stands on this."""
+        return not self.asks or self.questions is None or self.questions.alike(self.number, step)
 
     def hear(self) -> None:
         """Before a call: raise where a function has raised on another rank when the last call, of

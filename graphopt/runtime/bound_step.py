@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from graphopt.graph_utils import without_autocast
 from graphopt.host.assumptions import Answer
 from graphopt.host.running import HostRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
+from graphopt.host.used import unused
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
@@ -29,6 +31,7 @@ from graphopt.runtime.input_values import InputValues
 from graphopt.runtime.late_updates import LateUpdates
 from graphopt.runtime.moved_apart import MovedApart, put_back
 from graphopt.runtime.results import StepResults
+from graphopt.runtime.sent_before import CollectiveResults
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
@@ -87,6 +90,7 @@ class BoundStep:
         self._running = False
         self.groups = group_names(module.graph)
         self._step = 0
+        self._unused = unused(module.graph)
         self._left: Left | None = None
         self._apart = MovedApart(captured)
         self._results = StepResults(captured)
@@ -103,12 +107,20 @@ class BoundStep:
         """The graph, ready to run."""
         return self.branch.module
 
-    def __call__(self, call: Call, step: int, begun: Begun | None = None) -> Any:
+    def __call__(
+        self,
+        call: Call,
+        step: int,
+        begun: Begun | None = None,
+        sent: Sequence[torch.Tensor] = (),
+    ) -> Any:
         """Run the step.
 
         Args:
             step: which call of the training step it is, counted from 1.
             begun: what another graph has done of it, from which it goes on.
+            sent: what the collectives of another graph have given in it, where other ranks have
+                gone on.
 
         Raises:
             CollectiveError: communication with the other ranks failed, or has failed before.
@@ -118,6 +130,7 @@ class BoundStep:
             check_usable(self.groups)
             if self.agreed is not None:
                 self.agreed.hear()
+                self.agreed.unused.say(self._unused)
             leave = self._late.may_be_left(self.flush, known=not self.answers)
             with without_torch_function():
                 moved = self._apart.move()
@@ -127,14 +140,17 @@ class BoundStep:
             host = self._host_run(flat, step, call)
             self._running = True
             generators, drawn = self._before_drawing(begun)
+            noting = CollectiveResults(sent) if sent or self._unused else nullcontext()
             branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
             try:
-                with torch.no_grad(), without_autocast(), running(host):
+                with torch.no_grad(), without_autocast(), running(host), noting:
                     user, _, carried = branch.run(flat, there, leave)
                 host.say()
             except AssumptionFailedError as error:
                 put_back(moved)
                 self._left = Left(branch, error.index, flat, error.handed_out, generators)
+                if error.alone and isinstance(noting, CollectiveResults):
+                    self._left.sent = noting.results()
                 error.handed_out = ()
                 generators.restore(drawn)
                 self.captured.state = state
@@ -148,6 +164,8 @@ class BoundStep:
                 self._running = False
                 self._late.watch()
             self._step, self.tries.failures = step, 0
+            if self.agreed is not None:
+                self.agreed.unused.over()
             with without_torch_function():
                 if state is not None:
                     state.put()
@@ -195,7 +213,8 @@ class BoundStep:
         )
         mixed, inputs = call.drawn.are_mixed, self._inputs
         storages = partial(inputs.updated_storages, flat)
-        return HostRun(storages, rank, step, votes, agreement, mixed, call.given)
+        asked = (self.agreed.unused, self.agreed.questions) if self.agreed else ()
+        return HostRun(storages, rank, step, votes, agreement, mixed, call.given, *asked)
 
     def _raise_explained(
         self,

@@ -184,6 +184,7 @@ class Left:
         flat: its inputs.
         handed_out: what it has computed.
         generators: from which it has drawn, and which are put back then.
+        sent: what its collectives have given, where other ranks have gone on.
         drawn: where they were.
     """
 
@@ -192,6 +193,7 @@ class Left:
     flat: list[Any]
     handed_out: Sequence[Any]
     generators: DrawnGenerators
+    sent: Sequence[torch.Tensor] = ()
     drawn: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -68,6 +68,13 @@ class CapturedGraphs(Sequence["BoundStep"]):
         self._entries.insert(0, entry)
         self.drop_unusable()
 
+    def state_made(self, by: BoundStep) -> None:
+        """A graph has run, and what the first call makes is there: other graphs that were captured
+        for the first call, and whose branch it did not take, make it no more."""
+        for entry in self._entries:
+            if entry is not by:
+                entry.captured.state = None
+
     def make_room(self, cause: Cause | None) -> None:
         """Drop a graph where there are as many as may be kept.
 

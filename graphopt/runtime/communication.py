@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from graphopt.parallel import OverRanks, Parallel, resolve
 from graphopt.ranks.processes import announce
 
 if TYPE_CHECKING:
-    from graphopt.runtime.agreed import Ranks
+    from graphopt.runtime.agreed import Others, Ranks
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.tracing.call import Call
 
@@ -75,18 +76,26 @@ class Communication:
                 tell(_compat.group_or_default(parallel.group), step, error)
             raise
 
-    def ways(self, call: Call, mode: tuple[Any, ...], settled: set[str]) -> Iterable[Ranks]:
+    def ways(
+        self, call: Call, mode: tuple[Any, ...], settled: set[str], others: Others
+    ) -> Iterable[Ranks]:
         """How this rank may come to agree with others on a new graph.
 
         Args:
             settled: fingerprints of the graphs that there are.
+            others: what they do meanwhile.
         """
         from graphopt.runtime.agreed import Ranks
 
         parallel = resolve(self._parallel)
         if isinstance(parallel, OverRanks):
-            return self._joint().ways(call, parallel, self.averaging, mode, settled)
+            return self._joint().ways(call, parallel, self.averaging, mode, settled, others)
         return [Ranks(settled)]
+
+    def vote(self, call: Call, mode: tuple[Any, ...], step: int) -> Callable[[int], bool] | None:
+        """How all ranks say whether they have a graph for a call; see `Others.vote`."""
+        found = self._joint_capture and self._joint_capture.asking(call, mode)
+        return partial(found.alike, step=step) if found else None
 
     def join(self, call: Call, parallel: OverRanks) -> None:
         """Make all ranks start from the same values, once for each module."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,39 +14,65 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from graphopt import _compat
-from graphopt.errors import CaptureError, CollectiveError
+from graphopt.errors import CaptureError, CollectiveError, SpmdMismatchError
+from graphopt.host.used import Used
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
+from graphopt.ranks.asking import Questions
 from graphopt.ranks.failed_runs import sending_explained
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import (
+    asks,
     check_same,
     check_same_plans,
     merged_order,
 )
-from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks, plans_of
+from graphopt.ranks.unused import UnusedParameters
+from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Others, Ranks, plans_of
+from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import (
     CapturedStep,
-    capture_call,
     communication_for,
     finish,
     first_trace,
     retried,
 )
 from graphopt.tracing.collecting import bare_tensors
+from graphopt.tracing.decisions import OwnDecisionError
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.input_notes import held_names
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.reduction import UnagreedParameterError
+from graphopt.tracing.outside.existing import existing_kept
+from graphopt.tracing.reduction import AgreedOrder, UnagreedParameterError
 from graphopt.tracing.step_run import MarkedCommunication
 from graphopt.tracing.trace import RawTrace, trace
 
 
+class _OneVote:
+    """`Others.vote`, which each rank casts once.
+
+    Attributes:
+        is_cast: whether it has been.
+    """
+
+    def __init__(self, vote: Callable[[int], bool]) -> None:
+        self._vote = vote
+        self.is_cast = False
+
+    def __call__(self, number: int) -> bool:
+        self.is_cast = True
+        return self._vote(number)
+
+
 class _AsAgreed(Ranks):
-    """Goes along with what the ranks agreed on before, without asking them."""
+    """Goes along with what the ranks agreed on before, without asking them.
+
+    Args:
+        vote: as of `Others`.
+    """
 
     def __init__(
         self,
@@ -53,22 +80,55 @@ class _AsAgreed(Ranks):
         agreed: Agreed,
         parallel: OverRanks,
         settled: Collection[str],
+        vote: _OneVote | None,
     ) -> None:
         super().__init__(settled)
+        self._vote = vote
         self._joint, self.agreed, self._parallel = joint, agreed, parallel
         self.agreement = agreed.agreement
 
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._vote is not None and not self._vote.is_cast:  # which others wait for
+            raise NotAsAgreedError from error
+
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
-        communication = communication_for(self._parallel, self.agreed.order)
-        call = call if call.decided else call.deciding(self.agreed.likely)
+        call = _voting(call if call.decided else call.deciding(self.agreed.likely))
         try:
-            captured = capture_call(
-                call, communication, self._settled, lasts=True, held=self.agreed.held
-            )
+            with _compat.without_fake_mode(), collector_paused(), existing_kept():
+                captured = self._captured(call, self.agreed.held)
         except UnagreedParameterError:
             raise NotAsAgreedError from None
         return self._joint.checked(call, captured)
+
+    def _captured(self, call: Call, held: Set[str]) -> CapturedStep:
+        while True:
+            call, inputs, raw = _first_trace(call, communication_for(self._parallel))
+            order = AgreedOrder(self._order(inputs, raw), frozenset(raw.used))
+            communication = communication_for(self._parallel, order)
+            try:
+                again = raw if order.names == raw.used else trace(call, inputs, communication)
+                return finish(
+                    *(call, inputs, communication, again, self._settled),
+                    lasts=True,
+                    held=held,
+                )
+            except (MoreInputs, CaptureError) as error:
+                call = _retried(call, inputs, error)
+
+    def _order(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
+        assert self.agreed is not None
+        order = self.agreed.order(inputs)
+        if len(order) < len(self.agreed.parameters):
+            raise NotAsAgreedError
+        if not set(order).issuperset(raw.used):
+            raise NotAsAgreedError
+        return order
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         assert self.agreed is not None
@@ -76,6 +136,8 @@ class _AsAgreed(Ranks):
         needed = Agreement.needed_by(captured.graph_module.graph)
         same = Agreement.of_all([needed.said, before.said]) == before
         if not same or plans_of(graphs) != self.agreed.plans:
+            raise NotAsAgreedError
+        if self._vote is not None and not self._vote(self.agreed.number):
             raise NotAsAgreedError
 
 
@@ -97,7 +159,7 @@ class _Together(Ranks):
         joint: keeps what they agree on.
         sync: whether gradients are averaged.
         mode: of the call.
-        earlier: what they agreed on for the same structure before.
+        earlier: what they agreed on for the same structure before, the last first.
         votes: how they agree that no function has raised.
     """
 
@@ -108,7 +170,7 @@ class _Together(Ranks):
         parallel: OverRanks,
         sync: bool,
         mode: tuple[Any, ...],
-        earlier: Agreed | None,
+        earlier: Sequence[Agreed],
         votes: Votes,
     ) -> None:
         super().__init__()
@@ -134,25 +196,26 @@ class _Together(Ranks):
 
     def capture(self, call: Call) -> CapturedStep:
         captured: CapturedStep | None = None
+        call = _voting(call) if self._sync else call
         while captured is None:
-            call, inputs, raw = first_trace(call, self._communication(None))
-            communication = self._communication(self._meet(inputs, raw))
+            call, inputs, raw = _first_trace(call, self._communication(None))
+            communication = self._communication(self._meet(call, inputs, raw))
             try:
                 again = raw if self._order == raw.used else trace(call, inputs, communication)
                 captured = finish(call, inputs, communication, again, lasts=True, held=self._held)
             except (MoreInputs, CaptureError) as error:
-                call = retried(call, inputs, error)
+                call = _retried(call, inputs, error)
             everyone = self._meeting.exchange({"complete": captured is not None})
             if not all(theirs["complete"] for theirs in everyone):
                 captured = None
         self._call, self._inputs = call, inputs
         return captured
 
-    def _communication(self, order: tuple[str, ...] | None) -> MarkedCommunication | None:
+    def _communication(self, order: AgreedOrder | None) -> MarkedCommunication | None:
         return communication_for(self._parallel, order) if self._sync else None
 
-    def _meet(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
-        """Compare what the ranks have traced. Returns in which order gradients are averaged."""
+    def _meet(self, call: Call, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
+        """Compare what the ranks have traced. Returns which gradients are averaged."""
         mine = {
             "sync": [f"averaging {self._sync}"],
             "tensors": _describe(inputs),
@@ -162,10 +225,12 @@ class _Together(Ranks):
         everyone = self._meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
-        before = () if self._earlier is None else _renamed(self._earlier, inputs)
-        self._order = merged_order([before, *(theirs["used"] for theirs in everyone)])
+        before = [earlier.order(inputs) for earlier in self._earlier]
+        used = [theirs["used"] for theirs in everyone]
+        self._order = merged_order([*before, *used])
+        self._asks = bool(_left_out(call, inputs, self._order))
         self._held = frozenset().union(*(theirs["held"] for theirs in everyone))
-        return self._order
+        return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         self._plans = plans_of(graphs)
@@ -175,17 +240,30 @@ class _Together(Ranks):
             "plans": list(self._plans.items()),
             "history": history,
             "callbacks": needed.said,
+            "asks": self._asks or any(any(map(asks, g.graph.nodes)) for g in graphs.values()),
         }
         everyone = self._meeting.exchange(planned)
         check_same_plans(
             [theirs["plans"] for theirs in everyone], [theirs["history"] for theirs in everyone]
         )
         self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
+        asking = self._sync and any(theirs["asks"] for theirs in everyone)
+        group = _compat.group_or_default(self._parallel.group)
+        self._questions = Questions.of(group) if asking else None
 
     def ready(self, captured: CapturedStep) -> None:
         self._meeting.exchange({"ready": True}, patient=True)
         guards = Guards(self._call, self._inputs, self._mode, captured.signature)
-        agreed = Agreed(guards, self._order, self._plans, self._held, self._votes, self.agreement)
+        entries = {entry.fqn: entry.tensor for entry in self._inputs.parameters}
+        parameters = tuple(weakref.ref(entries[name]) for name in self._order)
+        group = _compat.group_or_default(self._parallel.group)
+        unused = UnusedParameters(group, self._joint.topic)
+        agreed = Agreed(
+            *(guards, parameters, unused, self._plans, self._held),
+            *(self._questions, self._asks, self._joint.count()),
+            votes=self._votes,
+            agreement=self.agreement,
+        )
         self._joint.note(agreed if self._sync else None, self._earlier)
         self.agreed = agreed if self._sync else None
 
@@ -205,6 +283,7 @@ class JointCapture:
     def __init__(self, topic: str) -> None:
         self.topic = topic
         self._agreed: list[Agreed] = []
+        self._count = 0
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
         self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -217,8 +296,10 @@ class JointCapture:
         sync: bool,
         mode: tuple[Any, ...],
         settled: Collection[str],
+        others: Others,
     ) -> Iterator[Ranks]:
         """How `call` may be captured: the first way that is not refused by `NotAsAgreedError`.
+
 
         Raises:
             CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
@@ -232,13 +313,21 @@ class JointCapture:
         self.alone = True
         if self._has_joined(call) and not sync:
             yield _Apart(self, settled)
-        earlier = self._earlier(call, mode)
-        if earlier is not None:
-            yield _AsAgreed(self, earlier, parallel, settled)
+        vote = None if others.vote is None else _OneVote(others.vote)
+        for earlier in [] if others.anew else self._matching(call, mode):
+            if vote is None or not vote.is_cast:
+                yield _AsAgreed(self, earlier, parallel, settled, vote)
+        if vote is not None and not vote.is_cast:
+            vote(0)
+        if others.alone:
+            raise SpmdMismatchError(
+                "another graph is needed for the parameters that the ranks use in this call, and it"
+                " has other collectives than they agreed on"
+            )
         self.alone = False
         group = _compat.group_or_default(parallel.group)
         votes = self._votes.setdefault(group, Votes(group))
-        yield _Together(self, call, parallel, sync, mode, earlier, votes)
+        yield _Together(self, call, parallel, sync, mode, self._matching(call, mode), votes)
 
     def checked(self, call: Call, captured: CapturedStep) -> CapturedStep:
         """What one rank has captured for itself.
@@ -251,11 +340,23 @@ class JointCapture:
             raise NotAsAgreedError
         return captured
 
-    def note(self, agreed: Agreed | None, earlier: Agreed | None) -> None:
-        """Keep what the ranks have agreed on, in place of what they agreed on earlier."""
-        if earlier is not None:
-            earlier.current = False
-            self._agreed.remove(earlier)
+    def asking(self, call: Call, mode: tuple[Any, ...]) -> Questions | None:
+        """How all ranks say in each call of a structure whether they have a graph for it; None
+        where they do not."""
+        return next((a.questions for a in self._matching(call, mode) if a.asks), None)
+
+    def count(self) -> int:
+        """A number for what the ranks agree on next, the same on all."""
+        self._count += 1
+        return self._count
+
+    def note(self, agreed: Agreed | None, earlier: Sequence[Agreed]) -> None:
+        """Keep what the ranks have agreed on, and what they agreed on earlier for branches with
+        other collectives, where they average the same parameters."""
+        for other in earlier:
+            if agreed is None or other.parameters != agreed.parameters:
+                other.current = False
+                self._agreed.remove(other)
         if agreed is not None:
             self._agreed.append(agreed)
 
@@ -263,11 +364,10 @@ class JointCapture:
         """Drop what was agreed on for models that no longer exist."""
         self._agreed = [agreed for agreed in self._agreed if agreed.guards.alive()]
 
-    def _earlier(self, call: Call, mode: tuple[Any, ...]) -> Agreed | None:
-        for agreed in self._agreed:
-            if agreed.guards.structure_mismatch(call, mode) is None:
-                return agreed
-        return None
+    def _matching(self, call: Call, mode: tuple[Any, ...]) -> list[Agreed]:
+        """What the ranks agreed on before for the same structure, the last first."""
+        agreed = reversed(self._agreed)
+        return [a for a in agreed if a.guards.structure_mismatch(call, mode) is None]
 
     def join(self, call: Call, parallel: OverRanks) -> None:
         """What DDP does when it is constructed: everybody starts from rank 0's values. Nothing
@@ -293,13 +393,46 @@ class JointCapture:
         )
 
 
-def _renamed(earlier: Agreed, inputs: Inputs) -> tuple[str, ...]:
-    """The parameters that the ranks agreed on earlier, by the names that they have in this call;
-    how a step gets to them may be different."""
-    names = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
-    owners = {entry.fqn: id(entry.tensor) for entry in earlier.guards.inputs.parameters}
-    found = (names.get(owners[name]) for name in earlier.order)
-    return tuple(name for name in found if name is not None)
+def _voting(call: Call) -> Call:
+    """A call in which all ranks say whether what their graphs assume holds."""
+    new = copy.copy(call)
+    new.votes = True
+    return new
+
+
+def _retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
+    """`retried`; where what decides turns out to be a rank's own, with votes on each decision."""
+    if not isinstance(error, OwnDecisionError) or not call.votes or call.votes_always:
+        return retried(call, inputs, error)
+    new = copy.copy(call)
+    new.votes_always = True
+    return new
+
+
+def _first_trace(
+    call: Call, communication: MarkedCommunication | None
+) -> tuple[Call, Inputs, RawTrace]:
+    """`first_trace`, in which nothing is known of what others use, nor asked."""
+    decided = call.decided
+    known = tuple(answer for answer in decided if not isinstance(answer, Used))
+    call, inputs, raw = first_trace(call.with_answers(known), communication)
+    if len(known) < len(decided):
+        inputs.answers[: len(known)] = decided
+        call = call.with_answers(decided)
+    return call, inputs, raw
+
+
+def _left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:
+    """Parameters that no rank uses, of modules of which ranks use others: some may come to use them
+    in another call."""
+    entries = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
+    left_out = []
+    for _, root in call.named_roots():
+        parameters = [p for p in root.parameters() if p.requires_grad and id(p) in entries]
+        names = [entries[id(parameter)] for parameter in parameters]
+        if any(name in order for name in names):
+            left_out += [name for name in names if name not in order]
+    return left_out
 
 
 def _describe(inputs: Inputs) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphopt._compat.late import without_torch_function
+from graphopt.host.used import Used
 from graphopt.runtime.bound_step import BoundStep, Tries
 from graphopt.runtime.branch import Begun, Left
 from graphopt.tracing.call import Call
@@ -25,7 +26,8 @@ def in_order(entries: Sequence[BoundStep], retried: Tries | None) -> list[BoundS
     found = sorted(entries, key=lambda entry: (entry.tries is not retried, places[entry.tries]))
     for entry in reversed(found):
         if entry.agreed is not None:
-            entry.agreed.likely = entry.answers
+            answers = (answer for answer in entry.answers if not isinstance(answer, Used))
+            entry.agreed.likely = tuple(answers)
     return found
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import PipelineSyntaxError
+from graphopt.host.voted import hear_votes
 from graphopt.ir.metadata import KIND, NAME
 from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import IterGraphModule, copy_graph
@@ -207,6 +208,9 @@ class Stages:
         module = captured.graph_module = IterGraphModule(captured.graph_module)
         step = StepInMaking(module, proof)
         self.manager.run(module, step.passes)
+        if hear_votes(module.graph):
+            module.recompile()
+            step.forget()
         return step
 
     def _choose(self, captured: CapturedStep, call: Call) -> None:

@@ -23,6 +23,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_outputs, is_collective, is_copy, is_operator
 from graphopt.host.assumptions import Assumption
+from graphopt.host.voted import VotedAssumption
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import draws, is_marker, operator_of
 from graphopt.tracing.call import Call
@@ -73,7 +74,7 @@ def first_own(
         own: see `own_inputs`. A buffer is a rank's own as well where the step puts another tensor
             in its place, or computes it from what is a rank's own.
     """
-    asked = [node for node in graph.nodes if isinstance(node.target, Assumption)]
+    asked = [node for node in graph.nodes if _is_of_all(node.target)]
     if not asked:
         return None
     buffers = dict(_buffers(inputs, signature))
@@ -90,6 +91,12 @@ def first_own(
             own[position] = True
     decided = (node for node in asked if not marks.isdisjoint(node.all_input_nodes[:1]))
     return next((cast(Assumption, node.target) for node in decided), None)
+
+
+def _is_of_all(target: object) -> bool:
+    """Whether something is an assumption that has to hold on all ranks alike."""
+    voted = isinstance(target, VotedAssumption) or getattr(target, "voted", False)
+    return isinstance(target, Assumption) and not voted
 
 
 def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]:

@@ -43,6 +43,9 @@ class Call:
         repeats: positions of modules and optimizers that stand at an earlier position, too.
         besides: what the step uses besides its arguments; the objects follow them in `leaves`.
         decided: answers to its first decisions by value, where they are known.
+        votes: all ranks say in each call whether what their graphs assume holds, where that may be
+            another thing on each rank.
+        votes_always: they do so for each decision.
         sizes: what a trace makes of sizes that depend on values.
         drawn: what the call has drawn on the host.
     """
@@ -75,6 +78,7 @@ class Call:
         self.besides = Besides()
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
+        self.votes = self.votes_always = False
         self.drawn = HostValues()
 
     def using(self, besides: Besides) -> Call | None:
@@ -106,11 +110,20 @@ class Call:
             new.sizes = SizesKept.RELATED
         return new
 
+    def with_answers(self, answers: tuple[Answer, ...]) -> Call:
+        """The same call, with answers to its first decisions."""
+        if answers == self.decided:
+            return self
+        new = copy.copy(self)
+        new._using, new.decided = None, answers
+        return new
+
     def knowing_sizes(self) -> Call | None:
         """The same call, in whose traces more is known of sizes that depend on values; None where
         nothing more can be: they are numbers already, another rank may have others, or the tensors
         are fake ones."""
-        if self.sizes is SizesKept.EXACT or _compat.rank_among_several() is not None:
+        alone = self.votes or _compat.rank_among_several() is None
+        if self.sizes is SizesKept.EXACT or not alone:
             return None
         if any(map(_compat.is_fake, self.leaves)):
             return None

@@ -22,10 +22,9 @@ from graphopt.tracing.alike import first_own, own_inputs
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.collecting import collect
-from graphopt.tracing.compare import GraphDifference, fingerprint, first_difference
+from graphopt.tracing.compare import fingerprint
 from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.failures import definition_of, explained
-from graphopt.tracing.first_call import left_alike
 from graphopt.tracing.found_places import FoundPlace, found_places
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.input_notes import (
@@ -47,7 +46,8 @@ from graphopt.tracing.outside.existing import (
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
-from graphopt.tracing.reduction import UnagreedParameterError
+from graphopt.tracing.reduction import AgreedOrder
+from graphopt.tracing.repeating import complete, repeated
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
 from graphopt.tracing.step_run import MarkedCommunication
@@ -136,12 +136,12 @@ def finish(
     steady = steady_step(call, inputs, communication, raw) if lasts else None
     if steady is not None:
         record, effects = unchanged(steady.raw.outside), raw.effects
-        found = _Repeated(steady.raw, record, _complete(raw), effects, steady.state)
+        found = _Repeated(steady.raw, record, complete(raw), effects, steady.state)
         with steady.state.present():
             return _rewritten(call, steady.inputs, found, mark, communication, held)
     found = _Repeated(raw, raw.outside, True, raw.effects)
     if mark not in settled or raw.outside.changed is not None:
-        raw, record, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
+        raw, record, lasting = repeated(raw, lambda: trace(call, inputs, communication), call)
         found = _Repeated(raw, record, lasting, raw.effects)
     return _rewritten(call, inputs, found, mark, communication, held)
 
@@ -226,113 +226,6 @@ def _made_beforehand(call: Call, state: NewState | None) -> NewState | None:
 
 def _casts(graph: fx.Graph) -> bool:
     return any(n.kwargs.get("dtype") in (torch.bfloat16, torch.float16) for n in graph.nodes)
-
-
-def _settled(
-    raw: RawTrace, retrace: Callable[[], RawTrace], call: Call
-) -> tuple[RawTrace, Record, bool]:
-    """A trace that the next one repeats, what that one has read outside the arguments, and whether
-    further calls do the same.
-
-    The first one may differ alone: fake tensors see by then that an operator returns one tensor
-    twice, which they do not when they answer from their cache. Where the step has effects on the
-    host, the next one is traced as they leave it.
-    """
-    second = _next_call(raw, retrace)
-    if second is not None and _repeats(raw, second):
-        return raw, unchanged(second.outside), _complete(raw)
-    if raw.effects and _leaves_else(raw, second):
-        return raw, raw.outside, False
-    third = retrace()
-    if _repeats(third, second):
-        return third, _read_next(third, retrace), _complete(third)
-    if second is not None:
-        unchanged(second.outside)
-    if raw.effects and (second is None or not second.effects):
-        difference = _difference_once(raw, second, third, retrace)
-        if difference is None:
-            return third, third.outside, False
-    else:
-        assert second is not None
-        unchanged(third.outside)
-        difference = first_difference(second.graph_module, third.graph_module)
-        if difference is None:
-            raise _leaves_another(call)
-    raise CaptureError(
-        f"two traces of it differ ({difference.what}): it reads something that changes between"
-        " calls, which would be baked in",
-        location=str(difference.source or definition_of(call)),
-        hint="pass what changes as an argument of the step (a tensor, if it changes every step),"
-        " or keep it in a buffer of the model",
-    )
-
-
-def _leaves_another(call: Call) -> CaptureError:
-    return CaptureError(
-        "it leaves a number or text outside its arguments that is another one in two traces of it,"
-        " such as the time, which would be baked in",
-        location=str(definition_of(call)),
-        hint="let a function do it that is called in every step: graphopt.callback(function), or do"
-        " it outside the step",
-    )
-
-
-def _complete(raw: RawTrace) -> bool:
-    """Whether the effects are all that the next call finds changed: not so where the step has made
-    a tensor attribute besides, which is there after it has run."""
-    return not raw.effects or not raw.signature.makes_attributes
-
-
-def _next_call(raw: RawTrace, retrace: Callable[[], RawTrace]) -> RawTrace | None:
-    """The step traced as its effects leave everything; None where that call is refused, which is
-    said when it comes."""
-    if not raw.effects:
-        return retrace()
-    with raw.effects.applied():
-        try:
-            return retrace()
-        except (CaptureError, UnagreedParameterError):
-            return None
-
-
-def _read_next(raw: RawTrace, retrace: Callable[[], RawTrace]) -> Record:
-    """What the call after `raw` reads outside the arguments."""
-    if not raw.effects:
-        return unchanged(raw.outside)
-    following = _next_call(raw, retrace)
-    # Where that call is refused, no guard may hold what its effects change.
-    return unchanged(raw.outside if following is None else following.outside)
-
-
-def _repeats(first: RawTrace, second: RawTrace | None) -> bool:
-    return (
-        second is not None
-        and first_difference(first.graph_module, second.graph_module) is None
-        and left_alike(first, second)
-    )
-
-
-def _leaves_else(first: RawTrace, second: RawTrace | None) -> bool:
-    """Whether the second call differs from the first one only in what it leaves outside."""
-    return (
-        second is not None
-        and not left_alike(first, second)
-        and first_difference(first.graph_module, second.graph_module) is None
-    )
-
-
-def _difference_once(
-    first: RawTrace, after: RawTrace | None, again: RawTrace, retrace: Callable[[], RawTrace]
-) -> GraphDifference | None:
-    """Of a step whose first call alone does something else (a model that finishes its construction
-    in its first forward): what differs between two first calls, or between two later ones."""
-    difference = first_difference(first.graph_module, again.graph_module)
-    if difference is not None:
-        difference = first_difference(again.graph_module, retrace().graph_module)
-    if difference is not None or after is None:
-        return difference
-    with first.effects.applied():
-        return first_difference(after.graph_module, retrace().graph_module)
 
 
 def capture(
@@ -458,7 +351,7 @@ def prepare(call: Call) -> Inputs:
 
 
 def communication_for(
-    parallel: Parallel, agreed: tuple[str, ...] | None = None
+    parallel: Parallel, agreed: AgreedOrder | None = None
 ) -> MarkedCommunication | None:
     """What a trace needs to know of the process group."""
     if not isinstance(parallel, OverRanks):

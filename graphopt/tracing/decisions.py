@@ -9,8 +9,8 @@ behind an assumption (`graphopt.host.assumptions`). Traces of the same call get 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import operator
+from collections.abc import Sequence
 from operator import getitem
 from typing import Any, cast
 
@@ -27,20 +27,19 @@ from graphopt._compat.sizes import (
     with_sizes,
 )
 from graphopt.errors import CaptureError
-from graphopt.graph_utils import is_collective, without_autocast
-from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
-from graphopt.ir.generators import generators_used
+from graphopt.host.used import Used, UsedAnywhere
+from graphopt.host.voted import VotedAssumption
 from graphopt.ir.metadata import set_value
-from graphopt.ir.operators import is_marker
+from graphopt.parallel.markers import Group
 from graphopt.runtime.budget import WITHOUT_BRANCHES
-from graphopt.tracing import recurrent
-from graphopt.tracing.alike import depends_on, is_alike, reached_by
+from graphopt.tracing.alike import is_alike
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.known import KnownValues
 from graphopt.tracing.source import current_user_line
+from graphopt.tracing.values import Values, ValuesBeforeCollectives
 
 SIZED = "sized"
 """The key of a node's metadata that says that its sizes were given."""
@@ -59,6 +58,8 @@ class Decider:
         values: of the inputs in this call, which decide.
         own: inputs that may have other values on other ranks; see `alike.own_inputs`.
         alone: no other rank runs the same step.
+        group: the ranks that average gradients; None where none do.
+        voting: every decision may be a rank's own.
     """
 
     def __init__(
@@ -69,7 +70,10 @@ class Decider:
         values: Sequence[torch.Tensor],
         own: Sequence[bool],
         alone: bool,
+        group: Group | None = None,
+        voting: bool = False,
     ) -> None:
+        self._group, self._voting = group, voting
         self._tracer, self._inputs, self._alone = tracer, inputs, alone
         self._own = own
         self._mode = mode
@@ -88,12 +92,36 @@ class Decider:
         line = current_user_line()
         known = self._inputs.answers
         self._refuse_many(line)
+        unknown = kind is int and not self._knows(number)
+        if not self._alone and (self._voting or unknown or not self._is_alike(number)):
+            return self._voted(number, kind, line)
         assumption = Assumption(self._count, str(line))
         asked = self._recorded(assumption, number)
-        if not self._alone and not is_alike(self._tracer.graph, asked, self._own):
-            raise another_on_each_rank(line)
         if self._count == len(known):
             known.append(self._answer(asked, kind, line))
+        return self._assumed(assumption)
+
+    def _is_alike(self, number: Any) -> bool:
+        node = _compat.node_of(self._tracer, number)
+        return node is None or is_alike(self._tracer.graph, node, self._own)
+
+    def _knows(self, number: Any) -> bool:
+        """Whether the value of a number is known when the step is captured."""
+        values, node = self._values, _compat.node_of(self._tracer, number)
+        return not isinstance(values, ValuesBeforeCollectives) or values.knows(node)
+
+    def _voted(self, number: Any, kind: type, line: Any) -> Answer:
+        """What a number of this rank's own is, which the graph assumes where all ranks find what
+        their graphs assume."""
+        if self._group is None:
+            raise another_on_each_rank(line)
+        self._voting = True  # from here on, ranks may take other branches
+        known, node = self._inputs.answers, _compat.node_of(self._tracer, number)
+        if self._count == len(known):
+            known.append(cast(Answer, kind(self._values.of(node))))
+        assumption = VotedAssumption(self._count, str(line))
+        holds = vote_of(number, known[self._count], self._group)
+        _compat.record_call(assumption, [number, holds])
         return self._assumed(assumption)
 
     def values(self, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -109,6 +137,25 @@ class Decider:
         asked = self._recorded(assumption, tensor)
         if self._count == len(known):
             known.append(tuple(self._values.of(asked).tolist()))
+        return cast(tuple[int, ...], self._assumed(assumption))
+
+    def used(
+        self, positions: Sequence[int], sent: Sequence[torch.Tensor], likely: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Which parameters other ranks use in this call, which the graph assumes from now on.
+
+        Args:
+            positions: of parameters that this rank does not use; see `UsedAnywhere`.
+            sent: what the ranks have sent for them.
+            likely: the answer that is taken for true until the graph runs.
+        """
+        known = self._inputs.answers
+        self._refuse_many(current_user_line())
+        assumption = UsedAnywhere(self._count, str(current_user_line()), positions)
+        _compat.record_call(assumption, sent)
+        found = known[self._count] if self._count < len(known) else None
+        if not isinstance(found, Used) or len(found) != len(likely):
+            known.insert(self._count, Used(likely))  # the others are answers to what comes behind
         return cast(tuple[int, ...], self._assumed(assumption))
 
     def _recorded(self, assumption: Assumption, value: Any) -> Any:
@@ -133,7 +180,10 @@ class Decider:
         if not unknown:
             return result
         line = current_user_line()
-        self._refuse(line)
+        self._refuse_many(line)
+        if not self._alone and self._group is None:
+            raise another_on_each_rank(line)
+        self._voting = True
         places = [place for place, _ in unknown]
         node = next(iter(reversed(self._tracer.graph.nodes)))
         answer = self._sizes(node, places)
@@ -181,7 +231,8 @@ class Decider:
             set_value(node, leaves[0])
             source = cast(fx.Node, node.args[0])
             values = [fx.Proxy(source, self._tracer)]  # the number may be a constant
-        assumption = SizeAssumption(self._count, line, where, len(values), self._relations)
+        counts = len(values), self._relations, not self._alone
+        assumption = SizeAssumption(self._count, line, where, *counts)
         assumption.answer = answer
         self._tracer.create_proxy("call_function", assumption, tuple(values), {})
 
@@ -211,103 +262,34 @@ class Decider:
             )
 
 
+def vote_of(number: Any, answer: Answer, group: Group) -> torch.Tensor:
+    """1 where each rank finds for a traced number what its graph assumes, else 0."""
+    if isinstance(number, torch.SymFloat):
+        number = _compat.record_truth(operator.ne, (number, 0.0))
+    elif isinstance(number, torch.SymInt):
+        number = number != 0 if isinstance(answer, bool) else number == answer
+    integer: Any = _compat.record_integer(number)
+    if answer is False:
+        integer = 1 - integer
+    functional = torch.ops._c10d_functional
+    with torch.no_grad():
+        process_group = _compat.group_named(group.name)
+        device = None if process_group is None else _compat.device_of(process_group)
+        mine = torch.full((1,), integer, dtype=torch.int64, device=device)
+        held: torch.Tensor = functional.wait_tensor(functional.all_reduce(mine, "min", group.name))
+    return held
+
+
+class OwnDecisionError(CaptureError):
+    """A step decides by what may be another value on each rank."""
+
+
 def another_on_each_rank(line: Any) -> CaptureError:
     """The refusal of a decision that each rank takes for itself."""
-    return CaptureError(
+    return OwnDecisionError(
         "it decides by the value of a tensor, which may be another one on each rank",
         location=str(line),
         hint=f"{WITHOUT_BRANCHES}; decide by what all ranks have alike, such as the norm of the"
         " averaged gradients, or the value after torch.distributed.all_reduce(value); or decide"
         " outside the step",
     )
-
-
-class Values:
-    """The values that the nodes of a trace have in this call, computed as far as they are asked
-    for. Nothing that lives is changed."""
-
-    def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
-        self._tracer, self._inputs = tracer, live
-        self._values: dict[fx.Node, Any] = {}
-        self._generators: dict[torch.Generator, torch.Tensor] = {}
-        self._done = self._taken = 0
-
-    def of(self, wanted: Any) -> Any:
-        """The value of a node."""
-        if not isinstance(wanted, fx.Node):
-            return wanted
-        self._compute()
-        return self._values[wanted]
-
-    def _compute(self) -> None:
-        with _compat.without_modes(), torch.no_grad(), without_autocast(), self._generators_aside():
-            nodes = list(self._tracer.graph.nodes)
-            for node in nodes[self._done :]:
-                self._values[node] = self._computed(node)
-            self._done = len(nodes)
-
-    def _computed(self, node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            self._taken += 1
-            return _copy(self._inputs[self._taken - 1])
-        if isinstance(node.target, HostCall):
-            return None
-        if node.op == "get_attr":
-            return _copied_constant(getattr(self._tracer.root, str(node.target)))
-        if is_collective(node) or is_marker(node):
-            raise CaptureError(
-                "it decides by the value of a tensor behind a collective",
-                location=str(current_user_line()),
-                hint="decide outside the step",
-            )
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)
-        for generator in generators_used((args, kwargs)):
-            self._use(generator)
-        target: Any = recurrent.KERNEL_OF_GRAPHS.get(node.target, node.target)
-        return target(*args, **kwargs)
-
-    def _use(self, generator: torch.Generator) -> None:
-        """Put a generator back when this is over."""
-        if generator not in self._live:
-            self._live[generator] = generator.get_state()
-            if generator in self._generators:
-                generator.set_state(self._generators[generator])
-
-    @contextmanager
-    def _generators_aside(self) -> Iterator[None]:
-        """While active, generators are where the nodes that ran before have left them."""
-        self._live: dict[torch.Generator, torch.Tensor] = {}
-        try:
-            yield
-        finally:
-            for generator, state in self._live.items():
-                self._generators[generator] = generator.get_state()
-                generator.set_state(state)
-
-
-class ValuesBeforeCollectives(Values):
-    """Of a trace that collectives are part of, the values that depend on none of them."""
-
-    def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
-        super().__init__(tracer, live)
-        self._unknown: set[Any] = set()
-
-    def knows(self, wanted: Any) -> bool:
-        """Whether the value of a node is one of them."""
-        self._compute()
-        return wanted not in self._unknown
-
-    def _computed(self, node: fx.Node) -> Any:
-        if is_collective(node) or is_marker(node) or depends_on(node, self._unknown):
-            self._unknown |= reached_by(node)
-            return None
-        return super()._computed(node)
-
-
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """The same values in other memory, laid out alike where that is dense."""
-    return value.detach().clone()
-
-
-def _copied_constant(value: Any) -> Any:
-    return _copy(value) if isinstance(value, torch.Tensor) else value

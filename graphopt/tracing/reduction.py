@@ -8,7 +8,7 @@ parallelism (`graphopt.parallel`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,26 +25,49 @@ class UnagreedParameterError(GraphOptError):
     """A parameter gets a gradient that the ranks have not agreed to share."""
 
 
+Ask = Callable[[Sequence[int], Sequence[torch.Tensor]], Sequence[int]]
+"""Tells which parameters are used by any rank: of their positions, given what was sent for them."""
+
+
+@dataclass(frozen=True)
+class AgreedOrder:
+    """What the ranks average in one call.
+
+    Attributes:
+        names: of the parameters that all ranks mark, in launch order.
+        used: by this rank in this call, or accumulated before it.
+        anywhere: used by any rank; None where that is not known before the call.
+    """
+
+    names: tuple[str, ...]
+    used: frozenset[str]
+    anywhere: frozenset[str] | None = None
+
+
 @dataclass
 class GradientMarker:
     """Marks the gradients of one traced step.
 
     Args:
         parameters: traced parameter by qualified name.
+        roots: by the same names, the module that was given which they belong to.
         group: ranks that share gradients.
-        agreed: names of the parameters that all ranks mark, in launch order; None while the ranks
-            have not agreed yet, then every gradient is marked in the order it is ready.
+        agreed: what the ranks have agreed on; None while they have not yet, then every gradient is
+            marked in the order it is ready.
+        ask: which parameters are used by any rank.
         persistent: ids of traced gradients that existed before the step; DDP updates them in place.
     """
 
     parameters: dict[str, torch.Tensor]
+    roots: Mapping[str, int]
     group: Group
     tagger: Tagger
-    agreed: Sequence[str] | None
+    agreed: AgreedOrder | None
+    ask: Ask
     persistent: frozenset[int] = frozenset()
     ready: dict[str, None] = field(default_factory=dict)
     used: dict[str, None] = field(default_factory=dict)
-    backward_ran: bool = False
+    asked: set[str] = field(default_factory=set)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -72,29 +95,73 @@ class GradientMarker:
         """Mark every gradient accumulated since the last time, in the agreed order."""
         if not self.ready:
             return
-        names = list(self.ready) if self.agreed is None else list(self.agreed)
-        foreign = [name for name in self.ready if name not in names]
+        pending, self.ready = self.ready, {}
+        for name in self._accumulated_before(pending):
+            pending[name] = self.used[name] = None
+        if self.agreed is None:
+            for name in pending:
+                self._put(name, self._shared(name))
+            return
+        foreign = [name for name in pending if name not in self.agreed.names]
         if foreign:
             raise UnagreedParameterError(foreign[0])
-        first_time = not self.backward_ran
-        pending, self.ready, self.backward_ran = self.ready, {}, True
-        for name in names:
-            if name in pending or (first_time and name not in self.used):
-                with torch.no_grad(), self.tagger.sending(name):
-                    self._mark(name, self.parameters[name])
+        self._mark_agreed(pending, self.agreed)
 
-    def _mark(self, name: str, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            parameter.grad = reduce_gradient(torch.zeros_like(parameter), name, self.group)
+    def _mark_agreed(self, pending: Container[str], agreed: AgreedOrder) -> None:
+        missing: dict[str, torch.Tensor] = {}
+        for name in agreed.names:
+            if name in pending:
+                self._put(name, self._shared(name))
+            elif self._is_missing(name, pending, agreed):
+                missing[name] = self._shared(name)
+        if not missing:
             return
-        if gradient.layout is not torch.strided:
-            raise _is_sparse(name)
-        shared = reduce_gradient(gradient, name, self.group)
-        if id(gradient) in self.persistent:
-            gradient.copy_(shared)
-        else:
-            parameter.grad = shared
+        self.asked |= missing.keys()
+        positions = [agreed.names.index(name) for name in missing]
+        answers = self.ask(positions, list(missing.values()))
+        for (name, shared), is_used in zip(missing.items(), answers, strict=True):
+            if is_used:
+                self._put(name, shared)
+
+    def _accumulated_before(self, pending: Container[str]) -> list[str]:
+        """Parameters of the same modules that have gradients of earlier calls alone."""
+        roots = {self.roots[name] for name in self.parameters if name in pending}
+        return [
+            name
+            for name, parameter in self.parameters.items()
+            if name not in self.used
+            and parameter.requires_grad
+            and self.roots[name] in roots
+            and parameter.grad is not None
+        ]
+
+    def _is_missing(self, name: str, pending: Container[str], agreed: AgreedOrder) -> bool:
+        """Whether this rank does not use a parameter, and sends zeros for it now: with others of
+        its module, as DDP does, or with the first where it uses none of them."""
+        if name in agreed.used or name in self.asked:
+            return False
+        together = [n for n in agreed.names if self.roots[n] == self.roots[name]]
+        return any(n in pending for n in together) or agreed.used.isdisjoint(together)
+
+    def _shared(self, name: str) -> torch.Tensor:
+        """Mark a gradient, or zeros where there is none. Returns what the ranks share."""
+        parameter = self.parameters[name]
+        gradient = parameter.grad
+        with torch.no_grad(), self.tagger.sending(name):
+            if gradient is None:
+                return reduce_gradient(torch.zeros_like(parameter), name, self.group)
+            if gradient.layout is not torch.strided:
+                raise _is_sparse(name)
+            return reduce_gradient(gradient, name, self.group)
+
+    def _put(self, name: str, shared: torch.Tensor) -> None:
+        """Let a parameter have the gradient that the ranks share."""
+        parameter = self.parameters[name]
+        with torch.no_grad(), self.tagger.sending(name):
+            if parameter.grad is not None and id(parameter.grad) in self.persistent:
+                parameter.grad.copy_(shared)
+            else:
+                parameter.grad = shared
 
 
 def _is_sparse(name: str) -> CaptureError:

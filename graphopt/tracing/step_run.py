@@ -23,7 +23,7 @@ from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.changed import take_changed
-from graphopt.tracing.collectives import functional_collectives
+from graphopt.tracing.collectives import functional_collectives, stand_in_of_collective
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
@@ -68,12 +68,12 @@ class MarkedCommunication:
     Attributes:
         parallel: the kind.
         group: ranks that share gradients and buffers.
-        agreed: parameters to mark in launch order, None before the ranks have agreed.
+        agreed: what the ranks average in this call; None before they have agreed.
     """
 
     parallel: OverRanks
     group: Group
-    agreed: tuple[str, ...] | None
+    agreed: reduction.AgreedOrder | None
 
 
 class StepRun:
@@ -125,7 +125,17 @@ class StepRun:
                 stack.enter_context(answered_as_in_eager(self._notice_question))
             begins_alike = self.communication is not None and self.communication.parallel.broadcast
             own = own_inputs(self.inputs, self.call, broadcast=begins_alike)
-            decider = Decider(tracer, self.inputs, self._mode, self._values, own, alone)
+            group = None if self.communication is None else self.communication.group
+            decider = Decider(
+                tracer,
+                self.inputs,
+                self._mode,
+                self._values,
+                own,
+                alone,
+                group,
+                self.call.votes_always,
+            )
             self.made.decider = decider
 
             def added(value: torch.Tensor, stand_in: torch.Tensor) -> None:
@@ -305,7 +315,11 @@ class StepRun:
             stack.enter_context(viewed_by(self.view))
 
             def called(callee: Any, args: Sequence[Any]) -> Any:
-                return converting(callee, args) or substitute(callee, args)
+                return (
+                    converting(callee, args)
+                    or substitute(callee, args)
+                    or stand_in_of_collective(callee, args)
+                )
 
             with observed_step(self.call, self.outside, called):
                 exchanged = self.call.besides.exchanged
@@ -391,11 +405,31 @@ class StepRun:
             return None
         return reduction.GradientMarker(
             parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self.inputs.parameters},
+            roots=self._roots_of_parameters(),
             group=self.communication.group,
             tagger=self.tagger,
             agreed=self.communication.agreed,
+            ask=self._used_anywhere,
             persistent=frozenset(id(gradient) for gradient in traced.gradients.values()),
         )
+
+    def _roots_of_parameters(self) -> dict[str, int]:
+        """By the name of each parameter, the number of the module that it belongs to; -1: none."""
+        roots: dict[int, int] = {}
+        for number, (_, root) in enumerate(self.call.named_roots()):
+            for parameter in root.parameters():
+                roots.setdefault(id(parameter), number)
+        return {e.fqn: roots.get(id(e.tensor), -1) for e in self.inputs.parameters}
+
+    def _used_anywhere(
+        self, positions: Sequence[int], sent: Sequence[torch.Tensor]
+    ) -> Sequence[int]:
+        """Which parameters that this rank does not use are used by another one."""
+        agreed = self.communication and self.communication.agreed
+        assert agreed and self.made.decider is not None
+        anywhere = agreed.anywhere or ()
+        likely = tuple(int(agreed.names[position] in anywhere) for position in positions)
+        return self.made.decider.used(positions, sent, likely)
 
     def _notice_steps(self, stepped: list[int]) -> None:
         """Note optimizer steps and give their nodes the optimizer's phase."""

@@ -20,7 +20,7 @@ from graphopt.host import is_host_call
 from graphopt.ir.metadata import source_line
 from graphopt.parallel import DataParallel
 from graphopt.pipelining.errors import StageCompileError
-from graphopt.runtime.agreed import NotAsAgreedError, Ranks
+from graphopt.runtime.agreed import NotAsAgreedError, Others, Ranks
 from graphopt.runtime.joint_capture import JointCapture
 from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
@@ -113,7 +113,7 @@ class StageCapture:
     def _ways(self, call: Call) -> Iterable[Ranks]:
         if self._parallel is None:
             return [Ranks(lasts=False)]
-        return self._joint.ways(call, self._parallel, True, ("stage", self._stage), ())
+        return self._joint.ways(call, self._parallel, True, ("stage", self._stage), (), Others())
 
     def _refuse_late(self, step: StepInMaking) -> None:
         if step.module.graph.late:

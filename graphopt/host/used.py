@@ -1,0 +1,57 @@
+"""Gradients of parameters that no rank uses, in a graph on several ranks: the node that goes on
+only where the graph holds for the parameters that other ranks use in this call.
+
+    mean = all_reduce(zeros, …)          # of b, which this rank does not use
+    used_anywhere(mean, w, m)            # (1,): the gradient of b is `mean`; (0,): it has none
+    …                                    # updates
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from graphopt.host import HostCall
+from graphopt.host.assumptions import Assumption
+from graphopt.host.running import current_run
+
+
+class Used(tuple[int, ...]):
+    """1 for each parameter that some rank uses: the answer of such an assumption."""
+
+    __slots__ = ()
+
+
+class UsedAnywhere(Assumption):
+    """The target of a node that asks which parameters other ranks use in this call.
+
+    Args:
+        positions: of parameters that this rank does not use, among those that the ranks have agreed
+            on. The node takes what the ranks have sent for them.
+    """
+
+    def __init__(self, index: int, place: str, positions: Sequence[int]) -> None:
+        super().__init__(index, place)
+        self.positions, self.count = tuple(positions), len(positions)
+
+    def run(self, values: Sequence[Any]) -> None:
+        running = current_run()
+        found = None if running is None else running.used_anywhere(self.positions)
+        if found is not None and found != self.answer:
+            error = self.failed(Used(found), values)
+            error.alone = True
+            raise error
+
+    def repeats(self, other: HostCall) -> bool:
+        same = isinstance(other, UsedAnywhere) and other.positions == self.positions
+        return same and super().repeats(other)
+
+
+def unused(graph: fx.Graph) -> frozenset[int]:
+    """The parameters that a graph does not use, by position."""
+    asked = (node.target for node in graph.nodes)
+    return frozenset(
+        position for each in asked if isinstance(each, UsedAnywhere) for position in each.positions
+    )

@@ -1,0 +1,85 @@
+"""Which ranks leave parameters unused in a call, told through the store of the process group.
+
+All ranks send gradients of the parameters that they have agreed on, zeros for those that they do
+not use. A parameter that some rank uses gets the average; one that no rank uses has no gradient.
+Whoever leaves parameters unused has to know which it is; the others have nothing to ask.
+
+    rank 0 (uses a, b)                  launch a, b               update
+    rank 1 (uses a)      says: not b    launch a, b   wait a, b   looks: rank 0 has said nothing
+                                                                  in this call, so it uses b
+
+A rank says it before it launches anything, so whoever has waited for what all have sent finds all
+that was said in this call. Nobody waits for anybody besides, and ranks that use everything neither
+say nor look.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from graphopt import _compat
+from graphopt.ranks.failed_runs import sending_explained
+
+_calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+"""How many calls of the steps of a topic, whose gradients were averaged, are over."""
+
+_KEPT = 4
+"""Calls whose keys are different. A rank that is two calls ahead has waited for what all ranks have
+sent in between, and nobody reads what was said before it."""
+
+
+class UnusedParameters:
+    """What the ranks of a group say about the calls of one step function.
+
+    Args:
+        topic: the same text on all ranks, different for different step functions.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
+        self._group, self._topic = group, topic
+        self._numbers = _calls.setdefault(group, Counter())
+        self._said: tuple[int, list[int]] | None = None
+
+    def say(self, unused: Collection[int]) -> None:
+        """Before the graph of a call runs: which of the parameters that the ranks have agreed on
+        this rank does not use, by position."""
+        number, now = self._numbers[self._topic], sorted(unused)
+        before = self._said[1] if self._said and self._said[0] == number else []
+        if now == before:
+            return
+        self._said = number, now
+        key = self._key(self._group.rank(), number)
+        with self._explained():
+            store = _compat.default_store()
+            store.set(key, json.dumps([number, now]))
+            store.get(key)  # the store answers what it is asked in order: it has it now
+
+    def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
+        number = self._numbers[self._topic]
+        keys = [self._key(rank, number) for rank in range(self._group.size())]
+        with self._explained():
+            store = _compat.default_store()
+            if not store.check(keys):
+                return (1,) * len(positions)
+            said = [json.loads(text) for text in store.multi_get(keys)]
+        unused = [set(theirs) if of == number else set() for of, theirs in said]
+        nowhere = set.intersection(*unused)
+        return tuple(int(position not in nowhere) for position in positions)
+
+    def over(self) -> None:
+        """A call whose gradients were averaged is over, on all ranks."""
+        self._numbers[self._topic] += 1
+
+    def _key(self, rank: int, number: int) -> str:
+        return f"graphopt/{self._group.group_name}/{self._topic}/unused/{number % _KEPT}/{rank}"
+
+    def _explained(self) -> AbstractContextManager[None]:
+        step = self._numbers[self._topic] + 1
+        return sending_explained(self._group, step, "exchange", "which parameters are used")
