@@ -175,13 +175,15 @@ class _Search:
             self._order(self._tables, policy, (), most)
 
     def put_together(self, chooser: BucketChooser, most: int) -> None:
-        """Try buckets, with the policy of the best order, and the frugal one if memory is short."""
+        """Try buckets, with the policy of the best order, and the frugal one if that finds none and
+        memory is short."""
         planned: dict[Buckets, Tables] = {}
         policies = dict.fromkeys((self._policy, FRUGAL))
         for share, policy in itertools.product(SHARES, policies):
             if self._seconds <= _CLOSE * self._computing:
                 return
-            if policy is FRUGAL and not self._limited:
+            found = self._schedule is not None and self._schedule.buckets
+            if policy is FRUGAL and policy is not self._policy and (found or not self._limited):
                 continue
             buckets = chooser.choose(share)
             for _ in range(_ATTEMPTS):
