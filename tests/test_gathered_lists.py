@@ -123,16 +123,16 @@ def test_parts_of_different_shapes_are_refused(two_ranks: Pool) -> None:
         assert "different shapes" in message and "test_gathered_lists.py" in message
 
 
-def refused_exchange(rank: int) -> str:
+def refused_objects(rank: int) -> str:
     def step(x: Tensor) -> Tensor:
-        parts = torch.zeros_like(x)
-        dist.all_to_all_single(parts, x)
-        return parts
+        parts: list[object] = [None, None]
+        dist.all_gather_object(parts, 1)
+        return x
 
     with pytest.raises(graphopt.CaptureError) as caught:
         graphopt.compile(step, parallel=graphopt.Manual())(torch.ones(2))
     return str(caught.value)
 
 
-def test_an_exchange_is_refused_by_its_name(two_ranks: Pool) -> None:
-    assert all("all_to_all_single" in message for message in two_ranks.run(refused_exchange))
+def test_what_sends_objects_is_refused_by_its_name(two_ranks: Pool) -> None:
+    assert all("all_gather_object" in message for message in two_ranks.run(refused_objects))

@@ -56,6 +56,17 @@ def agreed(model: nn.Module, x: Tensor) -> Tensor:
     return loss * 0.1 if bad.item() else loss
 
 
+def skipped(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def is_bad_anywhere(loss: Tensor) -> bool:
+    """A vote of the program's own, for which each rank decides by its own loss."""
+    bad = torch.tensor([0 if loss < 0.4 else 1])
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    return bool(bad.item())
+
+
 def masked(model: nn.Module, x: Tensor) -> Tensor:
     """How many rows there are is another number on each rank, and 0 in one call."""
     chosen = model(x)[x[:, 0] > 0.8]
@@ -80,7 +91,8 @@ def statistics(model: nn.Module, x: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {
-    each.__name__: each for each in (scaled, twice, checked, agreed, masked, counted, statistics)
+    each.__name__: each
+    for each in (scaled, twice, checked, agreed, skipped, masked, counted, statistics)
 }
 
 
@@ -96,6 +108,9 @@ def trained(rank: int, name: str, compiled: bool) -> list[Tensor]:
         optimizer.zero_grad()
         loss = LOSSES[name](wrapped, x)
         loss.backward()  # type: ignore[no-untyped-call]
+        if name == "skipped" and is_bad_anywhere(loss):
+            optimizer.zero_grad()
+            return loss.detach()
         optimizer.step()
         return loss.detach()
 
