@@ -138,7 +138,7 @@ def finish(
         with steady.state.present():
             return _rewritten(call, steady.inputs, found, mark, communication)
     found = _Repeated(raw, raw.outside, True, raw.effects)
-    if mark not in settled or raw.outside.changed is not None:
+    if mark not in settled or raw.outside.changed is not None or raw.outside.repeated is not None:
         raw, record, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
         found = _Repeated(raw, record, lasting, raw.effects)
     return _rewritten(call, inputs, found, mark, communication)
@@ -298,7 +298,10 @@ def _read_next(raw: RawTrace, retrace: Callable[[], RawTrace]) -> Record:
         return unchanged(raw.outside)
     following = _next_call(raw, retrace)
     # Where that call is refused, no guard may hold what its effects change.
-    return unchanged(raw.outside if following is None else following.outside)
+    if following is None:
+        raw.outside.repeated = None
+        return unchanged(raw.outside)
+    return unchanged(following.outside)
 
 
 def _repeats(first: RawTrace, second: RawTrace | None) -> bool:

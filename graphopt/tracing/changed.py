@@ -36,7 +36,10 @@ class Changed:
 
 
 def take_changed(
-    record: Record, placed: Iterable[Placed], puts_back: Callable[[Any], bool]
+    record: Record,
+    placed: Iterable[Placed],
+    puts_back: Callable[[Any], bool],
+    made: dict[int, Any],
 ) -> list[Changed]:
     """Take out what a traced step has put into lists, queues and sets outside, where these are
     tensors, numbers, texts, nests of them, or objects from outside.
@@ -45,18 +48,20 @@ def take_changed(
         placed: what it has left in places, in which there is what was before.
         puts_back: whether an object is as it was when the trace is over. What other threads may be
             changing is not.
+        made: what each call makes anew, by id; see `told`.
     """
     found = []
     exchanged = {id(each.place.now()): each.place for each in placed}
     for each in record.take_changed():
         if not puts_back(each.container):
+            record.leaves(record.path(each.container, type(each.container).__name__), each.line)
             continue
-        made = tuple((change, told(record, value)) for change, value in each.changes)
-        constant = all(isinstance(value, Constant) for _, value in made)
+        items = tuple((change, told(record, value, made)) for change, value in each.changes)
+        constant = all(isinstance(value, Constant) for _, value in items)
         if isinstance(each.container, set) and not constant:
             continue  # where it stands in a set goes by what stands for it
-        if any(value is None for _, value in made):
-            record.refused = record.refused or _puts_new(record, each, made)
+        if any(value is None for _, value in items):
+            record.refused = record.refused or _puts_new(record, each, items)
             continue
         if not is_changed_to(each.container, each.before, each.changes):
             if not is_changed_to(each.container, each.before, ()):
@@ -67,7 +72,7 @@ def take_changed(
         if within is None or not is_at(record, each.container, within):
             within = None
             record.pin(each.container)
-        found.append(Changed(each.container, made, within))
+        found.append(Changed(each.container, items, within))
     return found
 
 

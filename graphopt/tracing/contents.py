@@ -122,6 +122,11 @@ class Names:
     set: Callable[[str, Any], None]
     drop: Callable[[str], None]
 
+    def differing(self, before: list[Any], after: list[Any]) -> str:
+        """The names whose values are others."""
+        pairs = zip(self.names, before, after, strict=True)
+        return ", ".join(name for name, a, b in pairs if not same_constant(a, b))
+
 
 def _read_names(some: Names) -> list[Any]:
     return [some.get(name, _MISSING) for name in some.names]

@@ -168,7 +168,7 @@ def _settings(raw: RawTrace) -> list[Any]:
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
     signature = raw.signature
     moved = [list(signature.rebound), list(signature.data), signature.reshaped]
-    return [settings, *moved, signature.flags]
+    return [settings, *moved, signature.flags, signature.flags_of_parameters]
 
 
 def _known(recipe: Recipe) -> Any:

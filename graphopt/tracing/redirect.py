@@ -168,7 +168,7 @@ class Redirect(TorchFunctionMode):
             return selecting.selected(args[0], args[1], torch.Tensor.item)
         elif func is torch.Tensor.__contains__:
             return bool(numbers.as_read((args[0] == args[1]).any().item()))
-        elif func in _FROM_NUMBERS and constants.holds_read(args[:1]):
+        elif func in _FROM_NUMBERS and _is_of_numbers(args):
             return constants.from_numbers(*args, **kwargs)
         elif func in _COMPARISONS:
             return _all_alike(_COMPARISONS[func], args, kwargs)
@@ -224,6 +224,11 @@ class Redirect(TorchFunctionMode):
 def _is_number(tensor: torch.Tensor) -> bool:
     """Whether a tensor may be an index of a list or a size."""
     return tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _is_of_numbers(args: Any) -> bool:
+    """Whether a tensor is made of numbers that are known only when a step runs."""
+    return bool(args) and (constants.holds_read(args[:1]) or constants.holds_tensors(args[0]))
 
 
 def _names_something(func: Any, args: Any) -> bool:

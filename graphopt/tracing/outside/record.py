@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import threading
 import types
 import weakref
 from collections import Counter
@@ -19,6 +20,7 @@ from graphopt.host.changes import MUTABLE, Change
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside import native
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.existing import existing_now
 from graphopt.tracing.outside.loads import Load, Loads, Store
@@ -50,12 +52,14 @@ class WrittenPlace(NamedTuple):
         before: what was there.
         owner: the object that has it as an attribute; None where it is none of these.
         path: how a message calls the place.
+        line: which writes there first.
     """
 
     place: OutsidePlace
     before: Any
     owner: Any
     path: str
+    line: SourceLine | None = None
 
 
 class ChangedContainer(NamedTuple):
@@ -90,8 +94,11 @@ class Record:
         gone_through: of the former, those of which the step asks for more than one item.
         compared: where it asks whether a tensor is one that has a stand-in.
         refused: why no later call could do what it does to a container.
+        variables: context variables that it has set and not set back, with where.
+        repeated: what it leaves changed in a way that is not followed, and where; see `leaves`.
         times_written: how often the step has written to a place, by its identity.
         loads: what it has loaded to count with; read unless it is stored where it comes from.
+        length_of: the length of a list, where that is an input of the graph; else None.
         behind: what it reads behind calls of functions on the host; None before the first.
     """
 
@@ -105,6 +112,12 @@ class Record:
         self._inputs, self._told = inputs, told
         self._existing = existing_now()
         self.refused: CaptureError | None = None
+        self.repeated: tuple[str, SourceLine | None] | None = None
+        self._lines: dict[int, tuple[str, SourceLine]] = {}
+        self._locks: dict[int, tuple[Any, bool, str, SourceLine]] = {}
+        self._watched: dict[int, tuple[Any, int, str, SourceLine]] = {}
+        self._others = native.other_threads()
+        self.variables: dict[Any, tuple[str, SourceLine]] = {}
         # `gc.freeze` hides classes and modules from `gc.get_objects`.
         self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
         self._paths: dict[int, tuple[Any, str]] = {}
@@ -138,10 +151,19 @@ class Record:
         self.loads = Loads()
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self.behind: Behind | None = None
+        self.length_of: Callable[[Any], Any] = _of_none
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
         self._settle_trimmed()
+        for lock, was_taken, path, line in self._locks.values():
+            if lock.locked() is not was_taken:
+                self.leaves(path, line)
+        for what, line in self.variables.values():
+            self.leaves(what, line)
+        for array, before, path, line in self._watched.values():
+            if native.digest(array) != before:
+                self.leaves(path, line)
         self.changed = self._changed()
         self._forget_values()
 
@@ -160,6 +182,10 @@ class Record:
         self.loads.take_all()
         self._changes.clear()
         self._begun.clear()
+        self.length_of = _of_none
+        self._locks.clear()
+        self._watched.clear()
+        self.variables.clear()
 
     # ------------------------------------------------------------------ objects
 
@@ -256,6 +282,8 @@ class Record:
         if id(place.holder) in self._mutated and identity not in self.reads:
             self._read_before(place, value, path, line)
             return value
+        if identity in self.reads and self.reads[identity].value is MISSING:
+            return value  # which the step has put there, or a default dictionary
         if value is not MISSING:
             self.reached(value, path)
         if identity not in self.reads:
@@ -309,8 +337,31 @@ class Record:
 
     def size(self, container: Any, path: str, line: SourceLine) -> None:
         self._goes_through(container)
-        if not isinstance(container, (tuple, str, bytes)):
+        length = self.length_of(container)
+        if length is not None:
+            if is_host_number(length):
+                length.exactly()
+        elif not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
+
+    def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
+        """Lists that the step changes by single items, and of which it reads the length alone."""
+        for each in self._changes.values():
+            reads = [r for r in self.reads.values() if r.place.holder is each.container]
+            if type(each.container) is not list or not self.is_changed_by_items(each.container):
+                continue
+            if reads and all(read.place.kind == "size" for read in reads):
+                yield reads[0].path, reads[0].place
+
+    def is_changed_by_items(self, container: Any) -> bool:
+        """Whether the length of a list is what it was before, and so many more or less as it is in
+        this trace."""
+        changed = self._changes.get(id(container))
+        if changed is None:
+            return True
+        if id(container) in self._changed_otherwise:
+            return False
+        return all(change.is_of_one_item for change, _ in changed.changes)
 
     def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
         """A value is stored: read what it was made of, other than what was in `place` itself.
@@ -344,11 +395,20 @@ class Record:
     # ------------------------------------------------------------------ writes
 
     def wrote(
-        self, place: OutsidePlace, counting: bool, owner: Any = None, path: str | None = None
+        self,
+        place: OutsidePlace,
+        counting: bool,
+        owner: Any = None,
+        path: str | None = None,
+        line: SourceLine | None = None,
     ) -> None:
         """The step writes to a place, `counting` if what it makes of the value there; `owner` is
         the object that has it as an attribute."""
         identity = place.identity
+        if threading.get_ident() in self._others:
+            return
+        if line is not None:
+            self._lines.setdefault(id(place.holder), (path or self._path_of(place, owner), line))
         self._read_each(self.loads.take_of(identity))  # it is what was there before
         self.times_written[identity] += 1
         self._goes_through(place.holder)
@@ -356,7 +416,7 @@ class Record:
             path = path or self._path_of(place, owner)
             read = self.reads.get(identity)
             before = MISSING if read is not None and read.value is MISSING else place.now()
-            self._places[identity] = WrittenPlace(self._outside(place), before, owner, path)
+            self._places[identity] = WrittenPlace(self._outside(place), before, owner, path, line)
         if type(place.holder) in MUTABLE:
             self._mutated.setdefault(id(place.holder), copy.copy(place.holder))
         if counting and (identity not in self._written or identity in self._derived):
@@ -365,6 +425,31 @@ class Record:
         else:
             self._derived.discard(identity)
         self._written.add(identity)
+
+    def leaves(self, what: str, line: SourceLine | None) -> None:
+        """The step leaves something changed that no later call would change again, and that it
+        would change again itself."""
+        self.repeated = self.repeated or (what, line)
+
+    def watches(self, array: Any, path: str, line: SourceLine) -> None:
+        """The step does to a large array, which is not put back, what cannot be seen."""
+        if id(array) not in self._watched:
+            self._watched[id(array)] = (array, native.digest(array), path, line)
+
+    def locks(self, lock: Any, path: str, line: SourceLine) -> None:
+        """The step takes a lock, which it may give back."""
+        self._locks.setdefault(id(lock), (lock, lock.locked(), path, line))
+
+    def written_at(self, holder: Any) -> tuple[str, SourceLine] | None:
+        """How the step got to an object that it has written to, and the line."""
+        return self._lines.get(id(holder))
+
+    def holds(self, place: OutsidePlace, value: Any, path: str, line: SourceLine | None) -> None:
+        """The step leaves a value in a place, which no later call puts there: it has to be there
+        already."""
+        if place.identity not in self.reads and not self.is_own(place.holder):
+            line = line or SourceLine("", 0, "")
+            self.reads[place.identity] = self._made(place, value, path, line)
 
     def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
         """The step takes values from an iterator, which are gone then."""
@@ -388,9 +473,10 @@ class Record:
         Args:
             changes: that it makes, each with its value, if these are all and can be made again.
         """
-        if not self.is_outside(container):
+        if not self.is_outside(container) or threading.get_ident() in self._others:
             return
         key = id(container)
+        self._lines.setdefault(key, (self.path(container, type(container).__name__), line))
         if key not in self._mutated:
             self._mutated[key] = copy.copy(container)
             self._goes_through(container)
@@ -421,7 +507,9 @@ class Record:
             for key, value in list(table.items()):
                 place, was = OutsidePlace("item", table, key), before.get(key, MISSING)
                 if was is not value and place.identity not in self._places:
-                    yield WrittenPlace(self._outside(place), was, None, f"{path}[{key_text(key)}]")
+                    known = self._lines.get(id(table))
+                    line, text = known and known[1], f"{path}[{key_text(key)}]"
+                    yield WrittenPlace(self._outside(place), was, None, text, line)
 
     def is_changed(self, container: Any) -> bool:
         """Whether the step has written to a container."""
@@ -534,6 +622,10 @@ class Record:
     def _original(self, value: Any) -> Any:
         """The tensor that a stand-in stands for; other values themselves."""
         return self.stands_for.get(id(value), value) if _compat.is_fake(value) else value
+
+
+def _of_none(container: Any) -> None:
+    """The lengths that a graph takes which takes none."""
 
 
 def _is_symbolic(value: Any) -> bool:

@@ -114,6 +114,15 @@ def unchanged(record: Record) -> Record:
             place = CarriedPlace(read.path, read.place, counted=True)
             raise MoreInputs(Besides(carried=[place]))
         _refuse(read, now)
+    if record.repeated is not None:
+        what, line = record.repeated
+        raise CaptureError(
+            f"it changes {what} outside its arguments in a way that is not followed, which would"
+            " happen at capture only",
+            location=None if line is None else str(line),
+            hint="let a function do it that is called in every step: graphopt.callback(function), or"
+            " do it outside the step",
+        )
     return record
 
 
