@@ -138,7 +138,11 @@ def finish(
         with steady.state.present():
             return _rewritten(call, steady.inputs, found, mark, communication)
     found = _Repeated(raw, raw.outside, True, raw.effects)
-    if mark not in settled or raw.outside.changed is not None or raw.outside.repeated is not None:
+    if (
+        mark not in settled
+        or raw.outside.changed is not None
+        or raw.outside.unrepeated.first is not None
+    ):
         raw, record, lasting = _settled(raw, lambda: trace(call, inputs, communication), call)
         found = _Repeated(raw, record, lasting, raw.effects)
     return _rewritten(call, inputs, found, mark, communication)
@@ -299,7 +303,7 @@ def _read_next(raw: RawTrace, retrace: Callable[[], RawTrace]) -> Record:
     following = _next_call(raw, retrace)
     # Where that call is refused, no guard may hold what its effects change.
     if following is None:
-        raw.outside.repeated = None
+        raw.outside.unrepeated.first = None
         return unchanged(raw.outside)
     return unchanged(following.outside)
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.host.changes import Change, is_changed_to, put_back
+from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.outside.record import ChangedContainer, Record
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.placed import Placed, is_at
 from graphopt.tracing.signature import Constant
 from graphopt.tracing.told import told
@@ -54,7 +55,9 @@ def take_changed(
     exchanged = {id(each.place.now()): each.place for each in placed}
     for each in record.take_changed():
         if not puts_back(each.container):
-            record.leaves(record.path(each.container, type(each.container).__name__), each.line)
+            record.unrepeated.add(
+                record.path(each.container, type(each.container).__name__), each.line
+            )
             continue
         items = tuple((change, told(record, value, made)) for change, value in each.changes)
         constant = all(isinstance(value, Constant) for _, value in items)

@@ -13,7 +13,6 @@ from graphopt.graph_utils import is_operator
 from graphopt.tracing.call import Call
 from graphopt.tracing.compare import NodeLabels, difference_of, significant
 from graphopt.tracing.creation import Creation
-from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.places import same
@@ -182,7 +181,7 @@ def _owners(raw: RawTrace) -> list[tuple[int | None, int | None]]:
 
 def _same_recipe(a: Recipe, b: Recipe) -> bool:
     if isinstance(a, Constant) and isinstance(b, Constant):
-        return same_constant(a.value, b.value) or same(a.value, b.value)
+        return same(a.value, b.value)
     if isinstance(a, Nested) and isinstance(b, Nested):
         return a.spec == b.spec and all(map(_same_recipe, a.leaves, b.leaves))
     return type(a) is type(b)

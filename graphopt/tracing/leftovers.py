@@ -60,7 +60,7 @@ class OutsideChanges:
 
     def first_change(self, record: Record) -> tuple[str, SourceLine | None]:
         """What is changed first, and by which line, as far as that was seen."""
-        known = [record.written_at(change.changed) for change in self.changes]
+        known = [record.unrepeated.written_at(change.changed) for change in self.changes]
         seen = next((each for each in known if each is not None), None)
         if seen is not None:
             return seen

@@ -84,11 +84,11 @@ def take_placed(
         ):  # an item of a weak dictionary, which is not put back
             place.write(before)
             if not same(before, value):
-                record.leaves(written.path, written.line)
+                record.unrepeated.add(written.path, written.line)
             continue
         if _is_left_alone(written):
             if not (_compat.is_fake(written.owner) or same(before, value)):
-                record.leaves(written.path, written.line)
+                record.unrepeated.add(written.path, written.line)
             continue
         if value is before and type(value) in MUTABLE and record.depends_on(place):
             continue  # which has been changed in place
@@ -117,7 +117,7 @@ def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
     if same(written.before, value):
         record.holds(written.place, value, written.path, written.line)
     elif not _is_traced(value, numbers=True):
-        record.leaves(written.path, written.line)
+        record.unrepeated.add(written.path, written.line)
 
 
 def _exchanged(record: Record) -> dict[int, OutsidePlace]:

@@ -27,7 +27,6 @@ from graphopt.tracing import (
     constants,
     copies,
     fused,
-    host_numbers,
     numbers,
     recurrent,
     selecting,
@@ -35,6 +34,7 @@ from graphopt.tracing import (
     stale_constants,
 )
 from graphopt.tracing.besides import Finder
+from graphopt.tracing.concrete import concrete
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.packed import Packing
@@ -142,7 +142,7 @@ class Redirect(TorchFunctionMode):
     def _prepared(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
         stale_constants.forget_mixed(self._tracer, args, kwargs)
-        args, kwargs = host_numbers.concrete(func, args, kwargs)
+        args, kwargs = concrete(func, args, kwargs)
         if stale_constants.writes(func) and self._tagger.phase == "optimizer":
             stale_constants.forget_counts(self._tracer, self._optimizers, args[:1])
         sparse.refuse_entries(func, args)

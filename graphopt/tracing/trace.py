@@ -115,8 +115,8 @@ def _attempt(
     generator = drawn_from(effects)
     if generator is not None:
         drawn = drawn or Drawn(generator, state.generator_advanced)
-    if effects and raw.outside.repeated is None:
-        raw.outside.leaves(*effects.first_change(raw.outside))
+    if effects and raw.outside.unrepeated.first is None:
+        raw.outside.unrepeated.add(*effects.first_change(raw.outside))
     raw.effects = effects.with_originals(raw.outside.stands_for)
     raw.effects.constants.extend(raw.signature.constant_attributes())
     return raw, drawn

@@ -14,7 +14,8 @@ import torch
 
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.host_numbers import is_host_number, plain
+from graphopt.tracing.draws.arguments import plain
+from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import ReadFloat, ReadInt
 from graphopt.tracing.outside import native
 from graphopt.tracing.outside.attributes import (
@@ -26,8 +27,15 @@ from graphopt.tracing.outside.attributes import (
     read_method,
 )
 from graphopt.tracing.outside.files import is_observed
-from graphopt.tracing.outside.places import OutsidePlace, filled, is_value, key_text
-from graphopt.tracing.outside.record import Record, is_container, viewed
+from graphopt.tracing.outside.places import (
+    OutsidePlace,
+    filled,
+    is_container,
+    is_value,
+    key_text,
+    viewed,
+)
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import is_library_file
 
@@ -103,9 +111,9 @@ class NativeCalls:
         self._all(args, line)
         self._give(args, line)
         if native.is_changing_call(function, args) and record.is_outside(args[0]):
-            record.leaves(record.path(args[0], type(args[0]).__name__), line)
+            record.unrepeated.add(record.path(args[0], type(args[0]).__name__), line)
         if native.logs(function, args) and not is_library_file(line.file):
-            record.leaves(f"the log ({function.__name__})", line)
+            record.unrepeated.add(f"the log ({function.__name__})", line)
 
     def _builtin(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
         record = self._record
@@ -113,7 +121,7 @@ class NativeCalls:
         if asked and not is_library_file(line.file):  # `copy` asks, and goes on with either
             record.asked_type = record.asked_type or line
         if native.is_of_process(callee):
-            record.leaves(f"the process ({callee.__name__})", line)
+            record.unrepeated.add(f"the process ({callee.__name__})", line)
         if callee in _CLASS and args:
             read_class(record, args[0], record.path(args[0], type(args[0]).__name__), line)
         if callee in _OF_ONE_OBJECT or not (isinstance(callee, type) or callee in _TAKING_APART):
@@ -201,11 +209,11 @@ class NativeCalls:
     def _native(self, name: str, bound: Any, path: str, line: SourceLine) -> None:
         """A method of an object without Python code that is no container."""
         if native.changes(bound, name):
-            self._record.leaves(path, line)
+            self._record.unrepeated.add(path, line)
         elif native.advances(bound, name):
             self._record.iterator(bound, path, line)
         elif name == "acquire" and native.is_lock(bound):
-            self._record.locks(bound, path, line)
+            self._record.unrepeated.locks(bound, path, line)
 
     def _give(self, values: Sequence[Any], line: SourceLine) -> None:
         """Code that is not observed gets these objects, and may do with them what it likes."""
@@ -216,13 +224,13 @@ class NativeCalls:
         record = self._record
         for value in values:
             if native.is_large_array(value) and record.is_outside(value):
-                record.watches(value, record.path(value, "an array"), line)
+                record.unrepeated.watches(value, record.path(value, "an array"), line)
             if isinstance(value, types.BuiltinMethodType) and value.__self__ is not None:
                 bound, changes = value.__self__, native.changes(value.__self__, value.__name__)
             else:
                 bound, changes = value, native.is_file(value)
             if changes and record.is_outside(bound):
-                record.leaves(record.path(bound, type(bound).__name__), line)
+                record.unrepeated.add(record.path(bound, type(bound).__name__), line)
             elif native.is_iterator(value) and record.is_outside(value):
                 self._advance(value, line)
 
@@ -237,10 +245,10 @@ class NativeCalls:
         held = self._variables.setdefault(variable, _Variable(variable))
         if name == "set":
             held.own = True
-            self._record.variables[variable] = path, line
+            self._record.unrepeated.variables[variable] = path, line
         elif name == "reset" and args and held.is_original(args[0]):
             held.own = False
-            self._record.variables.pop(variable, None)
+            self._record.unrepeated.variables.pop(variable, None)
         elif name == "get" and not held.own:
             self._record.read(OutsidePlace("attribute", held, "value"), f"{path}.get()", line)
 

@@ -17,8 +17,7 @@ from typing import Any
 from graphopt._compat.frames import NULL, Operands
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.draws.arguments import any_known
-from graphopt.tracing.host_numbers import plain
+from graphopt.tracing.draws.arguments import any_known, plain
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.accesses import OutsideAccess
@@ -32,8 +31,8 @@ from graphopt.tracing.outside.callees import (
 )
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.native import is_large_array, set_by_c
-from graphopt.tracing.outside.places import MISSING, OutsidePlace
-from graphopt.tracing.outside.record import Record, is_container, viewed
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, viewed
+from graphopt.tracing.outside.record import Record
 
 _SLICED = frozenset({list, tuple})
 """Containers part of which is one of their kind."""
@@ -219,9 +218,9 @@ class Instructions:
         except (IndexError, TypeError):
             return  # the instruction raises as well
         self._record.item(container, key, path, line)
-        if isinstance(container, defaultdict) and container.default_factory is not None:
-            if key not in container:  # it is there afterwards
-                self._record.mutated(container, line)
+        makes = isinstance(container, defaultdict) and container.default_factory is not None
+        if makes and key not in container:  # it is there afterwards
+            self._record.mutated(container, line)
 
     def _set_item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -231,7 +230,9 @@ class Instructions:
             return
         if not is_container(container):
             if set_by_c(container):
-                self._record.leaves(self._record.path(container, _called(frame, container)), line)
+                self._record.unrepeated.add(
+                    self._record.path(container, _called(frame, container)), line
+                )
             return
         self._watch(frame, container, line)
         place = OutsidePlace("item", container, key)
@@ -275,7 +276,9 @@ class Instructions:
 
     def _watch(self, frame: FrameType, value: Any, line: SourceLine) -> None:
         if is_large_array(value) and self._record.is_outside(value):
-            self._record.watches(value, self._record.path(value, _called(frame, value)), line)
+            self._record.unrepeated.watches(
+                value, self._record.path(value, _called(frame, value)), line
+            )
 
     def _same_object(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine

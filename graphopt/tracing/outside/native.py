@@ -37,9 +37,10 @@ PUT_BACK = 1 << 20
 """Bytes of an array of numpy's up to which its values are put back after a trace."""
 _WATCHED = 1 << 28
 _OF_THREADS = frozenset({"set", "clear", "notify", "notify_all", "acquire", "release"})
-_OF_PROCESS = frozenset({"write", "putenv", "unsetenv", "chdir", "mkdir", "rmdir", "unlink", "remove",
-                         "rename", "replace", "setrecursionlimit", "truncate", "ftruncate", "enable",
-                         "disable", "freeze"})  # fmt: skip
+_OF_PROCESS = frozenset(
+    {"write", "putenv", "unsetenv", "chdir", "mkdir", "rmdir", "unlink", "remove", "rename",
+     "replace", "setrecursionlimit", "truncate", "ftruncate", "enable", "disable", "freeze"}
+)  # fmt: skip
 _LOGGING = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "exception": 40,
             "critical": 50, "fatal": 50}  # fmt: skip
 

@@ -16,8 +16,8 @@ from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.callees import Substitute, never
 from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.observe import Observer, observed
-from graphopt.tracing.outside.places import OutsidePlace, Read
-from graphopt.tracing.outside.record import Record, is_container
+from graphopt.tracing.outside.places import OutsidePlace, Read, is_container
+from graphopt.tracing.outside.record import Record
 
 _HINT = (
     "keep what changes from step to step in a buffer of the model (register_buffer), or pass it as"
@@ -114,14 +114,14 @@ def unchanged(record: Record) -> Record:
             place = CarriedPlace(read.path, read.place, counted=True)
             raise MoreInputs(Besides(carried=[place]))
         _refuse(read, now)
-    if record.repeated is not None:
-        what, line = record.repeated
+    if record.unrepeated.first is not None:
+        what, line = record.unrepeated.first
         raise CaptureError(
             f"it changes {what} outside its arguments in a way that is not followed, which would"
             " happen at capture only",
             location=None if line is None else str(line),
-            hint="let a function do it that is called in every step: graphopt.callback(function), or"
-            " do it outside the step",
+            hint="let a function do it that is called in every step: graphopt.callback(function),"
+            " or do it outside the step",
         )
     return record
 
