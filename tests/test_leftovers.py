@@ -215,7 +215,7 @@ def keeps_text(trainer: Trainer, loss: Tensor) -> Any:
 
 
 def reads_what_grows(trainer: Trainer, loss: Tensor) -> Any:
-    return loss * len(trainer.slotted.items)
+    return loss * sum(trainer.slotted.items)
 
 
 def returns_an_object(trainer: Trainer, loss: Tensor) -> Any:

@@ -21,6 +21,10 @@ _OWN_STATE = ("__reduce__", "__reduce_ex__", "__del__", "__new__")
 """Methods of a class that may make more of its objects than their attributes."""
 
 
+_WITH_MORE = (sys.stdlib_module_names | {"torch", "numpy", "graphopt"}) - {"__main__"}
+"""Packages of classes whose objects are more than their attributes, such as modules."""
+
+
 class _Kind(NamedTuple):
     """How an object is made of its parts: `make(parts, *known)`."""
 
@@ -99,7 +103,7 @@ def _is_plain(kind: type) -> bool:
     """Whether a class of the program's adds nothing to its objects but attributes."""
     if not kind.__flags__ & _HEAP_TYPE:
         return kind is types.SimpleNamespace
-    if kind.__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+    if kind.__module__.partition(".")[0] in _WITH_MORE:
         return False
     return not any(name in vars(kind) for name in _OWN_STATE) and type(kind) is type
 

@@ -52,12 +52,16 @@ def take_changed(
         made: what each call makes anew, by id; see `told`.
     """
     found = []
+    for container, line in record.rewritten.values():
+        if not puts_back(container):
+            record.unrepeated.refuse(record.path(container, type(container).__name__), line)
     exchanged = {id(each.place.now()): each.place for each in placed}
     for each in record.take_changed():
         if not puts_back(each.container):
-            record.unrepeated.add(
-                record.path(each.container, type(each.container).__name__), each.line
-            )
+            if is_changed_to(each.container, each.before, each.changes):
+                put_back(each.container, each.before)
+            known = record.unrepeated.written_at(each.container)
+            record.unrepeated.refuse(*(known or (type(each.container).__name__, each.line)))
             continue
         items = tuple((change, told(record, value, made)) for change, value in each.changes)
         constant = all(isinstance(value, Constant) for _, value in items)
@@ -69,6 +73,8 @@ def take_changed(
         if not is_changed_to(each.container, each.before, each.changes):
             if not is_changed_to(each.container, each.before, ()):
                 record.refused = record.refused or _changes_otherwise(record, each)
+            else:
+                record.holds_contents(each.container, each.line)
             continue
         put_back(each.container, each.before)
         within = exchanged.get(id(each.container))

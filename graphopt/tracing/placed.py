@@ -84,11 +84,13 @@ def take_placed(
         ):  # an item of a weak dictionary, which is not put back
             place.write(before)
             if not same(before, value):
-                record.unrepeated.add(written.path, written.line)
+                place.write(before)
+                record.unrepeated.refuse(written.path, written.line)
             continue
         if _is_left_alone(written):
             if not (_compat.is_fake(written.owner) or same(before, value)):
-                record.unrepeated.add(written.path, written.line)
+                place.write(before)
+                record.unrepeated.refuse(written.path, written.line)
             continue
         if value is before and type(value) in MUTABLE and record.depends_on(place):
             continue  # which has been changed in place

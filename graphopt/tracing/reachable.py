@@ -11,6 +11,7 @@ holds a lock or a thread) are left alone, as are loggers, files and modules of P
 
 from __future__ import annotations
 
+import array
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -243,6 +244,7 @@ _CONTAINERS: dict[type, ObjectKind] = {
     set: contents.SET,
     deque: contents.QUEUE,
     bytearray: contents.BYTES,
+    array.array: contents.NUMBERS,
 }
 
 

@@ -116,7 +116,8 @@ def _attempt(
     if generator is not None:
         drawn = drawn or Drawn(generator, state.generator_advanced)
     if effects and raw.outside.unrepeated.first is None:
-        raw.outside.unrepeated.add(*effects.first_change(raw.outside))
+        what, line = effects.first_change(raw.outside)
+        raw.outside.unrepeated.add(what, line or definition_of(call))
     raw.effects = effects.with_originals(raw.outside.stands_for)
     raw.effects.constants.extend(raw.signature.constant_attributes())
     return raw, drawn

@@ -199,6 +199,8 @@ class NativeCalls:
             record.mutated(bound, line, changes_of(name, args))
             if name == "clear":
                 record.emptied(bound)
+            if isinstance(bound, dict) and name not in _ADDING:
+                record.reordered(bound, line)
         elif name == "__len__":
             record.size(bound, path, line)
         else:
@@ -210,6 +212,8 @@ class NativeCalls:
         """A method of an object without Python code that is no container."""
         if native.changes(bound, name):
             self._record.unrepeated.add(path, line)
+        elif isinstance(bound, bytearray):
+            self._record.mutated(bound, line)
         elif native.advances(bound, name):
             self._record.iterator(bound, path, line)
         elif name == "acquire" and native.is_lock(bound):

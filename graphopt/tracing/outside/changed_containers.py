@@ -37,11 +37,14 @@ class ContainerChanges(KnownObjects):
 
     Attributes:
         unrepeated: what it leaves changed in a way that is not followed.
+        rewritten: arrays and the like that it has written to, and dictionaries whose keys it has
+            taken out or moved, by id, and where.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
         super().__init__(own)
         self.unrepeated = Unrepeated()
+        self.rewritten: dict[int, tuple[Any, SourceLine]] = {}
         self._mutated: dict[int, Any] = {}
         self._tables: list[dict[Any, Any]] = []
         self._changes: dict[int, ChangedContainer] = {}
@@ -71,6 +74,8 @@ class ContainerChanges(KnownObjects):
             if OutsidePlace("item", container).is_item:
                 self._tables.append(container)
         if type(container) not in MUTABLE:
+            if not isinstance(container, dict):
+                self.rewritten[key] = container, line
             return
         new = ChangedContainer(container, self._mutated[key], [], line)
         known = self._changes.setdefault(key, new)
@@ -78,6 +83,11 @@ class ContainerChanges(KnownObjects):
             known.otherwise = True
         else:
             known.changes.extend(changes)
+
+    def reordered(self, table: dict[Any, Any], line: SourceLine) -> None:
+        """The step takes keys out of a dictionary, or moves them."""
+        if self.is_outside(table):
+            self.rewritten[id(table)] = table, line
 
     def emptied(self, container: Any) -> None:
         """The step takes everything out of a container: what it puts there is its own."""

@@ -11,7 +11,6 @@ import logging
 import sys
 import threading
 import types
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +53,8 @@ def changes(bound: Any, name: str) -> bool:
     """Whether a method of an object that is no container, and has no Python code, changes it."""
     if isinstance(bound, io.IOBase):
         return name not in _ASKING_FILES
+    if name in ("__setitem__", "__delitem__"):
+        return set_by_c(bound)
     return type(bound).__module__ in _WRITERS and not name.startswith("__")
 
 
@@ -109,13 +110,6 @@ def is_large_array(value: Any) -> bool:
     if type(value).__module__ != "numpy" or not hasattr(value, "flags"):
         return False
     return bool(value.flags.writeable) and PUT_BACK < value.nbytes <= _WATCHED
-
-
-def digest(value: Any) -> int:
-    """What shows whether an array has been written to."""
-    return zlib.crc32(
-        value.tobytes() if not value.flags.c_contiguous else memoryview(value).cast("B")
-    )
 
 
 def is_lock(value: Any) -> bool:

@@ -27,6 +27,7 @@ from graphopt.tracing.outside.places import (
     key_text,
     same,
 )
+from graphopt.tracing.outside.unrepeated import users
 
 _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
@@ -100,6 +101,8 @@ class Record(ContainerChanges):
     def finish(self) -> None:
         """The step is over: look for what it changed."""
         self._settle_trimmed()
+        for container, line in self.rewritten.values():
+            self.holds_contents(container, line)
         self.unrepeated.finish()
         self.changed = self._changed()
         self._forget_values()
@@ -118,6 +121,7 @@ class Record(ContainerChanges):
         self._tables.clear()
         self.loads.take_all()
         self._changes.clear()
+        self.rewritten.clear()
         self._begun.clear()
         self.length_of = _of_none
 
@@ -262,6 +266,7 @@ class Record(ContainerChanges):
         if self.unrepeated.is_of_others():
             return
         if line is not None:
+            line = users(line)
             self.unrepeated.note(place.holder, path or self._path_of(place, owner), line)
         self._read_each(self.loads.take_of(identity))  # it is what was there before
         self.times_written[identity] += 1
@@ -286,6 +291,12 @@ class Record(ContainerChanges):
         if place.identity not in self.reads and not self.is_own(place.holder):
             line = line or SourceLine("", 0, "")
             self.reads[place.identity] = self._made(place, value, path, line)
+
+    def holds_contents(self, container: Any, line: SourceLine) -> None:
+        """The same of all that is in a container; of a dictionary, of its keys."""
+        path = self.path(container, type(container).__name__)
+        place = OutsidePlace("keys" if isinstance(container, dict) else "whole", container)
+        self.holds(place, place.now(), path, line)
 
     def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
         """The step takes values from an iterator, which are gone then."""

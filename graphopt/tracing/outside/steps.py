@@ -66,6 +66,8 @@ def observed_step(call: Call, record: Record, substitute: Substitute = never) ->
     with observed(Observer(record, set(map(id, modules)), substitute)):
         yield
     record.finish()
+    if record.unrepeated.at_once:
+        refuse_unrepeated(record)
     if record.counted is not None:
         _refuse(record.counted, record.counted.place.now())
     if record.asked_type is not None:
@@ -114,6 +116,12 @@ def unchanged(record: Record) -> Record:
             place = CarriedPlace(read.path, read.place, counted=True)
             raise MoreInputs(Besides(carried=[place]))
         _refuse(read, now)
+    refuse_unrepeated(record)
+    return record
+
+
+def refuse_unrepeated(record: Record) -> None:
+    """Refuse a step that changes what no later call would change again."""
     if record.unrepeated.first is not None:
         what, line = record.unrepeated.first
         raise CaptureError(
@@ -123,7 +131,6 @@ def unchanged(record: Record) -> Record:
             hint="let a function do it that is called in every step: graphopt.callback(function),"
             " or do it outside the step",
         )
-    return record
 
 
 def _is_flag(value: Any) -> bool:
