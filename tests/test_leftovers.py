@@ -215,7 +215,7 @@ def keeps_text(trainer: Trainer, loss: Tensor) -> Any:
 
 
 def reads_what_grows(trainer: Trainer, loss: Tensor) -> Any:
-    return loss * len(trainer.slotted.items)
+    return loss * sum(trainer.slotted.items)
 
 
 def returns_an_object(trainer: Trainer, loss: Tensor) -> Any:
@@ -451,18 +451,43 @@ def test_what_other_threads_work_with_is_left_alone() -> None:
 
     class Loader:
         def __init__(self) -> None:
-            self.lock, self.ready = threading.Lock(), [1]
+            self.lock, self.ready, self.ends = threading.Lock(), [0], threading.Event()
+            self.waiting: queue.Queue[int] = queue.Queue()
 
-    loader, waiting = Loader(), queue.Queue()
+        def load(self) -> None:
+            while not self.ends.wait(0.002):
+                self.ready.append(len(self.ready))
+                self.waiting.put(len(self.ready))
+
+    loader = Loader()
+    thread = threading.Thread(target=loader.load)
+    thread.start()
 
     def loading(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        loader.ready.append(2)  # as another thread would
-        waiting.put(3)
+        assert loader.lock is not None
         return step(model, optimizer, x, y)
 
     w = world()
     graphopt.capture(loading, w.model, w.optimizer, *CASE.batch(0))
-    assert loader.ready[:2] == [1, 2] and waiting.qsize() > 0
+    loader.ends.set()
+    thread.join()
+    assert loader.ready == list(range(loader.waiting.qsize() + 1)) and len(loader.ready) > 1
+
+
+def test_what_a_step_does_to_what_other_threads_work_with_is_refused() -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.lock, self.ready = threading.Lock(), [1]
+
+    loader = Loader()
+
+    def loading(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loader.ready.append(2)
+        return step(model, optimizer, x, y)
+
+    w = world()
+    with pytest.raises(graphopt.CaptureError, match=r"it changes loader\.ready outside"):
+        graphopt.capture(loading, w.model, w.optimizer, *CASE.batch(0))
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 5), lambda: nn.Sequential(nn.Linear(4, 4))])

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.utils import _pytree
 
+from graphopt._compat.anew import open_object
+
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
 
 tree_unflatten: Callable[[Sequence[Any], Any], Any] = _pytree.tree_unflatten
@@ -62,12 +64,13 @@ def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list
 
 def open_nest(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """What is directly in a container, or in an object of a data class, and what makes a nest of
-    such values to be flattened; None of anything else."""
+    such values to be flattened; so of objects that are their attributes, sets, functions and
+    arrays (`anew`). None of anything else."""
     inner, spec = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if spec != ONE_VALUE:
         return inner, lambda values: tree_unflatten(values, spec)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return None
+        return open_object(value)
     fields = _Fields(value)
 
     def filled(values: list[Any]) -> Any:

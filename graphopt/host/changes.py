@@ -29,6 +29,13 @@ class Change(NamedTuple):
     def is_addition(self) -> bool:
         return self.takes and self.method != "discard"
 
+    @property
+    def is_of_one_item(self) -> bool:
+        """Whether it puts one item into a list, takes one out of it, or moves them only."""
+        if self.method == "__delitem__":
+            return type(self.before[0]) is int
+        return self.method != "clear"
+
     def make(self, container: Any, value: Any) -> None:
         """Change a container."""
         values = (value,) if self.takes else ()

@@ -74,6 +74,8 @@ class StepResults:
         for state in signature.states:
             value = self._value(state.recipe, flat, results)
             write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
+        for number, flag in signature.flags_of_parameters.items():
+            tensors[number].live().requires_grad_(flag)
         for attribute, value in zip(signature.attributes, attributes, strict=True):
             if not self._is_changed(attribute.place.identity, there):
                 attribute.attributes[attribute.name] = value

@@ -167,17 +167,22 @@ class Finder:
         """What the trace has in place of a real tensor that is no input yet, if anything."""
         return self._stand_ins.get(id(tensor))
 
-    def carries(self, path: str, place: OutsidePlace, counted: bool = False) -> None:
+    def carries(self, path: str, place: OutsidePlace, counted: bool = False) -> bool:
         """The step finds a tensor or a number in a place, and leaves another one there.
 
         Args:
             counted: it is a number.
+
+        Returns:
+            Whether the place is no input yet.
         """
         known = [*self._carried, *self.found.carried]
-        if not any(
+        new = not any(
             each.place.identity == place.identity and each.counted == counted for each in known
-        ):
+        )
+        if new:
             self.found.carried.append(CarriedPlace(path, place, counted))
+        return new
 
     def leads_to(self, value: Any) -> bool:
         """Whether the step got to an object by places that a guard holds."""

@@ -140,7 +140,11 @@ def finish(
         with steady.state.present():
             return _rewritten(call, steady.inputs, found, mark, communication, held)
     found = _Repeated(raw, raw.outside, True, raw.effects)
-    if mark not in settled or raw.outside.changed is not None:
+    if (
+        mark not in settled
+        or raw.outside.changed is not None
+        or raw.outside.unrepeated.first is not None
+    ):
         raw, record, lasting = repeated(raw, lambda: trace(call, inputs, communication), call)
         found = _Repeated(raw, record, lasting, raw.effects)
     return _rewritten(call, inputs, found, mark, communication, held)

@@ -14,8 +14,9 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.host.changes import Change, is_changed_to, put_back
+from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.outside.record import ChangedContainer, Record
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.placed import Placed, is_at
 from graphopt.tracing.signature import Constant
 from graphopt.tracing.told import told
@@ -36,7 +37,10 @@ class Changed:
 
 
 def take_changed(
-    record: Record, placed: Iterable[Placed], puts_back: Callable[[Any], bool]
+    record: Record,
+    placed: Iterable[Placed],
+    puts_back: Callable[[Any], bool],
+    made: dict[int, Any],
 ) -> list[Changed]:
     """Take out what a traced step has put into lists, queues and sets outside, where these are
     tensors, numbers, texts, nests of them, or objects from outside.
@@ -45,29 +49,39 @@ def take_changed(
         placed: what it has left in places, in which there is what was before.
         puts_back: whether an object is as it was when the trace is over. What other threads may be
             changing is not.
+        made: what each call makes anew, by id; see `told`.
     """
     found = []
+    for container, line in record.rewritten.values():
+        if not puts_back(container):
+            record.unrepeated.refuse(record.path(container, type(container).__name__), line)
     exchanged = {id(each.place.now()): each.place for each in placed}
     for each in record.take_changed():
         if not puts_back(each.container):
+            if is_changed_to(each.container, each.before, each.changes):
+                put_back(each.container, each.before)
+            known = record.unrepeated.written_at(each.container)
+            record.unrepeated.refuse(*(known or (type(each.container).__name__, each.line)))
             continue
-        made = tuple((change, told(record, value)) for change, value in each.changes)
-        constant = all(isinstance(value, Constant) for _, value in made)
+        items = tuple((change, told(record, value, made)) for change, value in each.changes)
+        constant = all(isinstance(value, Constant) for _, value in items)
         if isinstance(each.container, set) and not constant:
             continue  # where it stands in a set goes by what stands for it
-        if any(value is None for _, value in made):
-            record.refused = record.refused or _puts_new(record, each, made)
+        if any(value is None for _, value in items):
+            record.refused = record.refused or _puts_new(record, each, items)
             continue
         if not is_changed_to(each.container, each.before, each.changes):
             if not is_changed_to(each.container, each.before, ()):
                 record.refused = record.refused or _changes_otherwise(record, each)
+            else:
+                record.holds_contents(each.container, each.line)
             continue
         put_back(each.container, each.before)
         within = exchanged.get(id(each.container))
         if within is None or not is_at(record, each.container, within):
             within = None
             record.pin(each.container)
-        found.append(Changed(each.container, made, within))
+        found.append(Changed(each.container, items, within))
     return found
 
 

@@ -22,6 +22,15 @@ def holds_read(value: Any) -> bool:
     return issubclass(type(value), _SYMBOLIC)
 
 
+def holds_tensors(value: Any) -> bool:
+    """Whether tensors are in nested lists for the numbers that they hold."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return any(
+        each.ndim == 0 if isinstance(each, torch.Tensor) else holds_tensors(each) for each in value
+    )
+
+
 def from_numbers(
     data: Any,
     dtype: torch.dtype | None = None,

@@ -6,6 +6,7 @@ the builtin classes are called as such, so that no code of a user's subclass run
 
 from __future__ import annotations
 
+import array
 import itertools
 import random
 import sys
@@ -122,6 +123,11 @@ class Names:
     set: Callable[[str, Any], None]
     drop: Callable[[str], None]
 
+    def differing(self, before: list[Any], after: list[Any]) -> str:
+        """The names whose values are others."""
+        pairs = zip(self.names, before, after, strict=True)
+        return ", ".join(name for name, a, b in pairs if not same_constant(a, b))
+
 
 def _read_names(some: Names) -> list[Any]:
     return [some.get(name, _MISSING) for name in some.names]
@@ -147,6 +153,10 @@ def _same_bytes(now: bytearray, before: bytes) -> bool:
 
 def _write_bytes(now: bytearray, content: bytes) -> None:
     now[:] = content
+
+
+def _write_numbers(now: array.array[Any], content: tuple[str, bytes]) -> None:
+    now[:] = array.array(*content)
 
 
 def _same_array(now: Any, before: Any) -> bool:
@@ -218,6 +228,11 @@ SET = ObjectKind(frozenset, _same_set, _write_set)
 CELL = ObjectKind(_read_cell, _same_cell, _write_cell)
 NAMES = ObjectKind(_read_names, _same_names, _write_names)
 BYTES = ObjectKind(bytes, _same_bytes, _write_bytes)
+NUMBERS = ObjectKind(
+    lambda numbers: (numbers.typecode, numbers.tobytes()),
+    lambda now, before: (now.typecode, now.tobytes()) == before,
+    _write_numbers,
+)
 ARRAY = ObjectKind(lambda array: array.copy(), _same_array, _write_array)
 GENERATOR = ObjectKind(_read_generator, _same_generator, _write_generator)
 MODES = ObjectKind(_read_modes, _same_modes, _write_modes)

@@ -14,7 +14,6 @@ from graphopt.ir.metadata import known_value
 from graphopt.tracing.call import Call
 from graphopt.tracing.compare import NodeLabels, difference_of, significant
 from graphopt.tracing.creation import Creation
-from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.places import same
@@ -169,7 +168,7 @@ def _settings(raw: RawTrace) -> list[Any]:
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
     signature = raw.signature
     moved = [list(signature.rebound), list(signature.data), signature.reshaped]
-    return [settings, *moved, signature.flags]
+    return [settings, *moved, signature.flags, signature.flags_of_parameters]
 
 
 def _known(recipe: Recipe) -> Any:
@@ -183,7 +182,7 @@ def _owners(raw: RawTrace) -> list[tuple[int | None, int | None]]:
 
 def _same_recipe(a: Recipe, b: Recipe) -> bool:
     if isinstance(a, Constant) and isinstance(b, Constant):
-        return same_constant(a.value, b.value) or same(a.value, b.value)
+        return same(a.value, b.value)
     if isinstance(a, Nested) and isinstance(b, Nested):
         return a.spec == b.spec and all(map(_same_recipe, a.leaves, b.leaves))
     return type(a) is type(b)

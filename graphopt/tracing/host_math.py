@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.host_numbers import Condition, is_host_number
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.number_expressions import Condition
 from graphopt.tracing.number_functions import CHOICES, GIVING_INTEGERS, MATH, OF_INTEGERS, TESTS
 from graphopt.tracing.numbers import ReadBool, ReadInt, TracedFloat, record
 from graphopt.tracing.replace import replaced

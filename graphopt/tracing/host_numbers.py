@@ -14,18 +14,24 @@ import builtins
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from graphopt import _compat
+from graphopt.tracing.number_expressions import (
+    Application,
+    Condition,
+    Conditions,
+    Leaf,
+    leaves_of,
+    same_value,
+)
 from graphopt.tracing.number_functions import ALIKE_IN_NUMPY, BITWISE, of_numpy
 from graphopt.tracing.numbers import (
     COMPARISONS,
     Notes,
-    TakenInt,
     TracedFloat,
     compared,
     current_notes,
@@ -38,80 +44,6 @@ from graphopt.tracing.source import is_torch_file
 
 EXACT = 2**53
 """Integers below are numbers in float64 themselves."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """Number `index` among those that the graph takes."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Application:
-    """A function of other expressions."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-def evaluate(expression: Any, values: Sequence[Any]) -> Any:
-    """The value of an expression: a leaf, a term or a constant."""
-    if isinstance(expression, Leaf):
-        return values[expression.index]
-    if isinstance(expression, Application):
-        return expression.function(*(evaluate(each, values) for each in expression.args))
-    return expression
-
-
-def leaves_of(expression: Any) -> Iterator[int]:
-    """All numbers that an expression depends on."""
-    if isinstance(expression, Leaf):
-        yield expression.index
-    for arg in expression.args if isinstance(expression, Application) else ():
-        yield from leaves_of(arg)
-
-
-def first_leaf(expression: Any) -> int | None:
-    """The first number that an expression depends on."""
-    return next(leaves_of(expression), None)
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A comparison with the answer that the trace was given."""
-
-    compare: Callable[[Any, Any], Any]
-    left: Any
-    right: Any
-    answer: bool
-
-    def holds(self, values: Sequence[Any]) -> bool:
-        try:
-            now = self.compare(evaluate(self.left, values), evaluate(self.right, values))
-        except (ArithmeticError, ValueError, TypeError):  # such as an order of complex numbers
-            return False
-        return bool(now) is self.answer
-
-
-@dataclass
-class Conditions:
-    """What was asked about such numbers in the traces of one capture.
-
-    Attributes:
-        all: the answers given.
-        check: looks at each before it counts, and may refuse it.
-    """
-
-    all: list[Condition] = field(default_factory=list)
-    check: Callable[[Condition], None] | None = None
-
-    def add(self, condition: Condition) -> None:
-        if condition in self.all:
-            return
-        if self.check is not None:
-            self.check(condition)
-        self.all.append(condition)
 
 
 class HostNumber(TracedFloat):
@@ -225,13 +157,6 @@ def _class_of(number: Any) -> type:
     return HostNumber if value is None else type(value)
 
 
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two constants are one, and of one sign where they are zero."""
-    if type(a) is not type(b) or a != b:
-        return False
-    return type(a) is not float or math.copysign(1.0, a) == math.copysign(1.0, b)
-
-
 class ScheduledFloat(HostNumber):
     """A number that the graph takes as it is, such as a learning rate.
 
@@ -250,12 +175,6 @@ class ScheduledFloat(HostNumber):
     ) -> None:
         HostNumber.__init__(self, symbolic, value, Leaf(index), conditions, notes)
         self.tensor = tensor
-
-
-def plain(value: Any) -> Any:
-    """A host number as what it is at capture, which whoever uses it as a key asks it for; any other
-    value itself."""
-    return value.value if is_host_number(value) else value
 
 
 def stand_in_of_number(
@@ -400,59 +319,3 @@ for _name in ("as_integer_ratio", "is_integer", "hex", "conjugate"):
     setattr(HostNumber, _name, _exact(operator.methodcaller(_name)))
 for _name in ("__copy__", "__deepcopy__"):
     setattr(HostNumber, _name, lambda self, memo=None: self)
-
-
-_ON_NUMBERS = frozenset(
-    {"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "rsub",
-     "radd", "rmul", "rdiv", "rtruediv", "truediv", "rpow", "iadd", "isub", "imul", "itruediv",
-     "lerp", "addcmul", "addcdiv", "full_like", "fill"}
-)  # fmt: skip
-"""Torch functions that take an integer for the floating-point number that it is equal to, where
-their tensors are of floating point."""
-
-
-def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a torch function in which integers, and numpy's floats, are themselves, where
-    the function might do something else with a floating-point number."""
-    if not _any_special((args, kwargs)):
-        return args, kwargs
-    name = getattr(function, "__name__", "").removeprefix("_foreach_").strip("_")
-    if name in _ON_NUMBERS and _all_floating((args, kwargs)):
-        return args, kwargs
-    return _concrete(args), _concrete(kwargs)
-
-
-def _any_special(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_any_special, value))
-    if isinstance(value, dict):
-        return any(map(_any_special, value.values()))
-    if isinstance(value, slice):
-        return any(map(_any_special, (value.start, value.stop, value.step)))
-    if type(value) is TakenInt:
-        return True
-    return is_host_number(value) and type(value.value) is not float
-
-
-def _all_floating(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_floating_point()
-    if isinstance(value, (list, tuple)):
-        return all(map(_all_floating, value))
-    if isinstance(value, dict):
-        return all(map(_all_floating, value.values()))
-    return True
-
-
-def _concrete(value: Any) -> Any:
-    if type(value) is TakenInt:
-        return int(value)
-    if is_host_number(value):
-        return value if type(value.value) is float else value.exactly()
-    if type(value) in (list, tuple):
-        return type(value)(map(_concrete, value))
-    if isinstance(value, dict):
-        return {key: _concrete(item) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*map(_concrete, (value.start, value.stop, value.step)))
-    return value

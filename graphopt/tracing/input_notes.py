@@ -19,8 +19,8 @@ from graphopt.graph_utils import (
 from graphopt.ir.metadata import HELD, HELD_SOMEWHERE, RETURNED, fake_value, input_kind
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
-from graphopt.tracing.host_numbers import leaves_of
 from graphopt.tracing.inputs import Inputs, InputSpec, Storage
+from graphopt.tracing.number_expressions import leaves_of
 from graphopt.tracing.signature import Computed, Live, Signature, View
 from graphopt.tracing.trace import RawTrace
 

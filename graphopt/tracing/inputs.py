@@ -19,7 +19,8 @@ from graphopt.ir.placement import Placement
 from graphopt.tracing import optimizer_state
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.draws.program import HostProgram
-from graphopt.tracing.host_numbers import EXACT, Conditions, is_of_numpy
+from graphopt.tracing.host_numbers import EXACT, is_of_numpy
+from graphopt.tracing.number_expressions import Conditions
 from graphopt.tracing.number_tuples import leaves_of
 from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.places import OutsidePlace

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
 from graphopt.tracing import contents
 from graphopt.tracing.call import Call
-from graphopt.tracing.contents import ObjectKind
+from graphopt.tracing.contents import Names, ObjectKind
 from graphopt.tracing.keyed import Keyed, keyed_by_tensors
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.reachable import reachable
 
 
@@ -55,6 +57,18 @@ class OutsideChanges:
             replace(change, after=_original(change.after, stands_for)) for change in self.changes
         ]
         return OutsideChanges(changes, self.constants)
+
+    def first_change(self, record: Record) -> tuple[str, SourceLine | None]:
+        """What is changed first, and by which line, as far as that was seen."""
+        known = [record.unrepeated.written_at(change.changed) for change in self.changes]
+        seen = next((each for each in known if each is not None), None)
+        if seen is not None:
+            return seen
+        change = self.changes[0]
+        if isinstance(change.changed, Names):
+            return change.changed.differing(change.before, change.after), None
+        kind = type(change.changed)
+        return record.path(change.changed, f"a {kind.__name__}"), None
 
     def apply(self) -> None:
         """Leave everything as the traced step did."""

@@ -6,8 +6,9 @@ import weakref
 from typing import Any
 
 from graphopt.tracing.call import Call
-from graphopt.tracing.host_numbers import EXACT, first_leaf
+from graphopt.tracing.host_numbers import EXACT
 from graphopt.tracing.inputs import ArgumentNumber, Inputs
+from graphopt.tracing.number_expressions import first_leaf
 
 
 class NumberGuards:

@@ -13,6 +13,7 @@ that is not followed is found later, and refused. What is put into lists: `chang
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ def take_placed(
     finder: Finder,
     stand_ins: Mapping[int, torch.Tensor],
     tables: Iterable[dict[str, Any]],
+    made: dict[int, Any],
 ) -> list[Placed]:
     """Take out what a traced step has put into places outside; there is then what was before. Where
     the step finds a tensor or a number in such a place, and leaves another one, the finder takes
@@ -63,33 +65,61 @@ def take_placed(
         record: of the step, which is not finished yet.
         stand_ins: of the inputs, by the id of the real tensor.
         tables: those that are looked after otherwise.
+        made: what each call makes anew, by id; see `told`.
     """
     others = set(map(id, tables))
     found, exchanged = [], _exchanged(record)
     for written in list(record.written_places()):
         place, before, value = written.place, written.before, written.place.now()
         if record.depends_on(place) and not _is_left_alone(written):
-            note_counted(finder, written.path, place, before, value)
+            if note_counted(finder, written.path, place, before, value):
+                place.write(before)  # the step is traced anew, and not everything is put back
+                continue
             if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):
                 record.begins(place, before)
-        if id(place.holder) in others or _is_left_alone(written):
+        if id(place.holder) in others:
+            continue
+        if isinstance(
+            place.key, weakref.ref
+        ):  # an item of a weak dictionary, which is not put back
+            place.write(before)
+            if not same(before, value):
+                place.write(before)
+                record.unrepeated.refuse(written.path, written.line)
+            continue
+        if _is_left_alone(written):
+            if not (_compat.is_fake(written.owner) or same(before, value)):
+                place.write(before)
+                record.unrepeated.refuse(written.path, written.line)
             continue
         if value is before and type(value) in MUTABLE and record.depends_on(place):
             continue  # which has been changed in place
-        if not _is_taken(record, written, value):
+        in_place = isinstance(before, torch.Tensor) and value is _stand_in(
+            before, stand_ins, finder
+        )
+        left = value if in_place else _left_by_each_call(record, written, value, made)
+        if left is None:
+            _leave(record, written, value)
             continue
         place.write(before)
-        if isinstance(before, torch.Tensor) and value is _stand_in(before, stand_ins, finder):
-            continue  # which has been updated in place
+        if in_place:
+            continue
         within = exchanged.get(id(place.holder))
         if within is None:
             for each in (place.holder, written.owner, record.owner(place.holder)):
                 record.pin(each)
         if within is None and _is_found(record, written):
             finder.carries(written.path, place)
-        made = told(record, value)
-        found.append(Placed(place, value if made is None else made, within))
+        found.append(Placed(place, left, within))
     return found
+
+
+def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
+    """The capture alone leaves a value in a place, where it has to be when a call begins."""
+    if same(written.before, value):
+        record.holds(written.place, value, written.path, written.line)
+    elif not _is_traced(value, numbers=True):
+        record.unrepeated.add(written.path, written.line)
 
 
 def _exchanged(record: Record) -> dict[int, OutsidePlace]:
@@ -135,11 +165,11 @@ def _is_left_alone(written: WrittenPlace) -> bool:
     return attributes is written.place.holder and is_shared(attributes)
 
 
-def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any) -> None:
+def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any) -> bool:
     """The step finds `before` in a place, which it has used, and leaves a value: where both are
-    numbers, or tuples of numbers, the place becomes an input."""
-    if _are_counts(before, value) and not same(before, value):
-        finder.carries(path, place, counted=True)
+    numbers, or tuples of numbers, the place becomes an input. Returns whether it was none."""
+    counts = _are_counts(before, value) and not same(before, value)
+    return counts and finder.carries(path, place, counted=True)
 
 
 def _are_counts(before: Any, value: Any) -> bool:
@@ -153,32 +183,43 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, SYMBOLIC) or type(value) in (int, float)
 
 
-def _is_taken(record: Record, written: WrittenPlace, value: Any) -> bool:
-    """Whether each call puts a value there, rather than the capture alone."""
+def _left_by_each_call(
+    record: Record, written: WrittenPlace, value: Any, made: dict[int, Any]
+) -> Any:
+    """What each call puts into a place, as `told` says it; None where the capture alone does."""
     place, reads = written.place, record.depends_on(written.place)
-    if record.is_input(place):
-        if value is MISSING:
-            raise CaptureError(
-                f"it deletes {written.path}, in which it counts",
-                hint="give it another value, or delete it outside the step",
-            )
-        return True
+    if record.is_input(place) and value is MISSING:
+        raise CaptureError(
+            f"it deletes {written.path}, in which it counts",
+            hint="give it another value, or delete it outside the step",
+        )
     if _is_traced(value, numbers=True):
-        return place.is_item or _is_traced(value, numbers=True, tensors=False)
-    if _is_new(record, written):
-        return True
-    if not is_plain(value):
+        alone = not isinstance(written.before, torch.Tensor)
+        follows = (place.is_written if alone else place.is_item) or not reads
+        follows = follows or _is_traced(value, numbers=True, tensors=False)
+    elif is_plain(value):
+        told_of = record.is_told(place) and type(written.before) not in (int, float)
+        begins = written.before is MISSING and record.counts_in(place)
+        follows = record.is_input(place) or not reads or told_of or begins
+    else:
         keyed = value is MISSING and isinstance(place.key, torch.Tensor)  # by what stands for it
-        made = None if reads or keyed or not place.is_item else told(record, value)
-        if made is None and not reads and holds_traced(record, value):
-            record.refused = record.refused or CaptureError(
-                f"it puts a {type(value).__name__} that holds a tensor into {written.path}",
-                hint="put the tensor there, or a tuple, dictionary or data class of its values",
-            )
-        return made is not None
-    if not reads or (record.is_told(place) and type(written.before) not in (int, float)):
-        return True
-    return written.before is MISSING and record.counts_in(place)
+        empty = written.before is MISSING or written.before is None
+        found = reads and not (empty and holds_traced(record, value))
+        follows = record.is_input(place) or _is_new(record, written) or not (found or keyed)
+    left = told(record, value, made) if follows else None
+    if follows and left is None and _is_held(record, value, made):
+        record.refused = record.refused or CaptureError(
+            f"it puts a {type(value).__name__} that holds a tensor, or that it leaves elsewhere as"
+            f" well, into {written.path}",
+            location=None if written.line is None else str(written.line),
+            hint="put the tensor there, or a tuple, dictionary or data class of its values",
+        )
+    return left
+
+
+def _is_held(record: Record, value: Any, made: dict[int, Any]) -> bool:
+    """Whether an object that the step has made holds what is traced, or stands elsewhere."""
+    return id(value) in made or holds_traced(record, value)
 
 
 def _stand_in(tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: Finder) -> Any:

@@ -11,6 +11,7 @@ holds a lock or a thread) are left alone, as are loggers, files and modules of P
 
 from __future__ import annotations
 
+import array
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -35,12 +36,11 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.tracing import contents
 from graphopt.tracing.contents import Names, ObjectKind
+from graphopt.tracing.outside.native import PUT_BACK
 from graphopt.tracing.source import is_installed, is_library_file
 
 _LIMIT = 200_000
 _LARGE = 10_000
-_LARGE_ARRAY = 1 << 20
-"""Bytes of a numpy array up to which its values are looked at."""
 
 _ATOMIC = frozenset(
     {int, float, bool, complex, str, bytes, type(None), type(...), range, slice, property}
@@ -245,6 +245,7 @@ _CONTAINERS: dict[type, ObjectKind] = {
     set: contents.SET,
     deque: contents.QUEUE,
     bytearray: contents.BYTES,
+    array.array: contents.NUMBERS,
 }
 
 
@@ -360,4 +361,4 @@ def _is_array(value: object) -> bool:
     if numpy is None or type(value) is not numpy.ndarray:
         return False
     array: Any = value
-    return array.flags.writeable and array.nbytes <= _LARGE_ARRAY and not array.dtype.hasobject
+    return bool(array.flags.writeable and array.nbytes <= PUT_BACK)

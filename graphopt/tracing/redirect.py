@@ -27,7 +27,6 @@ from graphopt.tracing import (
     constants,
     copies,
     fused,
-    host_numbers,
     numbers,
     recurrent,
     selecting,
@@ -35,6 +34,7 @@ from graphopt.tracing import (
     stale_constants,
 )
 from graphopt.tracing.besides import Finder
+from graphopt.tracing.concrete import concrete
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.packed import Packing
@@ -142,7 +142,7 @@ class Redirect(TorchFunctionMode):
     def _prepared(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
         stale_constants.forget_mixed(self._tracer, args, kwargs)
-        args, kwargs = host_numbers.concrete(func, args, kwargs)
+        args, kwargs = concrete(func, args, kwargs)
         if stale_constants.writes(func) and self._tagger.phase == "optimizer":
             stale_constants.forget_counts(self._tracer, self._optimizers, args[:1])
         sparse.refuse_entries(func, args)
@@ -168,7 +168,7 @@ class Redirect(TorchFunctionMode):
             return selecting.selected(args[0], args[1], torch.Tensor.item)
         elif func is torch.Tensor.__contains__:
             return bool(numbers.as_read((args[0] == args[1]).any().item()))
-        elif func in _FROM_NUMBERS and constants.holds_read(args[:1]):
+        elif func in _FROM_NUMBERS and _is_of_numbers(args):
             return constants.from_numbers(*args, **kwargs)
         elif func in _COMPARISONS:
             return _all_alike(_COMPARISONS[func], args, kwargs)
@@ -224,6 +224,11 @@ class Redirect(TorchFunctionMode):
 def _is_number(tensor: torch.Tensor) -> bool:
     """Whether a tensor may be an index of a list or a size."""
     return tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _is_of_numbers(args: Any) -> bool:
+    """Whether a tensor is made of numbers that are known only when a step runs."""
+    return bool(args) and (constants.holds_read(args[:1]) or constants.holds_tensors(args[0]))
 
 
 def _names_something(func: Any, args: Any) -> bool:

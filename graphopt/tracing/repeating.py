@@ -88,7 +88,10 @@ def _read_next(raw: RawTrace, retrace: Callable[[], RawTrace]) -> Record:
         return unchanged(raw.outside)
     following = _next_call(raw, retrace)
     # Where that call is refused, no guard may hold what its effects change.
-    return unchanged(raw.outside if following is None else following.outside)
+    if following is None:
+        raw.outside.unrepeated.first = None
+        return unchanged(raw.outside)
+    return unchanged(following.outside)
 
 
 def _repeats(first: RawTrace, second: RawTrace | None) -> bool:

@@ -212,7 +212,21 @@ class ResultCollector:
             ],
             containers=[ContainerResult(self._made(change)) for change in ran.given],
             flags=dict(self._flags()),
+            flags_of_parameters=dict(self._flags_of_parameters()),
         )
+
+    def _flags_of_parameters(self) -> Iterator[tuple[int, bool]]:
+        """Module tensors whose `requires_grad` the step has changed, by their number."""
+        for index, entry in enumerate(self.inputs.module_tensors):
+            stand_in = self.traced.by_id[id(entry.tensor)]
+            if stand_in.requires_grad == entry.tensor.requires_grad:
+                continue
+            if not stand_in.is_leaf or _compat.rank_among_several() is not None:
+                raise CaptureError(
+                    f"it changes requires_grad of {entry.fqn}",
+                    hint="call requires_grad_() outside the step",
+                )
+            yield index, stand_in.requires_grad
 
     def _flags(self) -> Iterator[tuple[int, bool]]:
         """Arguments whose `requires_grad` the step has changed, by position."""
@@ -232,11 +246,6 @@ class ResultCollector:
         entry_gradients = {id(g.owner): g for g in self.inputs.gradients}
         for index, entry in enumerate(self.inputs.module_tensors):
             stand_in = self.traced.by_id[id(entry.tensor)]
-            if stand_in.requires_grad != entry.tensor.requires_grad:
-                raise CaptureError(
-                    f"it changes requires_grad of {entry.fqn}",
-                    hint="call requires_grad_() outside the step",
-                )
             gradient = stand_in.grad
             existed = id(entry) in entry_gradients
             if gradient is None and not existed:

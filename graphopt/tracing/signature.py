@@ -197,6 +197,7 @@ class Signature:
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
         reshaped: sizes and strides of arguments that get others in place, by position.
         flags: `requires_grad` of arguments that get another, by position.
+        flags_of_parameters: `requires_grad` of module tensors that get another, by their number.
         stamps: of what the step has left last in places that functions on the host find changed, by
             the identity of the place; see `graphopt.host.seen`.
         restored: those of them in which it leaves what it has found there.
@@ -220,6 +221,7 @@ class Signature:
     data: dict[int, Computed] = field(default_factory=dict)
     reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     flags: dict[int, bool] = field(default_factory=dict)
+    flags_of_parameters: dict[int, bool] = field(default_factory=dict)
     stamps: dict[Hashable, int] = field(default_factory=dict)
     restored: dict[Hashable, int] = field(default_factory=dict)
 

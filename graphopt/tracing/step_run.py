@@ -36,6 +36,8 @@ from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
 from graphopt.tracing.leftovers import HostState
+from graphopt.tracing.lengths import Lengths
+from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.obtained import ObtainedValues
@@ -312,24 +314,31 @@ class StepRun:
             stack.enter_context(redirect)
             calls = stack.enter_context(self.made.calls)
             substitute = Substitutes(calls, self.outside)
+            numbers_given = zip(self.inputs.hyperparameters, traced.numbers, strict=True)
+            lengths = Lengths(numbers_given, self.outside)
+            self.outside.length_of = lengths.of
+            arrays = MadeArrays(self.outside)
             stack.enter_context(viewed_by(self.view))
 
             def called(callee: Any, args: Sequence[Any]) -> Any:
-                return (
-                    converting(callee, args)
-                    or substitute(callee, args)
-                    or stand_in_of_collective(callee, args)
-                )
+                other = converting(callee, args) or lengths.asked(callee, args)
+                other = other or arrays.maker(callee, args) or substitute(callee, args)
+                return other or stand_in_of_collective(callee, args)
 
             with observed_step(self.call, self.outside, called):
                 exchanged = self.call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self.call.fn(*args, **kwargs)
+                arrays.finish()
                 self.outside.read_left()
                 gives(self.outside, returned, self.call)
                 self.view.finish()
-                placed = take_placed(self.outside, self.finder, traced.by_id, tables)
-                changed = take_changed(self.outside, placed, self._puts_back)
+                for path, place in self.outside.changed_lengths():
+                    self.finder.carries(path, place, counted=True)
+                made: dict[int, Any] = {}
+                placed = take_placed(self.outside, self.finder, traced.by_id, tables, made)
+                changed = take_changed(self.outside, placed, self._puts_back, made)
+                made.clear()
                 rows = substitute.rows.take(self.outside.is_used, self.outside.pin)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()

@@ -75,7 +75,8 @@ def preserved(call: Call) -> Iterator[None]:
         if type(call.leaves[position]).__module__ != "builtins"
         and isinstance(getattr(call.leaves[position], "__dict__", None), dict)
     ]
-    carried = [(each.place, each.place.now()) for each in call.besides.carried]
+    places = [each.place for each in call.besides.carried if each.place.is_written]
+    carried = [(place, place.now()) for place in places]
     generators = GeneratorStates.read()
     try:
         yield
@@ -145,7 +146,7 @@ def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
         for owner, key in entry.slots:
             owner[key] = traced.by_id[id(entry.tensor)]
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
-        if isinstance(number, PlacedNumber):
+        if isinstance(number, PlacedNumber) and number.place.is_written:
             place, element = number.place, number.element
             place.write(
                 symbolic if element is None else with_leaf(place.now(), element[0], symbolic)

@@ -17,10 +17,20 @@ _NEAR = 1000
 """Objects among which one is looked for that is traced."""
 
 
-def told(record: Record, value: Any, within: frozenset[int] = frozenset()) -> Any:
+def told(
+    record: Record,
+    value: Any,
+    made: dict[int, Any] | None = None,
+    within: frozenset[int] = frozenset(),
+) -> Any:
     """What every call puts there: a recipe of a value or of an object that was there before the
     step; what is traced; or a nest of these to be made anew. None where it is none of these, as a
-    nest that contains itself."""
+    nest that contains itself.
+
+    Args:
+        made: objects that are made anew, by id. One that stands there already would have to be the
+            same object in both places, and is none of these.
+    """
     if isinstance(value, SYMBOLIC) or _compat.is_fake(value) or is_known(value):
         return value
     if is_value(value):
@@ -31,8 +41,12 @@ def told(record: Record, value: Any, within: frozenset[int] = frozenset()) -> An
     nest = None if id(value) in within else _compat.open_nest(value)
     if nest is None:
         return None
+    if made is not None and not isinstance(value, tuple):
+        if id(value) in made:
+            return None
+        made[id(value)] = value
     inner, filled = nest
-    items = [told(record, each, within | {id(value)}) for each in inner]
+    items = [told(record, each, made, within | {id(value)}) for each in inner]
     return None if any(item is None for item in items) else filled(items)
 
 

@@ -115,6 +115,9 @@ def _attempt(
     generator = drawn_from(effects)
     if generator is not None:
         drawn = drawn or Drawn(generator, state.generator_advanced)
+    if effects and raw.outside.unrepeated.first is None:
+        what, line = effects.first_change(raw.outside)
+        raw.outside.unrepeated.add(what, line or definition_of(call))
     raw.effects = effects.with_originals(raw.outside.stands_for)
     raw.effects.constants.extend(raw.signature.constant_attributes())
     return raw, drawn

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing import host_numbers
 from graphopt.tracing.draws.program import ArrayConstant
-from graphopt.tracing.host_numbers import Application, is_host_number
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.number_expressions import Application
 
 _PLAIN = (
     *(int, float, complex, str, bytes, type(None), type, range, type(Ellipsis)),
@@ -84,14 +84,14 @@ def expression_of(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """An argument as it is in this call."""
+    """An argument, or a key, as it is in this call."""
     if is_known(value):
         return value.plain
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     if type(value) is slice:
         return slice(plain(value.start), plain(value.stop), plain(value.step))
-    return host_numbers.plain(value)
+    return value.value if is_host_number(value) else value
 
 
 def _listed(*values: Any) -> list[Any]:

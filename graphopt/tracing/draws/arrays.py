@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphopt.tracing.draws.arguments import Known, Metadata, Method
-from graphopt.tracing.host_numbers import Application, Leaf
+from graphopt.tracing.number_expressions import Application, Leaf
 
 _METADATA = frozenset({"shape", "ndim", "dtype", "size", "nbytes", "itemsize", "strides"})
 _VIEWS = frozenset({"T", "mT", "real", "imag"})

@@ -20,7 +20,8 @@ from graphopt.tracing.draws.items import SelectedItems, selects
 from graphopt.tracing.draws.positions import BY_POSITION
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import AllRows, are_rows
-from graphopt.tracing.host_numbers import is_host_number, leaves_of
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.number_expressions import leaves_of
 
 if TYPE_CHECKING:
     from graphopt.tracing.outside.record import Record

@@ -14,7 +14,8 @@ from typing import Any
 
 from graphopt.tracing.draws.arguments import Known, any_known
 from graphopt.tracing.draws.recorder import HostCalls
-from graphopt.tracing.host_numbers import Application, is_host_number
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.number_expressions import Application
 
 
 class LiveItems:

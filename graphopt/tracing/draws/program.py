@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphopt.tracing.draws.generators import is_same_state, read_state, write_state
-from graphopt.tracing.host_numbers import evaluate
+from graphopt.tracing.number_expressions import evaluate
 
 
 class ArrayConstant:

@@ -37,20 +37,17 @@ from graphopt.tracing.draws.generators import (
     write_state,
 )
 from graphopt.tracing.draws.program import HostInput, HostProgram, HostStep
-from graphopt.tracing.host_numbers import (
+from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
+from graphopt.tracing.host_numbers import is_of_numpy as is_float_of_numpy
+from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.number_expressions import (
     Application,
     Condition,
     Conditions,
     Leaf,
-    is_host_number,
     leaves_of,
     same_value,
-    stand_in_of_number,
 )
-from graphopt.tracing.host_numbers import (
-    is_of_numpy as is_float_of_numpy,
-)
-from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.number_functions import SCALARS_OF_NUMPY
 from graphopt.tracing.source import current_user_line, user_line_of
 

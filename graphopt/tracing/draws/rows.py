@@ -17,7 +17,8 @@ from typing import Any
 from graphopt.tracing.draws.arguments import Known
 from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.draws.recorder import HostCalls
-from graphopt.tracing.host_numbers import Application, is_host_number
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.number_expressions import Application
 
 _FEW = 100
 

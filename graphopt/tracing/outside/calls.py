@@ -14,8 +14,10 @@ import torch
 
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.host_numbers import is_host_number, plain
+from graphopt.tracing.draws.arguments import plain
+from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import ReadFloat, ReadInt
+from graphopt.tracing.outside import native
 from graphopt.tracing.outside.attributes import (
     attribute_place,
     attributes_of,
@@ -25,8 +27,15 @@ from graphopt.tracing.outside.attributes import (
     read_method,
 )
 from graphopt.tracing.outside.files import is_observed
-from graphopt.tracing.outside.places import OutsidePlace, filled, is_value, key_text
-from graphopt.tracing.outside.record import Record, is_container, viewed
+from graphopt.tracing.outside.places import (
+    OutsidePlace,
+    filled,
+    is_container,
+    is_value,
+    key_text,
+    viewed,
+)
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import is_library_file
 
@@ -49,6 +58,8 @@ _TAKING_APART = frozenset(
 )  # fmt: skip
 """Functions that see of an object only what is observed: its places, and its methods in Python."""
 _CLASS = frozenset({isinstance, type})
+_ASKING = frozenset({len, next, getattr, hasattr, setattr, vars, dir, callable, bool})
+"""Functions that take no values from an iterator, or are followed where they do."""
 _PICKLING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 _READING_OBJECTS = (vars, dir)
 
@@ -84,8 +95,7 @@ class NativeCalls:
         if isinstance(callee, types.FunctionType):
             read_function(self._record, callee, line)
             if is_untraced(callee):
-                self._all(args, line)
-                self._pin(args)
+                self._untraced(callee, args, line)
         elif isinstance(callee, functools.partial):
             self._partial(callee, args, line)
         elif not isinstance(callee, type) and not isinstance(callee, types.BuiltinFunctionType):
@@ -93,24 +103,40 @@ class NativeCalls:
         else:
             self._builtin(callee, args, line)
 
+    def _untraced(
+        self, function: types.FunctionType, args: Sequence[Any], line: SourceLine
+    ) -> None:
+        """A function whose instructions are not observed."""
+        record = self._record
+        self._all(args, line)
+        self._give(args, line)
+        if native.is_changing_call(function, args) and record.is_outside(args[0]):
+            record.unrepeated.add(record.path(args[0], type(args[0]).__name__), line)
+        if native.logs(function, args) and not is_library_file(line.file):
+            record.unrepeated.add(f"the log ({function.__name__})", line)
+
     def _builtin(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
         record = self._record
         asked = callee is type and bool(args) and _is_traced_number(args[0])
         if asked and not is_library_file(line.file):  # `copy` asks, and goes on with either
             record.asked_type = record.asked_type or line
+        if native.is_of_process(callee):
+            record.unrepeated.add(f"the process ({callee.__name__})", line)
         if callee in _CLASS and args:
             read_class(record, args[0], record.path(args[0], type(args[0]).__name__), line)
         if callee in _OF_ONE_OBJECT or not (isinstance(callee, type) or callee in _TAKING_APART):
             self._pin(args)
         if callee in _IDENTITY or not args:
             return
+        if callee is not iter and callee not in _ASKING:
+            self._note_given(args, line)
         if callee in (getattr, hasattr) and isinstance(args[1], str):
             path = f"{record.path(args[0], type(args[0]).__name__)}.{args[1]}"
             read_attribute(record, args[0], args[1], path, line)
         elif callee is setattr:
-            self.store(attribute_place(args[0], args[1]), args[0])
+            self.store(attribute_place(args[0], args[1]), args[0], line)
         elif callee is len:
-            if record.is_outside(args[0]):
+            if record.is_outside(args[0]) and record.length_of(args[0]) is None:
                 record.size(args[0], record.path(args[0], type(args[0]).__name__), line)
         elif callee is next:
             self._advance(args[0], line)
@@ -127,12 +153,13 @@ class NativeCalls:
         self,
         place: OutsidePlace | None,
         owner: Any,
+        line: SourceLine,
         counting: bool = False,
         path: str | None = None,
     ) -> None:
         """The step writes to a place of `owner`."""
         if place is not None and self._record.is_outside(owner):
-            self._record.wrote(place, counting, owner, path)
+            self._record.wrote(place, counting, owner, path, line)
 
     def _on(
         self, name: str, bound: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
@@ -142,7 +169,7 @@ class NativeCalls:
         bound = viewed(bound)
         if isinstance(bound, (dict, list)) and name not in _ADDING:
             args = tuple(map(plain, args))  # keys
-        self._pin(args)
+        self._give(args, line)
         self._all(args if name not in _ADDING else (), line)
         if not record.is_outside(bound):
             return
@@ -156,14 +183,14 @@ class NativeCalls:
         elif isinstance(bound, (operator.attrgetter, operator.itemgetter)):
             self._object(bound, args, line)
         elif not is_container(bound):
-            return
+            self._native(name, bound, path, line)
         elif isinstance(bound, dict) and name in _BY_KEY and args and _hashable(args[0]):
             record.item(bound, args[0], path, line)
         elif isinstance(bound, dict) and name in _ONE_ITEM and args and _hashable(args[0]):
             record.item(bound, args[0], path, line)
             if (args[0] in bound) is (name == "pop"):
                 record.mutated(bound, line)
-                record.wrote(OutsidePlace("item", bound, args[0]), counting=False)
+                record.wrote(OutsidePlace("item", bound, args[0]), counting=False, line=line)
         elif name == "__contains__":
             self.contains(bound, args[0], line)
         elif isinstance(bound, dict) and name == "__setitem__":
@@ -172,12 +199,44 @@ class NativeCalls:
             record.mutated(bound, line, changes_of(name, args))
             if name == "clear":
                 record.emptied(bound)
+            if isinstance(bound, dict) and name not in _ADDING:
+                record.reordered(bound, line)
         elif name == "__len__":
             record.size(bound, path, line)
         else:
             record.contents(bound, path, line, 1 if name in _GIVING_ITEMS else 3)
-            if name in _CHANGING:
+            if name in _CHANGING or (hasattr(bound, "tobytes") and native.is_changing_arrays(name)):
                 record.mutated(bound, line)
+
+    def _native(self, name: str, bound: Any, path: str, line: SourceLine) -> None:
+        """A method of an object without Python code that is no container."""
+        if native.changes(bound, name):
+            self._record.unrepeated.add(path, line)
+        elif isinstance(bound, bytearray):
+            self._record.mutated(bound, line)
+        elif native.advances(bound, name):
+            self._record.iterator(bound, path, line)
+        elif name == "acquire" and native.is_lock(bound):
+            self._record.unrepeated.locks(bound, path, line)
+
+    def _give(self, values: Sequence[Any], line: SourceLine) -> None:
+        """Code that is not observed gets these objects, and may do with them what it likes."""
+        self._pin(values)
+        self._note_given(values, line)
+
+    def _note_given(self, values: Sequence[Any], line: SourceLine) -> None:
+        record = self._record
+        for value in values:
+            if native.is_large_array(value) and record.is_outside(value):
+                record.unrepeated.watches(value, record.path(value, "an array"), line)
+            if isinstance(value, types.BuiltinMethodType) and value.__self__ is not None:
+                bound, changes = value.__self__, native.changes(value.__self__, value.__name__)
+            else:
+                bound, changes = value, native.is_file(value)
+            if changes and record.is_outside(bound):
+                record.unrepeated.add(record.path(bound, type(bound).__name__), line)
+            elif native.is_iterator(value) and record.is_outside(value):
+                self._advance(value, line)
 
     def _context_variable(
         self,
@@ -190,8 +249,10 @@ class NativeCalls:
         held = self._variables.setdefault(variable, _Variable(variable))
         if name == "set":
             held.own = True
+            self._record.unrepeated.variables[variable] = path, line
         elif name == "reset" and args and held.is_original(args[0]):
             held.own = False
+            self._record.unrepeated.variables.pop(variable, None)
         elif name == "get" and not held.own:
             self._record.read(OutsidePlace("attribute", held, "value"), f"{path}.get()", line)
 
@@ -221,7 +282,7 @@ class NativeCalls:
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             key += len(container)
         if _hashable(key):
-            record.wrote(OutsidePlace("item", container, key), counting)
+            record.wrote(OutsidePlace("item", container, key), counting, line=line)
         else:
             record.mutated(container, line)
 
@@ -258,7 +319,7 @@ class NativeCalls:
         else:
             read_method(self._record, type(callee), "__call__", line)
             if not isinstance(type(callee).__call__, types.FunctionType):
-                self._pin(args)
+                self._give(args, line)
         self._all(args, line)
 
     def _target(self, reference: weakref.ref[Any], line: SourceLine) -> None:

@@ -10,7 +10,7 @@ from graphopt.tracing.source import is_library_file
 _READ_THROUGH = frozenset(
     {"os", "dataclasses", "copy", "collections", "enum", "types", "functools", "configparser",
      "argparse", "string", "_collections_abc", "graphlib", "reprlib", "queue", "weakref",
-     "_weakrefset"}
+     "_weakrefset", "csv"}
 )  # fmt: skip
 """Modules of the standard library whose functions read what they are given."""
 

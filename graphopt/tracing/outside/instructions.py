@@ -17,8 +17,7 @@ from typing import Any
 from graphopt._compat.frames import NULL, Operands
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.draws.arguments import any_known
-from graphopt.tracing.host_numbers import plain
+from graphopt.tracing.draws.arguments import any_known, plain
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.accesses import OutsideAccess
@@ -31,8 +30,9 @@ from graphopt.tracing.outside.callees import (
     place_of_callee,
 )
 from graphopt.tracing.outside.calls import NativeCalls
-from graphopt.tracing.outside.places import MISSING, OutsidePlace
-from graphopt.tracing.outside.record import Record, is_container, viewed
+from graphopt.tracing.outside.native import is_large_array, set_by_c
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, viewed
+from graphopt.tracing.outside.record import Record
 
 _SLICED = frozenset({list, tuple})
 """Containers part of which is one of their kind."""
@@ -100,10 +100,11 @@ class Instructions:
         step: OutsideAccess,
         place: OutsidePlace | None,
         owner: Any,
+        line: SourceLine,
         path: str | None = None,
     ) -> None:
         """A store: of a value made from what was at the same place, or of another."""
-        self._calls.store(place, owner, self._counts_in(frame, step, place), path)
+        self._calls.store(place, owner, line, self._counts_in(frame, step, place), path)
 
     def _counts_in(self, frame: FrameType, step: OutsideAccess, place: OutsidePlace | None) -> bool:
         """Whether what is stored in `place` is made of what is there; all else that it is made of
@@ -139,14 +140,14 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         names = frame.f_globals
-        self._stored(frame, step, OutsidePlace("item", names, step.name), names, step.name)
+        self._stored(frame, step, OutsidePlace("item", names, step.name), names, line, step.name)
 
     def _set_cell(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         cell = operands.variable(step.argument)
         if isinstance(cell, CellType):
-            self._stored(frame, step, OutsidePlace("cell", cell), cell, step.name)
+            self._stored(frame, step, OutsidePlace("cell", cell), cell, line, step.name)
 
     # ------------------------------------------------------------------ attributes
 
@@ -167,7 +168,7 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         owner = operands.top(1)
-        self._stored(frame, step, attribute_place(owner, step.name), owner)
+        self._stored(frame, step, attribute_place(owner, step.name), owner, line)
 
     def _import(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -217,13 +218,23 @@ class Instructions:
         except (IndexError, TypeError):
             return  # the instruction raises as well
         self._record.item(container, key, path, line)
+        makes = isinstance(container, defaultdict) and container.default_factory is not None
+        if makes and key not in container:  # it is there afterwards
+            self._record.mutated(container, line)
 
     def _set_item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         container, key = operands.top(2), plain(operands.top(1))
-        if not is_container(container) or not self._record.is_outside(container):
+        if not self._record.is_outside(container):
             return
+        if not is_container(container):
+            if set_by_c(container):
+                self._record.unrepeated.add(
+                    self._record.path(container, _called(frame, container)), line
+                )
+            return
+        self._watch(frame, container, line)
         place = OutsidePlace("item", container, key)
         self._calls.store_item(container, key, line, self._counts_in(frame, step, place))
 
@@ -260,7 +271,14 @@ class Instructions:
             self._record.read_container(id(frame), changed)
             self._record.mutated(changed, line, changes_of(_METHODS.get(step.name, ""), [value]))
         else:
+            self._watch(frame, changed, line)
             self._read_contents(frame, changed, line)
+
+    def _watch(self, frame: FrameType, value: Any, line: SourceLine) -> None:
+        if is_large_array(value) and self._record.is_outside(value):
+            self._record.unrepeated.watches(
+                value, self._record.path(value, _called(frame, value)), line
+            )
 
     def _same_object(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -291,7 +309,10 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         value = operands.top(1)
-        if is_container(value) and self._record.is_outside(value):
+        length = self._record.length_of(value)
+        if length is not None:
+            bool(length)
+        elif is_container(value) and self._record.is_outside(value):
             self._record.size(value, self._record.path(value, _called(frame, value)), line)
 
     def _next(
@@ -315,6 +336,7 @@ class Instructions:
         record = self._record
         value = viewed(value)
         if is_container(value) and record.is_outside(value):
+            record.read_container(id(frame), value)
             record.contents(value, record.path(value, _called(frame, value)), line, depth)
 
     # ------------------------------------------------------------------ calls
@@ -323,6 +345,9 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         callee, args = called_with(step, operands)
+        for each in args:
+            if is_container(each):
+                self._record.read_container(id(frame), each)
         self._calls.call(callee, args, line, step.discarded)
         other = self._substitute(callee, args)
         if other is not None:

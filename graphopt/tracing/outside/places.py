@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import enum
+import gc
 import math
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CellType
@@ -200,3 +202,28 @@ def is_value(value: object) -> bool:
     if type(value).__module__ == "numpy":
         return getattr(value, "ndim", 1) == 0 and not hasattr(value, "__setitem__")
     return is_plain(value) or isinstance(value, (torch.device, slice, range))
+
+
+_VIEWS: tuple[type, ...] = (
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+    types.MappingProxyType,
+)
+
+
+def is_container(value: Any) -> bool:
+    """Whether `contents` looks into a value."""
+    return isinstance(value, (dict, list, tuple, set, frozenset, types.MappingProxyType)) or (
+        type(value).__module__ in ("numpy", "collections", "array")
+        and not isinstance(value, type)
+        and hasattr(value, "__len__")
+        and getattr(value, "ndim", 1) != 0
+    )
+
+
+def viewed(value: Any) -> Any:
+    """The dictionary that a view of one shows; other objects themselves."""
+    if isinstance(value, _VIEWS):
+        return next(iter(gc.get_referents(value)), value)
+    return value

@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import copy
-import gc
-import sys
 import types
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.host.changes import MUTABLE, Change
+from graphopt.host.changes import MUTABLE
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
-from graphopt.tracing.outside.existing import existing_now
+from graphopt.tracing.outside.changed_containers import ChangedContainer, ContainerChanges
 from graphopt.tracing.outside.loads import Load, Loads, Store
 from graphopt.tracing.outside.places import (
     MISSING,
     OutsidePlace,
     Read,
-    is_value,
+    is_container,
     key_text,
     same,
 )
+from graphopt.tracing.outside.unrepeated import users
 
 _WHOLE = 1000
 """Containers with more items are guarded by their identity and size."""
 _WHOLE_BYTES = 1 << 16
 _SEVERAL = (tuple, frozenset)
-_VIEWS: tuple[type, ...] = (
-    type({}.keys()),
-    type({}.values()),
-    type({}.items()),
-    types.MappingProxyType,
-)
 
 
 class WrittenPlace(NamedTuple):
@@ -50,30 +42,17 @@ class WrittenPlace(NamedTuple):
         before: what was there.
         owner: the object that has it as an attribute; None where it is none of these.
         path: how a message calls the place.
+        line: which writes there first.
     """
 
     place: OutsidePlace
     before: Any
     owner: Any
     path: str
+    line: SourceLine | None = None
 
 
-class ChangedContainer(NamedTuple):
-    """What the step has changed in a list, queue or set, one after the other.
-
-    Attributes:
-        before: a copy of it as it was.
-        changes: in order, each with its value.
-        line: that makes the first.
-    """
-
-    container: Any
-    before: Any
-    changes: list[tuple[Change, Any]]
-    line: SourceLine
-
-
-class Record:
+class Record(ContainerChanges):
     """What one trace read outside, and what it wrote there.
 
     A place that the step has written is its own from then on. A value that only goes into the next
@@ -84,14 +63,10 @@ class Record:
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
 
     Attributes:
-        stands_for: the tensors that have stand-ins, by the ids of these.
-        doubled: containers, by id, that have both for keys.
-        exchanged: those that have stand-ins for keys.
-        gone_through: of the former, those of which the step asks for more than one item.
-        compared: where it asks whether a tensor is one that has a stand-in.
         refused: why no later call could do what it does to a container.
         times_written: how often the step has written to a place, by its identity.
         loads: what it has loaded to count with; read unless it is stored where it comes from.
+        length_of: the length of a list, where that is an input of the graph; else None.
         behind: what it reads behind calls of functions on the host; None before the first.
     """
 
@@ -101,31 +76,14 @@ class Record:
         inputs: Set[Any] = frozenset(),
         told: Set[Any] = frozenset(),
     ) -> None:
-        self._own = {id(table) for table in own}
+        super().__init__(own)
         self._inputs, self._told = inputs, told
-        self._existing = existing_now()
         self.refused: CaptureError | None = None
-        # `gc.freeze` hides classes and modules from `gc.get_objects`.
-        self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
-        self._paths: dict[int, tuple[Any, str]] = {}
-        self._owners: dict[int, Callable[[], Any]] = {}
         self._written: set[tuple[Any, ...]] = set()
         self._derived: set[tuple[Any, ...]] = set()
         self._counted: set[tuple[Any, ...]] = set()
         self._begun: dict[tuple[Any, ...], Load] = {}
         self._places: dict[tuple[Any, ...], WrittenPlace] = {}
-        self._mutated: dict[int, Any] = {}
-        self._tables: list[dict[Any, Any]] = []
-        self._changes: dict[int, ChangedContainer] = {}
-        self._changed_otherwise: set[int] = set()
-        self._emptied: set[int] = set()
-        self._pinned: dict[int, Any] = {}
-        self.stands_for: Mapping[int, torch.Tensor] = {}
-        self.doubled: set[int] = set()
-        self.exchanged: set[int] = set()
-        self.gone_through: set[int] = set()
-        self._touched: dict[int, Any] = {}
-        self.compared: SourceLine | None = None
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.optimizers: dict[int, Any] = {}
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
@@ -138,10 +96,14 @@ class Record:
         self.loads = Loads()
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self.behind: Behind | None = None
+        self.length_of: Callable[[Any], Any] = _of_none
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
         self._settle_trimmed()
+        for container, line in self.rewritten.values():
+            self.holds_contents(container, line)
+        self.unrepeated.finish()
         self.changed = self._changed()
         self._forget_values()
 
@@ -159,77 +121,9 @@ class Record:
         self._tables.clear()
         self.loads.take_all()
         self._changes.clear()
+        self.rewritten.clear()
         self._begun.clear()
-
-    # ------------------------------------------------------------------ objects
-
-    def is_outside(self, value: Any) -> bool:
-        """Whether an object existed before the step."""
-        known = id(value) in self._paths or isinstance(value, type)
-        return known or id(value) in self._namespaces or value in self._existing
-
-    def is_own(self, table: Any) -> bool:
-        return id(table) in self._own
-
-    def path(self, value: Any, otherwise: str) -> str:
-        """How the program got to an object."""
-        known = self._paths.get(id(value))
-        return otherwise if known is None else known[1]
-
-    def path_to(self, value: Any) -> str | None:
-        """How the step got to an object by places that are guarded; None where it did not."""
-        known = self._paths.get(id(value))
-        return None if known is None or known[0] is not value else known[1]
-
-    def paths(self) -> Iterator[tuple[Any, str]]:
-        """All objects that the step got to, each with how."""
-        yield from list(self._paths.values())
-
-    def reached(self, value: Any, path: str) -> None:
-        """The step got an object that was there before it."""
-        if not is_value(value) and id(value) not in self._paths:
-            self._paths[id(value)] = (value, path)
-
-    def owned(self, holder: Any, owner: Any) -> None:
-        """`holder` does not outlive its use in `owner`: attributes of an object, say."""
-        if id(holder) not in self._owners:
-            try:
-                self._owners[id(holder)] = weakref.ref(owner)
-            except TypeError:  # of some kinds there are no weak references
-                self._owners[id(holder)] = lambda: owner
-
-    def owner(self, holder: Any) -> Any:
-        """What `holder` is a part of; None if of nothing."""
-        reference = self._owners.get(id(holder))
-        return None if reference is None else reference()
-
-    def pin(self, value: Any) -> None:
-        """The step uses an object as such, by code that is not observed, or by its identity."""
-        if is_value(value) or _compat.is_fake(value):  # a stand-in is not outside
-            return
-        if self.is_outside(value):
-            self._pinned[id(value)] = value
-
-    def is_pinned(self, value: Any) -> bool:
-        return id(value) in self._pinned
-
-    def touched(self) -> list[Any]:
-        """The dictionaries and sets to which the step has added."""
-        return list(self._touched.values())
-
-    def _goes_through(self, container: Any) -> None:
-        if id(container) in self.doubled:
-            self.gone_through.add(id(container))
-
-    def looks_up(self, container: Any, key: Any, line: SourceLine) -> None:
-        """The step looks for a key: not for the tensor where only its stand-in is one."""
-        if id(container) in self.exchanged and any(t is key for t in self.stands_for.values()):
-            self.compared = self.compared or line
-
-    def compares(self, a: Any, b: Any, line: SourceLine) -> None:
-        """The step asks whether two objects are one, which a tensor and its stand-in are not."""
-        if self._original(a) is self._original(b):
-            self.compared = self.compared or line
+        self.length_of = _of_none
 
     # ------------------------------------------------------------------ reads
 
@@ -256,6 +150,8 @@ class Record:
         if id(place.holder) in self._mutated and identity not in self.reads:
             self._read_before(place, value, path, line)
             return value
+        if identity in self.reads and self.reads[identity].value is MISSING:
+            return value  # which the step has put there, or a default dictionary
         if value is not MISSING:
             self.reached(value, path)
         if identity not in self.reads:
@@ -309,8 +205,21 @@ class Record:
 
     def size(self, container: Any, path: str, line: SourceLine) -> None:
         self._goes_through(container)
-        if not isinstance(container, (tuple, str, bytes)):
+        length = self.length_of(container)
+        if length is not None:
+            if is_host_number(length):
+                length.exactly()
+        elif not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
+
+    def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
+        """Lists that the step changes by single items, and of which it reads the length alone."""
+        for each in self._changes.values():
+            reads = [r for r in self.reads.values() if r.place.holder is each.container]
+            if type(each.container) is not list or not self.is_changed_by_items(each.container):
+                continue
+            if reads and all(read.place.kind == "size" for read in reads):
+                yield reads[0].path, reads[0].place
 
     def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
         """A value is stored: read what it was made of, other than what was in `place` itself.
@@ -344,11 +253,21 @@ class Record:
     # ------------------------------------------------------------------ writes
 
     def wrote(
-        self, place: OutsidePlace, counting: bool, owner: Any = None, path: str | None = None
+        self,
+        place: OutsidePlace,
+        counting: bool,
+        owner: Any = None,
+        path: str | None = None,
+        line: SourceLine | None = None,
     ) -> None:
         """The step writes to a place, `counting` if what it makes of the value there; `owner` is
         the object that has it as an attribute."""
         identity = place.identity
+        if self.unrepeated.is_of_others():
+            return
+        if line is not None:
+            line = users(line)
+            self.unrepeated.note(place.holder, path or self._path_of(place, owner), line)
         self._read_each(self.loads.take_of(identity))  # it is what was there before
         self.times_written[identity] += 1
         self._goes_through(place.holder)
@@ -356,7 +275,7 @@ class Record:
             path = path or self._path_of(place, owner)
             read = self.reads.get(identity)
             before = MISSING if read is not None and read.value is MISSING else place.now()
-            self._places[identity] = WrittenPlace(self._outside(place), before, owner, path)
+            self._places[identity] = WrittenPlace(self._outside(place), before, owner, path, line)
         if type(place.holder) in MUTABLE:
             self._mutated.setdefault(id(place.holder), copy.copy(place.holder))
         if counting and (identity not in self._written or identity in self._derived):
@@ -365,6 +284,19 @@ class Record:
         else:
             self._derived.discard(identity)
         self._written.add(identity)
+
+    def holds(self, place: OutsidePlace, value: Any, path: str, line: SourceLine | None) -> None:
+        """The step leaves a value in a place, which no later call puts there: it has to be there
+        already."""
+        if place.identity not in self.reads and not self.is_own(place.holder):
+            line = line or SourceLine("", 0, "")
+            self.reads[place.identity] = self._made(place, value, path, line)
+
+    def holds_contents(self, container: Any, line: SourceLine) -> None:
+        """The same of all that is in a container; of a dictionary, of its keys."""
+        path = self.path(container, type(container).__name__)
+        place = OutsidePlace("keys" if isinstance(container, dict) else "whole", container)
+        self.holds(place, place.now(), path, line)
 
     def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
         """The step takes values from an iterator, which are gone then."""
@@ -377,41 +309,6 @@ class Record:
             return f"{self.path(holder, type(holder).__name__)}[{key_text(place.key)}]"
         return f"{self.path(owner, type(owner).__name__)}.{place.key}"
 
-    def mutated(
-        self,
-        container: Any,
-        line: SourceLine,
-        changes: Sequence[tuple[Change, Any]] | None = None,
-    ) -> None:
-        """The step adds to or takes from a container.
-
-        Args:
-            changes: that it makes, each with its value, if these are all and can be made again.
-        """
-        if not self.is_outside(container):
-            return
-        key = id(container)
-        if key not in self._mutated:
-            self._mutated[key] = copy.copy(container)
-            self._goes_through(container)
-            if isinstance(container, (dict, set)):
-                self._touched[key] = container
-            if OutsidePlace("item", container).is_item:
-                self._tables.append(container)
-        if type(container) not in MUTABLE:
-            return
-        new = ChangedContainer(container, self._mutated[key], [], line)
-        known = self._changes.setdefault(key, new)
-        if changes is None:
-            self._changed_otherwise.add(key)
-        else:
-            known.changes.extend(changes)
-
-    def emptied(self, container: Any) -> None:
-        """The step takes everything out of a container: what it puts there is its own."""
-        if self.is_outside(container):
-            self._emptied.add(id(container))
-
     def written_places(self) -> Iterator[WrittenPlace]:
         """The places that the step wrote to, other than attributes of modules and optimizers, also
         by functions without Python code (`dict.update`)."""
@@ -421,7 +318,9 @@ class Record:
             for key, value in list(table.items()):
                 place, was = OutsidePlace("item", table, key), before.get(key, MISSING)
                 if was is not value and place.identity not in self._places:
-                    yield WrittenPlace(self._outside(place), was, None, f"{path}[{key_text(key)}]")
+                    known = self.unrepeated.written_at(table)
+                    line, text = known and known[1], f"{path}[{key_text(key)}]"
+                    yield WrittenPlace(self._outside(place), was, None, text, line)
 
     def is_changed(self, container: Any) -> bool:
         """Whether the step has written to a container."""
@@ -466,16 +365,6 @@ class Record:
         if self.counted is not None and self.counted.place.identity == place.identity:
             self.counted = None
 
-    def changed_containers(self) -> Iterator[ChangedContainer]:
-        """Lists, queues and sets that the step has changed so far by what can be done again."""
-        for key, each in self._changes.items():
-            if key not in self._changed_otherwise:
-                yield each
-
-    def is_namespace(self, table: Any) -> bool:
-        """Whether a dictionary is that of a module of Python."""
-        return id(table) in self._namespaces
-
     def take_changed(self) -> Iterator[ChangedContainer]:
         """Lists, queues and sets that the step has changed, and neither read nor replaced; those
         that it has changed otherwise than by what can be done again have no changes.
@@ -486,7 +375,7 @@ class Record:
         }
         changed, self._changes = self._changes, {}
         for key, each in changed.items():
-            if key in self._changed_otherwise:
+            if each.otherwise:
                 each.changes.clear()
             if key not in read:
                 yield each
@@ -526,14 +415,9 @@ class Record:
             value = type(value)(map(self._original, value))
         return Read(self._outside(place), value, path, line)
 
-    def _outside(self, place: OutsidePlace) -> OutsidePlace:
-        """A place as it is when the step is not traced: the keys are no stand-ins."""
-        key = self._original(place.key)
-        return place if key is place.key else OutsidePlace(place.kind, place.holder, key)
 
-    def _original(self, value: Any) -> Any:
-        """The tensor that a stand-in stands for; other values themselves."""
-        return self.stands_for.get(id(value), value) if _compat.is_fake(value) else value
+def _of_none(container: Any) -> None:
+    """The lengths that a graph takes which takes none."""
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -541,20 +425,3 @@ def _is_symbolic(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(_is_symbolic, value))
     return isinstance(value, SYMBOLIC)
-
-
-def is_container(value: Any) -> bool:
-    """Whether `contents` looks into a value."""
-    return isinstance(value, (dict, list, tuple, set, frozenset, types.MappingProxyType)) or (
-        type(value).__module__ in ("numpy", "collections", "array")
-        and not isinstance(value, type)
-        and hasattr(value, "__len__")
-        and getattr(value, "ndim", 1) != 0
-    )
-
-
-def viewed(value: Any) -> Any:
-    """The dictionary that a view of one shows; other objects themselves."""
-    if isinstance(value, _VIEWS):
-        return next(iter(gc.get_referents(value)), value)
-    return value

@@ -16,8 +16,8 @@ from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.callees import Substitute, never
 from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.observe import Observer, observed
-from graphopt.tracing.outside.places import OutsidePlace, Read
-from graphopt.tracing.outside.record import Record, is_container
+from graphopt.tracing.outside.places import OutsidePlace, Read, is_container
+from graphopt.tracing.outside.record import Record
 
 _HINT = (
     "keep what changes from step to step in a buffer of the model (register_buffer), or pass it as"
@@ -66,6 +66,8 @@ def observed_step(call: Call, record: Record, substitute: Substitute = never) ->
     with observed(Observer(record, set(map(id, modules)), substitute)):
         yield
     record.finish()
+    if record.unrepeated.at_once:
+        refuse_unrepeated(record)
     if record.counted is not None:
         _refuse(record.counted, record.counted.place.now())
     if record.asked_type is not None:
@@ -114,7 +116,21 @@ def unchanged(record: Record) -> Record:
             place = CarriedPlace(read.path, read.place, counted=True)
             raise MoreInputs(Besides(carried=[place]))
         _refuse(read, now)
+    refuse_unrepeated(record)
     return record
+
+
+def refuse_unrepeated(record: Record) -> None:
+    """Refuse a step that changes what no later call would change again."""
+    if record.unrepeated.first is not None:
+        what, line = record.unrepeated.first
+        raise CaptureError(
+            f"it changes {what} outside its arguments in a way that is not followed, which would"
+            " happen at capture only",
+            location=None if line is None else str(line),
+            hint="let a function do it that is called in every step: graphopt.callback(function),"
+            " or do it outside the step",
+        )
 
 
 def _is_flag(value: Any) -> bool:

@@ -1,0 +1,171 @@
+"""Objects that a step makes and leaves somewhere, as nests: each call makes them anew.
+
+Meter(0, [1])        of the program's own class: its attributes, without a call of `__init__`
+{1, 2}               sets
+lambda: rate         functions: their defaults, and the variables of their closures
+np.zeros(3)          arrays: copies, as long as nothing in them is traced
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch.utils import _pytree
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+_OWN_STATE = ("__reduce__", "__reduce_ex__", "__del__", "__new__")
+"""Methods of a class that may make more of its objects than their attributes."""
+
+
+_WITH_MORE = (sys.stdlib_module_names | {"torch", "numpy", "graphopt"}) - {"__main__"}
+"""Packages of classes whose objects are more than their attributes, such as modules."""
+
+
+class _Kind(NamedTuple):
+    """How an object is made of its parts: `make(parts, *known)`."""
+
+    make: Callable[..., Any]
+    known: tuple[Any, ...]
+
+
+class _Parts:
+    """Stands for an object in a nest that is to be flattened."""
+
+    def __init__(self, values: list[Any], kind: _Kind) -> None:
+        self.values, self.kind = values, kind
+
+
+def _made(values: Iterable[Any], kind: _Kind) -> Any:
+    return kind.make(list(values), *kind.known)
+
+
+_pytree.register_pytree_node(_Parts, lambda parts: (parts.values, parts.kind), _made)
+
+
+def open_object(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """As `open_nest`, of a set, a function, an array, or an object that is its attributes alone."""
+    found = _opened(value)
+    if found is None:
+        return None
+    values, kind = found
+    return values, lambda parts: _Parts(parts, kind)
+
+
+def _opened(value: Any) -> tuple[list[Any], _Kind] | None:
+    kind = type(value)
+    if kind is set:
+        return list(value), _Kind(set, ())
+    if kind is types.FunctionType:
+        return _opened_function(value)
+    if kind is bytearray:
+        return [], _Kind(_bytes, (bytes(value),))
+    if kind is array.array:
+        return [], _Kind(_array, (value.typecode, value.tobytes()))
+    if _is_array(value):
+        known = (value.dtype, value.shape, value.tobytes("A"), value.flags.fnc)
+        return [], _Kind(_array_of_numpy, known)
+    return _opened_object(value)
+
+
+def _opened_function(value: types.FunctionType) -> tuple[list[Any], _Kind] | None:
+    if value.__dict__:
+        return None
+    cells = value.__closure__ or ()
+    try:
+        held = [cell.cell_contents for cell in cells]
+    except ValueError:  # a variable that has no value yet
+        return None
+    known = (
+        value.__code__,
+        _Same(value.__globals__),
+        value.__name__,
+        value.__qualname__,
+        len(held),
+    )
+    return [*held, value.__defaults__, value.__kwdefaults__], _Kind(_function, known)
+
+
+def _opened_object(value: Any) -> tuple[list[Any], _Kind] | None:
+    kind = type(value)
+    if not all(each is object or _is_plain(each) for each in kind.__mro__):
+        return None
+    names = [*getattr(value, "__dict__", ())]
+    slots = [name for name in _slots(kind) if hasattr(value, name)]
+    values = [vars(value)[name] for name in names] + [getattr(value, name) for name in slots]
+    return values, _Kind(_object, (kind, tuple(names), tuple(slots)))
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether a class of the program's adds nothing to its objects but attributes."""
+    if not kind.__flags__ & _HEAP_TYPE:
+        return kind is types.SimpleNamespace
+    if kind.__module__.partition(".")[0] in _WITH_MORE:
+        return False
+    return not any(name in vars(kind) for name in _OWN_STATE) and type(kind) is type
+
+
+def _slots(kind: type) -> list[str]:
+    return [
+        name
+        for each in kind.__mro__
+        for name, member in vars(each).items()
+        if type(member) is types.MemberDescriptorType and "__slots__" in vars(each)
+    ]
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
+
+
+class _Same:
+    """An object, equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _function(
+    values: list[Any], code: types.CodeType, names: _Same, name: str, qualified: str, held: int
+) -> Any:
+    cells = tuple(map(types.CellType, values[:held]))
+    function = types.FunctionType(code, names.value, name, values[held], cells)
+    function.__kwdefaults__, function.__qualname__ = values[held + 1], qualified
+    return function
+
+
+def _bytes(values: list[Any], content: bytes) -> bytearray:
+    return bytearray(content)
+
+
+def _array(values: list[Any], code: str, content: bytes) -> Any:
+    return array.array(code, content)
+
+
+def _array_of_numpy(
+    values: list[Any], dtype: Any, shape: tuple[int, ...], content: bytes, by_columns: bool
+) -> Any:
+    import numpy
+
+    order: Any = "F" if by_columns else "C"
+    return numpy.ndarray(shape, dtype, content, order=order).copy(order)
+
+
+def _object(values: list[Any], kind: type, names: tuple[str, ...], slots: tuple[str, ...]) -> Any:
+    """An object of a class, without a call of its `__init__`."""
+    new: Any = object.__new__(kind) if kind is not types.SimpleNamespace else kind()
+    for name, value in zip(names, values, strict=False):
+        new.__dict__[name] = value
+    for name, value in zip(slots, values[len(names) :], strict=True):
+        object.__setattr__(new, name, value)
+    return new

@@ -1,0 +1,70 @@
+"""Tensors that a step makes of arrays of numpy's, which it has made itself.
+
+    torch.from_numpy(np.eye(n))     a constant of the graph, as of `torch.tensor(np.eye(n))`
+
+In eager code both have one memory: a step that writes to either of them afterwards is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.source import current_user_line
+
+_MAKERS = frozenset({torch.from_numpy, torch.as_tensor, torch.asarray})
+
+
+class MadeArrays:
+    """The arrays of one trace of which tensors are made.
+
+    Args:
+        record: of the trace.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._made: list[tuple[Any, bytes, torch.Tensor, int, SourceLine | None]] = []
+
+    def maker(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """What is called in place of a function that makes a tensor of an array; None: itself."""
+        if not args or not any(callee is each for each in _MAKERS) or not self._is_made(args[0]):
+            return None
+
+        def make(array: Any, *others: Any, **options: Any) -> torch.Tensor:
+            tensor = torch.tensor(array, *others, **options)
+            known = (array.tobytes(), tensor, tensor._version, current_user_line())
+            self._made.append((array, *known))
+            return tensor
+
+        return make
+
+    def _is_made(self, value: Any) -> bool:
+        if type(value).__module__ != "numpy" or not hasattr(value, "base"):
+            return False
+        while hasattr(value, "base"):
+            if self._record.is_outside(value):
+                return False
+            value = value.base
+        return value is None
+
+    def finish(self) -> None:
+        """The step is over.
+
+        Raises:
+            CaptureError: it has written to such an array or tensor.
+        """
+        made, self._made = self._made, []
+        for array, before, tensor, version, line in made:
+            if array.tobytes() != before or tensor._version != version:
+                raise CaptureError(
+                    "it writes to an array, or to the tensor that it has made of it, which share"
+                    " their memory",
+                    location=str(line),
+                    hint="make the tensor by torch.tensor(array), which copies",
+                )

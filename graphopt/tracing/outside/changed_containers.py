@@ -1,0 +1,111 @@
+"""Containers outside a step that one trace of it has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphopt.host.changes import MUTABLE, Change
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.outside.known_objects import KnownObjects
+from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.unrepeated import Unrepeated
+
+
+@dataclass
+class ChangedContainer:
+    """What the step has changed in a list, queue or set, one after the other.
+
+    Attributes:
+        before: a copy of it as it was.
+        changes: in order, each with its value.
+        line: that makes the first.
+        otherwise: it has changed it in another way as well, which cannot be done again.
+    """
+
+    container: Any
+    before: Any
+    changes: list[tuple[Change, Any]]
+    line: SourceLine
+    otherwise: bool = False
+
+
+class ContainerChanges(KnownObjects):
+    """Follows what a step does to containers.
+
+    Attributes:
+        unrepeated: what it leaves changed in a way that is not followed.
+        rewritten: arrays and the like that it has written to, and dictionaries whose keys it has
+            taken out or moved, by id, and where.
+    """
+
+    def __init__(self, own: Iterable[dict[str, Any]]) -> None:
+        super().__init__(own)
+        self.unrepeated = Unrepeated()
+        self.rewritten: dict[int, tuple[Any, SourceLine]] = {}
+        self._mutated: dict[int, Any] = {}
+        self._tables: list[dict[Any, Any]] = []
+        self._changes: dict[int, ChangedContainer] = {}
+        self._emptied: set[int] = set()
+        self._touched: dict[int, Any] = {}
+
+    def mutated(
+        self,
+        container: Any,
+        line: SourceLine,
+        changes: Sequence[tuple[Change, Any]] | None = None,
+    ) -> None:
+        """The step adds to or takes from a container.
+
+        Args:
+            changes: that it makes, each with its value, if these are all and can be made again.
+        """
+        if not self.is_outside(container) or self.unrepeated.is_of_others():
+            return
+        key = id(container)
+        self.unrepeated.note(container, self.path(container, type(container).__name__), line)
+        if key not in self._mutated:
+            self._mutated[key] = copy.copy(container)
+            self._goes_through(container)
+            if isinstance(container, (dict, set)):
+                self._touched[key] = container
+            if OutsidePlace("item", container).is_item:
+                self._tables.append(container)
+        if type(container) not in MUTABLE:
+            if not isinstance(container, dict):
+                self.rewritten[key] = container, line
+            return
+        new = ChangedContainer(container, self._mutated[key], [], line)
+        known = self._changes.setdefault(key, new)
+        if changes is None:
+            known.otherwise = True
+        else:
+            known.changes.extend(changes)
+
+    def reordered(self, table: dict[Any, Any], line: SourceLine) -> None:
+        """The step takes keys out of a dictionary, or moves them."""
+        if self.is_outside(table):
+            self.rewritten[id(table)] = table, line
+
+    def emptied(self, container: Any) -> None:
+        """The step takes everything out of a container: what it puts there is its own."""
+        if self.is_outside(container):
+            self._emptied.add(id(container))
+
+    def touched(self) -> list[Any]:
+        """The dictionaries and sets to which the step has added."""
+        return list(self._touched.values())
+
+    def is_changed_by_items(self, container: Any) -> bool:
+        """Whether the length of a list is what it was before, and so many more or less as it is in
+        this trace."""
+        changed = self._changes.get(id(container))
+        if changed is None:
+            return True
+        return not changed.otherwise and all(how.is_of_one_item for how, _ in changed.changes)
+
+    def changed_containers(self) -> Iterator[ChangedContainer]:
+        """Lists, queues and sets that the step has changed so far by what can be done again."""
+        yield from (each for each in self._changes.values() if not each.otherwise)

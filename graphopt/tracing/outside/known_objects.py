@@ -1,0 +1,121 @@
+"""The objects that there were before a step: how one trace of it got to them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.outside.existing import existing_now
+from graphopt.tracing.outside.places import OutsidePlace, is_value
+
+
+class KnownObjects:
+    """What is outside a step, and what it does with such objects as such.
+
+    Args:
+        own: dictionaries that have guards of their own: attributes of modules and optimizers.
+
+    Attributes:
+        stands_for: the tensors that have stand-ins, by the ids of these.
+        doubled: containers, by id, that have both for keys.
+        exchanged: those that have stand-ins for keys.
+        gone_through: of the former, those of which the step asks for more than one item.
+        compared: where it asks whether a tensor is one that has a stand-in.
+    """
+
+    def __init__(self, own: Iterable[dict[str, Any]]) -> None:
+        self._own = {id(table) for table in own}
+        self._existing = existing_now()
+        # `gc.freeze` hides classes and modules from `gc.get_objects`.
+        self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
+        self._paths: dict[int, tuple[Any, str]] = {}
+        self._owners: dict[int, Callable[[], Any]] = {}
+        self._pinned: dict[int, Any] = {}
+        self.stands_for: Mapping[int, torch.Tensor] = {}
+        self.doubled: set[int] = set()
+        self.exchanged: set[int] = set()
+        self.gone_through: set[int] = set()
+        self.compared: SourceLine | None = None
+
+    def is_outside(self, value: Any) -> bool:
+        """Whether an object existed before the step."""
+        known = id(value) in self._paths or isinstance(value, type)
+        return known or id(value) in self._namespaces or value in self._existing
+
+    def is_own(self, table: Any) -> bool:
+        return id(table) in self._own
+
+    def path(self, value: Any, otherwise: str) -> str:
+        """How the program got to an object."""
+        known = self._paths.get(id(value))
+        return otherwise if known is None else known[1]
+
+    def path_to(self, value: Any) -> str | None:
+        """How the step got to an object by places that are guarded; None where it did not."""
+        known = self._paths.get(id(value))
+        return None if known is None or known[0] is not value else known[1]
+
+    def paths(self) -> Iterator[tuple[Any, str]]:
+        """All objects that the step got to, each with how."""
+        yield from list(self._paths.values())
+
+    def reached(self, value: Any, path: str) -> None:
+        """The step got an object that was there before it."""
+        if not is_value(value) and id(value) not in self._paths:
+            self._paths[id(value)] = (value, path)
+
+    def owned(self, holder: Any, owner: Any) -> None:
+        """`holder` does not outlive its use in `owner`: attributes of an object, say."""
+        if id(holder) not in self._owners:
+            try:
+                self._owners[id(holder)] = weakref.ref(owner)
+            except TypeError:  # of some kinds there are no weak references
+                self._owners[id(holder)] = lambda: owner
+
+    def owner(self, holder: Any) -> Any:
+        """What `holder` is a part of; None if of nothing."""
+        reference = self._owners.get(id(holder))
+        return None if reference is None else reference()
+
+    def pin(self, value: Any) -> None:
+        """The step uses an object as such, by code that is not observed, or by its identity."""
+        if is_value(value) or _compat.is_fake(value):  # a stand-in is not outside
+            return
+        if self.is_outside(value):
+            self._pinned[id(value)] = value
+
+    def is_pinned(self, value: Any) -> bool:
+        return id(value) in self._pinned
+
+    def _goes_through(self, container: Any) -> None:
+        if id(container) in self.doubled:
+            self.gone_through.add(id(container))
+
+    def looks_up(self, container: Any, key: Any, line: SourceLine) -> None:
+        """The step looks for a key: not for the tensor where only its stand-in is one."""
+        if id(container) in self.exchanged and any(t is key for t in self.stands_for.values()):
+            self.compared = self.compared or line
+
+    def compares(self, a: Any, b: Any, line: SourceLine) -> None:
+        """The step asks whether two objects are one, which a tensor and its stand-in are not."""
+        if self._original(a) is self._original(b):
+            self.compared = self.compared or line
+
+    def is_namespace(self, table: Any) -> bool:
+        """Whether a dictionary is that of a module of Python."""
+        return id(table) in self._namespaces
+
+    def _outside(self, place: OutsidePlace) -> OutsidePlace:
+        """A place as it is when the step is not traced: the keys are no stand-ins."""
+        key = self._original(place.key)
+        return place if key is place.key else OutsidePlace(place.kind, place.holder, key)
+
+    def _original(self, value: Any) -> Any:
+        """The tensor that a stand-in stands for; other values themselves."""
+        return self.stands_for.get(id(value), value) if _compat.is_fake(value) else value

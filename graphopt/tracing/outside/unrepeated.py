@@ -1,0 +1,85 @@
+"""What one trace of a step leaves changed outside in a way that no later call repeats.
+
+A trace finds everything as the one before it has left it. So what the second one changes again, the
+step changes in each call, and not once, as a cache is filled: such a step is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.outside import native
+from graphopt.tracing.source import current_user_line, is_library_file
+
+
+class Unrepeated:
+    """Notes such changes.
+
+    Attributes:
+        first: what is changed first, as a message calls it, and where.
+        at_once: one trace is enough to refuse it.
+        variables: context variables that the step has set and not set back, with where.
+    """
+
+    def __init__(self) -> None:
+        self.first: tuple[str, SourceLine | None] | None = None
+        self.at_once = False
+        self.variables: dict[Any, tuple[str, SourceLine]] = {}
+        self._lines: dict[int, tuple[str, SourceLine]] = {}
+        self._locks: dict[int, tuple[Any, bool, str, SourceLine]] = {}
+        self._arrays: dict[int, tuple[Any, Any, str, SourceLine]] = {}
+        self._others = native.other_threads()
+
+    def add(self, what: str, line: SourceLine | None) -> None:
+        """The step leaves something changed that it would change again."""
+        self.first = self.first or (what, line and users(line))
+
+    def refuse(self, what: str, line: SourceLine | None) -> None:
+        """The same of what a trace does not put back, so that it cannot be traced a second time."""
+        self.add(what, line)
+        self.at_once = True
+
+    def is_of_others(self) -> bool:
+        """Whether a thread is running that is none of the step's."""
+        return threading.get_ident() in self._others
+
+    def note(self, holder: Any, path: str, line: SourceLine) -> None:
+        """The step writes to an object."""
+        if id(holder) not in self._lines:
+            self._lines[id(holder)] = path, users(line)
+
+    def written_at(self, holder: Any) -> tuple[str, SourceLine] | None:
+        """How the step got to an object that it has written to, and the line."""
+        return self._lines.get(id(holder))
+
+    def locks(self, lock: Any, path: str, line: SourceLine) -> None:
+        """The step takes a lock, which it may give back."""
+        self._locks.setdefault(id(lock), (lock, lock.locked(), path, users(line)))
+
+    def watches(self, array: Any, path: str, line: SourceLine) -> None:
+        """The step does to a large array, which is not put back, what cannot be seen."""
+        if id(array) not in self._arrays:
+            self._arrays[id(array)] = (array, array.copy(), path, users(line))
+
+    def finish(self) -> None:
+        """The step is over."""
+        for lock, taken, path, line in self._locks.values():
+            if lock.locked() and not taken:
+                lock.release()
+                self.refuse(path, line)
+        for array, before, path, line in self._arrays.values():
+            if array.tobytes() != before.tobytes():
+                array[...] = before
+                self.refuse(path, line)
+        for what, line in self.variables.values():
+            self.add(what, line)
+        self._locks.clear()
+        self._arrays.clear()
+        self.variables.clear()
+
+
+def users(line: SourceLine) -> SourceLine:
+    """A line of the user's: of the standard library's, the one that calls it."""
+    return (current_user_line() or line) if is_library_file(line.file) else line

@@ -1,0 +1,307 @@
+"""What a step changes outside is done by every call, or refused: nothing at capture only."""
+
+from __future__ import annotations
+
+import array
+import bisect
+import contextlib
+import contextvars
+import csv
+import ctypes
+import functools
+import io
+import itertools
+import logging
+import queue
+import threading
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.errors import CaptureError
+
+Effect = Callable[[Any, Tensor], object]
+
+
+class Meter:
+    """An object of the program's."""
+
+    def __init__(self, last: Any = 0) -> None:
+        self.last, self.seen = last, deque([1], maxlen=3)
+
+    def update(self, value: Any) -> None:
+        self.last = value
+        self.seen.append(value)
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self, a: Any) -> None:
+        self.a = a
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+def listened() -> logging.Logger:
+    logger = logging.Logger("listened")
+    logger.addHandler(Listener())
+    return logger
+
+
+def run(make: Callable[[], Any], effect: Effect, compiled: bool, calls: int = 6) -> list[Any]:
+    """What a training leaves, call by call."""
+    torch.manual_seed(1)
+    model, kept = nn.Linear(4, 1), make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        effect(kept, loss)
+        return loss.detach()
+
+    used: Any = graphopt.compile(step) if compiled else step
+    found = []
+    for x in torch.randn(calls, 5, 4):
+        found.append([used(x).item(), plain(kept), model.weight.detach().tolist()])
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value without identities."""
+    if isinstance(value, Tensor):
+        return "tensor", value.tolist()
+    if isinstance(value, FunctionType):
+        return value.__name__, [plain(cell.cell_contents) for cell in value.__closure__ or ()]
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return type(value).__name__, [(key, plain(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, deque, set, bytearray, array.array)):
+        return type(value).__name__, [plain(item) for item in value]
+    if isinstance(value, Slotted):
+        return plain(value.a)
+    return plain(vars(value)) if isinstance(value, (Meter, SimpleNamespace)) else value
+
+
+def put(value: Callable[[Tensor], Any]) -> Effect:
+    """Leaves something in an attribute and in a list."""
+
+    def effect(kept: SimpleNamespace, loss: Tensor) -> None:
+        kept.last = value(loss)
+        kept.rows.append(value(loss))
+
+    return effect
+
+
+def closing(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+MADE: dict[str, Callable[[Tensor], Any]] = {
+    "object": lambda loss: Meter(2),
+    "object of a number read": lambda loss: Meter(loss.item()),
+    "object of a tensor": lambda loss: [Meter(loss.detach())],
+    "object with slots": lambda loss: Slotted([loss.item()]),
+    "namespace": lambda loss: SimpleNamespace(a=loss.item()),
+    "set": lambda loss: {1, 2},
+    "function": lambda loss: closing(3),
+    "function of a number read": lambda loss: closing(loss.item()),
+    "array": lambda loss: np.arange(3.0),
+    "array of C's": lambda loss: array.array("d", [1.0]),
+    "bytes": lambda loss: bytearray(b"ab"),
+}
+
+
+def rows() -> SimpleNamespace:
+    return SimpleNamespace(rows=[], last=None)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_each_call_makes_anew_what_the_step_makes(name: str) -> None:
+    expected, found = (run(rows, put(MADE[name]), compiled) for compiled in (False, True))
+    assert found == expected
+
+
+def grown(kept: Any, loss: Tensor) -> None:
+    kept.rows = kept.rows + [loss.item()]  # noqa: RUF005 - as programs write it
+
+
+def counted(kept: Any, loss: Tensor) -> None:
+    kept.append(loss.item())
+    if len(kept) > 3:
+        kept.pop(0)
+
+
+def numbered(kept: Any, loss: Tensor) -> None:
+    kept.append({"step": len(kept), "loss": loss.item()})
+
+
+def by_name(kept: Any, loss: Tensor) -> None:
+    for name, value in {"loss": loss, "double": loss * 2}.items():
+        kept[name].append(value.item())
+
+
+def metered(kept: Any, loss: Tensor) -> None:
+    kept["loss"].update(loss.item())
+
+
+def of_arrays(kept: Any, loss: Tensor) -> None:
+    kept.append((torch.from_numpy(np.eye(3)).sum() * loss.detach()).item())
+
+
+def of_tensors(kept: Any, loss: Tensor) -> None:
+    kept.append(torch.tensor([loss.detach(), loss.detach() * 2]))
+
+
+FOLLOWED: dict[str, tuple[Callable[[], Any], Effect, int]] = {
+    "list trimmed by its length": (list, counted, 3),
+    "rows numbered by the length": (list, numbered, 2),
+    "default dictionary": (lambda: defaultdict(list), by_name, 2),
+    "default dictionary of objects": (lambda: defaultdict(Meter), metered, 2),
+    "tensor of an array": (list, of_arrays, 1),
+    "tensor of tensors": (list, of_tensors, 1),
+    "list that grows": (rows, grown, 6),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_each_call_does_what_the_step_does(name: str) -> None:
+    make, effect, _ = FOLLOWED[name]
+    expected, found = (run(make, effect, compiled) for compiled in (False, True))
+    assert found == expected
+
+
+def twice(kept: Any, loss: Tensor) -> None:
+    kept.first = kept.second = Meter(1)
+
+
+def counts_in_c(kept: Any, loss: Tensor) -> None:
+    np.add(kept, 1, out=kept)
+
+
+def written_later(kept: Any, loss: Tensor) -> None:
+    values = np.zeros(3)
+    tensor = torch.from_numpy(values)
+    values[0] = 2
+    kept.append((tensor.sum() * loss.detach()).item())
+
+
+def in_an_exit(kept: Any, loss: Tensor) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(kept.append, 1)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Effect]] = {
+    "bytearray.append": (lambda: bytearray(b"a"), lambda kept, loss: kept.append(1)),
+    "array.append": (lambda: array.array("d"), lambda kept, loss: kept.append(1.0)),
+    "popitem": (lambda: {i: i for i in range(99)}, lambda kept, loss: kept.popitem()),
+    "multiplied": (lambda: [1], lambda kept, loss: kept.__imul__(2)),
+    "append in a map": (lambda: [1], lambda kept, loss: list(map(kept.append, [1]))),
+    "append at an exit": (lambda: [1], in_an_exit),
+    "insort": (lambda: [1], lambda kept, loss: bisect.insort(kept, 2)),
+    "reduce": (lambda: [1], lambda kept, loss: functools.reduce(list.__iadd__, [[1]], kept)),
+    "object in two places": (rows, twice),
+    "generator": (rows, put(lambda loss: (i for i in range(3)))),
+    "iterator": (rows, put(lambda loss: iter([1]))),
+    "module": (rows, put(lambda loss: nn.Linear(2, 2))),
+    "file": (rows, put(lambda loss: io.StringIO())),
+    "object in a set": (set, lambda kept, loss: kept.add(Meter())),
+    "queue": (queue.Queue, lambda kept, loss: kept.put(1)),
+    "simple queue": (queue.SimpleQueue, lambda kept, loss: kept.put(1)),
+    "event": (threading.Event, lambda kept, loss: kept.set()),
+    "lock": (threading.Lock, lambda kept, loss: kept.acquire(blocking=False)),
+    "context variable": (lambda: contextvars.ContextVar("v"), lambda kept, loss: kept.set(3)),
+    "iterator in a slice": (itertools.count, lambda kept, loss: list(itertools.islice(kept, 2))),
+    "iterator in a zip": (lambda: iter(range(9)), lambda kept, loss: list(zip(kept, range(1)))),  # noqa: B905
+    "open file": (io.StringIO, lambda kept, loss: kept.write("a")),
+    "array into a file": (io.BytesIO, lambda kept, loss: np.save(kept, np.zeros(1))),
+    "rows of a file": (lambda: csv.writer(io.StringIO()), lambda kept, loss: kept.writerow([1])),
+    "logger": (listened, lambda kept, loss: kept.warning("seen")),
+    "large array": (lambda: np.zeros(1 << 18), counts_in_c),
+    "array of C's items": (lambda: (ctypes.c_int * 3)(), lambda kept, loss: kept.__setitem__(0, 1)),
+    "weak dictionary": (weakref.WeakKeyDictionary, lambda kept, loss: kept.update({Meter: 1})),
+    "array behind a tensor": (list, written_later),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_later_call_would_do_is_refused(name: str) -> None:
+    make, effect = REFUSED[name]
+    with pytest.raises(CaptureError) as caught:
+        run(make, effect, compiled=True, calls=3)
+    assert "test_unrepeated.py" in str(caught.value)
+
+
+def test_what_is_what_it_was_has_to_be_there() -> None:
+    """An array that is filled holds what the step has filled in, also where the program has changed
+    it in between."""
+
+    def fills(kept: Any, loss: Tensor) -> None:
+        if kept[0] == 7:
+            kept.fill(7)
+        else:
+            kept[:] = 7
+
+    assert run(lambda: np.zeros(3), fills, True) == run(lambda: np.zeros(3), fills, False)
+
+
+def test_keys_that_are_moved_stay_so() -> None:
+    """Also where the program has moved them in between."""
+
+    def moves(kept: Any, loss: Tensor) -> None:
+        kept.move_to_end("a")
+
+    def training(compiled: bool) -> list[Any]:
+        torch.manual_seed(1)
+        model, kept, found = nn.Linear(4, 1), OrderedDict(a=1, b=2), []
+
+        def step(x: Tensor) -> Tensor:
+            moves(kept, x)
+            return model(x).sum().detach()
+
+        used: Any = graphopt.compile(step) if compiled else step
+        for x in torch.randn(4, 5, 4):
+            found.append((used(x).item(), list(kept)))
+            kept.move_to_end("b")
+        return found
+
+    assert training(True) == training(False)
+
+
+def test_a_cache_is_filled_once() -> None:
+    def cached(kept: dict[str, Any], loss: Tensor) -> None:
+        if "cache" not in kept:
+            kept["cache"] = Meter(iter([1]))
+
+    model, kept, x = nn.Linear(4, 1), dict[str, Any](), torch.ones(2, 4)
+
+    @graphopt.compile
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).sum()
+        cached(kept, loss)
+        return loss.detach()
+
+    step(x)
+    first = kept["cache"]
+    for _ in range(3):
+        step(x)
+    assert kept["cache"] is first and len(step.captures) <= 2
