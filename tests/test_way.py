@@ -27,6 +27,7 @@ DRIVERS = frozenset(
         "graphopt.manager.stages",
         "graphopt.stages.compiling",
         "graphopt.tracing.capture",
+        "graphopt.tracing.repeating",
     }
 )
 """Modules whose functions take a graph from stage to stage."""
