@@ -120,7 +120,7 @@ class Trainer:
 
     def grows_a_list(self, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         self.seen.append(1)
-        return train(model, optimizer, x, y, 1.0 if len(self.seen) > 1 else 0.5)  # HERE
+        return train(model, optimizer, x, y, 1.0 if len(self.seen) > 4 else 0.5)
 
     def toggles(self, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         factor = 1.0 if self.micro else 0.5
@@ -181,15 +181,15 @@ def train(
     return loss
 
 
-@pytest.mark.parametrize("name", ["grows_a_list", "takes_from_an_iterator"])
-def test_what_the_step_changes_and_reads_is_refused(name: str) -> None:
+def test_what_the_step_takes_from_an_iterator_is_refused() -> None:
     trainer = Trainer()
-    refuse(getattr(trainer, name), trainer)
+    refuse(trainer.takes_from_an_iterator, trainer)
 
 
 COUNTED = [
     *(("accumulate", every, 2 if every < 9 else 1) for every in (2, 3, 4, 1000)),
     ("counts_in_a_list", 3, 1),
+    ("grows_a_list", 3, 2),
     ("toggles", 3, 2),
 ]
 

@@ -108,9 +108,9 @@ class _AsAgreed(Ranks):
 
     def _captured(self, call: Call, held: Set[str]) -> CapturedStep:
         while True:
-            call, inputs, raw = _first_trace(call, communication_for(self._parallel))
+            call, inputs, raw = _first_trace(call, self._joint.marked(self._parallel))
             order = AgreedOrder(self._order(inputs, raw), frozenset(raw.used))
-            communication = communication_for(self._parallel, order)
+            communication = self._joint.marked(self._parallel, order)
             try:
                 again = raw if order.names == raw.used else trace(call, inputs, communication)
                 return finish(
@@ -212,7 +212,7 @@ class _Together(Ranks):
         return captured
 
     def _communication(self, order: AgreedOrder | None) -> MarkedCommunication | None:
-        return communication_for(self._parallel, order) if self._sync else None
+        return self._joint.marked(self._parallel, order) if self._sync else None
 
     def _meet(self, call: Call, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
         """Compare what the ranks have traced. Returns which gradients are averaged."""
@@ -278,16 +278,23 @@ class JointCapture:
 
     Args:
         topic: the same text on all ranks, different for different step functions.
+        accumulated: whether gradients of earlier calls alone are averaged as well.
     """
 
-    def __init__(self, topic: str) -> None:
-        self.topic = topic
+    def __init__(self, topic: str, *, accumulated: bool = True) -> None:
+        self.topic, self._accumulated = topic, accumulated
         self._agreed: list[Agreed] = []
         self._count = 0
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
         self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
         self.alone = False  # whether the last capture was one of this rank alone
+
+    def marked(
+        self, parallel: OverRanks, agreed: AgreedOrder | None = None
+    ) -> MarkedCommunication | None:
+        """What traces mark."""
+        return communication_for(parallel, agreed, accumulated=self._accumulated)
 
     def ways(
         self,

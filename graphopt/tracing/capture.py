@@ -355,11 +355,11 @@ def prepare(call: Call) -> Inputs:
 
 
 def communication_for(
-    parallel: Parallel, agreed: AgreedOrder | None = None
+    parallel: Parallel, agreed: AgreedOrder | None = None, *, accumulated: bool = True
 ) -> MarkedCommunication | None:
-    """What a trace needs to know of the process group."""
+    """What a trace needs to know of the process group; `agreed` and `accumulated`: see there."""
     if not isinstance(parallel, OverRanks):
         return None
     group = _compat.group_or_default(parallel.group)
     named = Group(group.group_name, group.size())
-    return MarkedCommunication(parallel, named, agreed)
+    return MarkedCommunication(parallel, named, agreed, accumulated)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.record import Record
@@ -38,7 +39,7 @@ class MadeArrays:
 
         def make(array: Any, *others: Any, **options: Any) -> torch.Tensor:
             tensor = torch.tensor(array, *others, **options)
-            known = (array.tobytes(), tensor, tensor._version, current_user_line())
+            known = (array.tobytes(), tensor, _compat.version_of(tensor), current_user_line())
             self._made.append((array, *known))
             return tensor
 
@@ -61,7 +62,7 @@ class MadeArrays:
         """
         made, self._made = self._made, []
         for array, before, tensor, version, line in made:
-            if array.tobytes() != before or tensor._version != version:
+            if array.tobytes() != before or _compat.version_of(tensor) != version:
                 raise CaptureError(
                     "it writes to an array, or to the tensor that it has made of it, which share"
                     " their memory",

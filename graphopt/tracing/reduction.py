@@ -55,6 +55,7 @@ class GradientMarker:
         agreed: what the ranks have agreed on; None while they have not yet, then every gradient is
             marked in the order it is ready.
         ask: which parameters are used by any rank.
+        accumulated: whether gradients of earlier calls alone are marked as well.
         persistent: ids of traced gradients that existed before the step; DDP updates them in place.
     """
 
@@ -64,6 +65,7 @@ class GradientMarker:
     tagger: Tagger
     agreed: AgreedOrder | None
     ask: Ask
+    accumulated: bool = True
     persistent: frozenset[int] = frozenset()
     ready: dict[str, None] = field(default_factory=dict)
     used: dict[str, None] = field(default_factory=dict)
@@ -125,6 +127,8 @@ class GradientMarker:
 
     def _accumulated_before(self, pending: Container[str]) -> list[str]:
         """Parameters of the same modules that have gradients of earlier calls alone."""
+        if not self.accumulated:
+            return []
         roots = {self.roots[name] for name in self.parameters if name in pending}
         return [
             name

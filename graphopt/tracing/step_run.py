@@ -71,11 +71,13 @@ class MarkedCommunication:
         parallel: the kind.
         group: ranks that share gradients and buffers.
         agreed: what the ranks average in this call; None before they have agreed.
+        accumulated: whether gradients of earlier calls alone are averaged as well.
     """
 
     parallel: OverRanks
     group: Group
     agreed: reduction.AgreedOrder | None
+    accumulated: bool = True
 
 
 class StepRun:
@@ -419,6 +421,7 @@ class StepRun:
             tagger=self.tagger,
             agreed=self.communication.agreed,
             ask=self._used_anywhere,
+            accumulated=self.communication.accumulated,
             persistent=frozenset(id(gradient) for gradient in traced.gradients.values()),
         )
 

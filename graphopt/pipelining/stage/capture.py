@@ -77,7 +77,8 @@ class StageCapture:
         self._stage, self._module, self._stages = stage, module, stages
         # Buffers are not broadcast with each microbatch.
         self._parallel = parallel and dataclasses.replace(parallel, broadcast_buffers=False)
-        self._joint = JointCapture(f"compile() of pipeline stage {stage}")
+        topic = f"compile() of pipeline stage {stage}"
+        self._joint = JointCapture(topic, accumulated=False)  # see `_gradients_present`
 
     def capture(self, microbatch: Microbatch) -> CapturedStep:
         """Capture one microbatch. With data parallelism all ranks of the group have to call it.
