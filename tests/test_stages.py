@@ -25,6 +25,7 @@ from graphopt.saved import load_graph
 from graphopt.stages import entries, stages_for
 from graphopt.stages.compiling import Stages, StepInMaking
 from graphopt.verify import check_divided, check_finalized
+from graphopt.verify import stages as verify_stages
 from sketch import one_rank
 from stage_cases import problem
 from zoo import MODELS, OPTIMIZERS, train_step
@@ -206,6 +207,15 @@ def test_a_broken_finalizer_is_refused(
     monkeypatch.setattr(entries, "finalize", finalize)
     run_stages(file, "finalize", out=folder / "out.pt", dump=None, verify=None)
     assert "_fused_adamw_" in str(load_graph(folder / "out.pt").graph)
+
+
+def test_dependencies_decide_at_their_level(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(verify_stages, "evaluate_graph", None)  # no terms are made
+    args = (*trained(), *MODELS["mlp"].batch(1))
+    compiled("none", verify="dependencies")(*args)
+    monkeypatch.setattr(entries, "finalize", dropping_update)
+    step = compiled("none", verify="dependencies")
+    refused(lambda: step(*args), "finalize", "is not updated any more")
 
 
 def test_the_order_of_collectives_is_checked_whatever_is_asked_for(

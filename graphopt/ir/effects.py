@@ -20,7 +20,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.ir import views
-from graphopt.ir.metadata import known_value
+from graphopt.ir.metadata import carried_index, known_value, late_group
 from graphopt.ir.operators import overwritten
 from graphopt.ir.outputs import Outputs, get_outputs
 from graphopt.ir.reads import Reads, read_by
@@ -57,6 +57,7 @@ class Effects:
         self._inputs: dict[object, fx.Node] = {}
         self._fixed: set[object] = set()
         self._reads: Reads | None = None
+        self._lasting: set[object] = set()
         for node in graph.nodes:
             self._add(node)
             if node.op == "output":
@@ -67,10 +68,11 @@ class Effects:
     def _add(self, node: fx.Node) -> None:
         value = known_value(node)
         if isinstance(value, torch.Tensor):
+            key = self._storage(node, value)
             if node in self._parent:
-                self._join(node, _key(value))
+                self._join(node, key)
             else:  # nearly always: it is in no class so far
-                self._parent[node] = self._find(_key(value))
+                self._parent[node] = self._find(key)
         for source in self.calls.shared_with(node):
             self._join(source, node)
         op = node.op
@@ -79,6 +81,16 @@ class Effects:
         elif op == "get_attr":
             self._join(("attribute", node.target), node)
             self._fixed.add(self._find(node))
+
+    def _storage(self, node: fx.Node, value: torch.Tensor) -> object:
+        """Stands for the storage of a value of `node`. Work of the last iteration has metadata of
+        this one, and storage of its own but where it holds what lasts."""
+        key = _key(value)
+        if late_group(node) is None and carried_index(node) is None:
+            if node.op in ("placeholder", "get_attr"):
+                self._lasting.add(key)
+            return key
+        return key if key in self._lasting else ("last iteration", key)
 
     def _fix_returned(self, outputs: Outputs) -> None:
         """What leaves the graph may be read at any time afterwards."""
@@ -116,7 +128,8 @@ class Effects:
         if not isinstance(value, (list, tuple)):
             return [self._find(node)]
         tensors = (leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-        return list(dict.fromkeys(map(self._find, (node, *map(_key, tensors)))))
+        storages = (self._storage(node, tensor) for tensor in tensors)
+        return list(dict.fromkeys(map(self._find, (node, *storages))))
 
     def join(self, a: fx.Node, b: fx.Node) -> None:
         """Say that `a` and `b` share storage from now on."""

@@ -190,7 +190,8 @@ class StageRunner:
             yield problem
         elif self._settings.verify != "off":
             yield from stage.problems(after)
-            yield from proof.problems(record.arguments["graph"], before, after)
+            terms = self._settings.verify != "dependencies"
+            yield from proof.problems(record.arguments["graph"], before, after, terms=terms)
 
 
 def _kept(stage: GraphStage, gm: fx.GraphModule) -> fx.Graph:

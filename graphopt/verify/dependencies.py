@@ -23,6 +23,8 @@ from torch import fx
 from graphopt.graph_utils.nodes import graph_of
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.verify import sent, structure
+from graphopt.verify.executable import as_captured, is_finalized, works_in_place
+from graphopt.verify.kept import kept_arguments, shared_results
 from graphopt.verify.labels import Labels
 from graphopt.verify.matching import End, Matching, Sink, correspondence_by_name
 from graphopt.verify.problems import DependencyReport, Problem
@@ -97,12 +99,47 @@ class DependencyCheck:
         if problems:
             return DependencyReport(problems)
         known = memory.of_copy(copies) if memory and copies is not None else MemoryOrder(before)
+        finalized = works_in_place(after) and not works_in_place(before)
+        if finalized and is_finalized(after, correspondence):
+            return _executable((before, known), after, correspondence, same_dtypes=same_dtypes)
         new = MemoryOrder(after)
         comparison = _Comparison((before, known), (after, new), correspondence)
         report = DependencyReport(comparison.problems(same_dtypes))
         if report.ok:
             self._memory = new
         return report
+
+
+def _executable(
+    before: tuple[fx.Graph, MemoryOrder],
+    after: fx.Graph,
+    correspondence: Mapping[fx.Node, fx.Node],
+    *,
+    same_dtypes: bool,
+) -> DependencyReport:
+    """Compares a graph in the executable dialect with the captured one that it was made from.
+
+    It is read in the captured dialect, and nothing may be lost between the two in either direction:
+    what reads an overwritten value has lost nothing, but depends on more than before.
+    """
+    read = as_captured(after, correspondence)
+    problems = [*read.problems, *shared_results(before[0], after)]
+    if problems:
+        return DependencyReport(problems)
+    now = read.graph, MemoryOrder(read.graph)
+    pairs = {
+        copy: correspondence[node] for node, copy in read.copies.items() if node in correspondence
+    }
+    there = _Comparison(before, now, pairs)
+    problems = there.problems(same_dtypes)
+    problems += kept_arguments(before[0], read.graph, there.same)
+    if not problems:
+        back = _Comparison(now, before, {old: new for new, old in there.same.items()})
+        problems = [
+            Problem(f"not so in the graph before: {problem.message}", problem.nodes)
+            for problem in back.lost()
+        ]
+    return DependencyReport(problems)
 
 
 class _Comparison:
@@ -126,7 +163,7 @@ class _Comparison:
         return [
             *structure.interface(before, after),
             *structure.late_nodes(after),
-            *structure.waits(after, memory),
+            *structure.waits(before, after, memory, same),
             *sent.totals(before, after, same, same_dtypes=same_dtypes),
             *structure.state(self._before, self._after, same),
             *structure.write_order(self._before[1], after, same),
@@ -137,10 +174,15 @@ class _Comparison:
                 Problem(f"{_end_name(end)} is a constant that it was not, or none any more")
                 for end in self._matching.constants
             ),
-            *self._lost(),
+            *self.lost(),
         ]
 
-    def _lost(self) -> list[Problem]:
+    @property
+    def same(self) -> Mapping[fx.Node, fx.Node]:
+        """Node after -> node before that does the same."""
+        return self._matching.same
+
+    def lost(self) -> list[Problem]:
         """What sinks needed in the graph before, and do not need any more."""
         sinks = self._matching.sinks
         if not sinks:

@@ -16,9 +16,11 @@ from typing import Any
 from torch import fx
 
 from graphopt.iter_graph import IterGraphModule
+from graphopt.verify.dependencies import check_dependencies
 from graphopt.verify.equivalence import EquivalenceReport, Proof, check_equivalence
 from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.executable import works_in_place
 from graphopt.verify.inlining import in_one
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations
 from graphopt.verify.launches import launches_of, other_launches
@@ -88,11 +90,23 @@ def _differing(
     return list(differences(terms, old, new))
 
 
+def _lost(before: fx.Graph, after: fx.Graph) -> list[Problem]:
+    """The dependencies that a finalized graph has lost."""
+    return check_dependencies(before, after).problems
+
+
+def _other_constants(before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
+    """Constants of the module that are others than before."""
+    owner = before.owning_module
+    return list(of_constants(owner, after)) if isinstance(owner, fx.GraphModule) else []
+
+
 class StageProof:
     """Follows the graphs that are derived from one step through the stages behind the passes.
 
     What is known of a graph after one stage is known of it before the next, so that each graph is
-    evaluated once. A graph of which terms cannot speak is not compared, which is logged.
+    evaluated once. Of what is finalized the dependencies are compared where terms cannot speak of
+    it; another graph of which they cannot speak is not compared, which is logged.
 
     Args:
         proof: what is known of the step after its passes.
@@ -111,21 +125,41 @@ class StageProof:
             return []
         return problems
 
-    def problems(self, name: str, before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
+    def problems(
+        self, name: str, before: fx.Graph, after: fx.GraphModule, *, terms: bool = True
+    ) -> list[Problem]:
         """What differs between the derived graph of that name before and after a stage, which
-        launches the same collectives in the same order."""
-        known = self._known.pop(name, None)
-        terms = self._proof.terms
-        owner = before.owning_module
-        exchanged = list(of_constants(owner, after)) if isinstance(owner, fx.GraphModule) else []
-        if exchanged:
-            return exchanged
+        launches the same collectives in the same order.
+
+        Args:
+            terms: whether what is finalized is compared by terms where that is possible.
+        """
+        finalized = works_in_place(after.graph) and not works_in_place(before)
+        if finalized and not terms:
+            self._known.pop(name, None)
+            return [*_other_constants(before, after), *_lost(before, after.graph)]
         try:
-            if known is None:
-                known = DerivedEvaluation(after, evaluate_graph(in_one(before), terms))
+            return self._by_terms(name, before, after)
         except NotDecidedError as error:
+            if finalized:
+                logger.info("of the graph %s dependencies are compared: %s", name, error)
+                return _lost(before, after.graph)
             logger.info("the graph %s is not compared: %s", name, error)
             return []
+
+    def _by_terms(self, name: str, before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
+        """The same.
+
+        Raises:
+            NotDecidedError: terms cannot speak of the graphs.
+        """
+        known = self._known.pop(name, None)
+        terms = self._proof.terms
+        exchanged = _other_constants(before, after)
+        if exchanged:
+            return exchanged
+        if known is None:
+            known = DerivedEvaluation(after, evaluate_graph(in_one(before), terms))
         try:
             new = evaluate_graph(
                 in_one(after.graph), terms, dict(known.inputs), settled=known.settled
@@ -136,7 +170,6 @@ class StageProof:
         except NotDecidedError as error:
             if not error.foreign:  # terms could speak of the graph before
                 return [error.problem]
-            logger.info("the graph %s is not compared: %s", name, error)
-            return []
+            raise
         self._known[name] = known._replace(module=after, evaluation=new)
         return found

@@ -182,9 +182,13 @@ def _other_values(now: fx.Node, was: fx.Node, same: Same) -> Iterator[Problem]:
             yield Problem(f"%{now.name} gives its function {new} for {old}", (now,))
 
 
-def waits(graph: fx.Graph, memory: MemoryOrder) -> Iterator[Problem]:
-    """Every collective has one wait for each of its results, and nobody reads a result before."""
-    yield from waits_of_launches(graph)
+def waits(before: fx.Graph, after: fx.Graph, memory: MemoryOrder, same: Same) -> Iterator[Problem]:
+    """Every collective has one wait for each of its results, and nobody reads a result before. One
+    that the graph before left under way, for the next iteration to wait for, may still be so."""
+    left, still = _left_under_way(before), _left_under_way(after)
+    for launch in calls_of(after, attrgetter("collective")):
+        if same.get(launch) not in left or launch not in still:
+            yield from _waits_of(launch)
     for reader, sources in memory.implicit.items():
         for source, write in sources.items():
             if traits_of(write.node).collective:
@@ -193,6 +197,12 @@ def waits(graph: fx.Graph, memory: MemoryOrder) -> Iterator[Problem]:
                     (reader, write.node),
                     "read the result of the wait",
                 )
+
+
+def _left_under_way(graph: fx.Graph) -> set[fx.Node]:
+    """The collectives whose results a graph hands out without a wait."""
+    carried = (node for node in get_outputs(graph).carried if isinstance(node, fx.Node))
+    return {node for node in carried if traits_of(node).collective}
 
 
 def waits_of_launches(graph: fx.Graph) -> Iterator[Problem]:

@@ -1,0 +1,343 @@
+"""A graph in the executable dialect, read in the captured one.
+
+    a = mul_(m, 0.9)                         a = mul(m, 0.9)
+    p = add_(p, g)                 ==>       b = add(p, g);  c = copy_(p, b)
+    _fused_adam_([q], [g], ...)              f = _fused_adam([q], [g], ...);  copy_(q, f[0][0])
+
+Storages are followed in the order in which the nodes run: an operator that works in place stands
+for its functional twin (`graphopt.verify.functional`), whoever reads what it wrote reads the value
+of the twin, and what stands in state at the end is copied there. The graph that results is compared
+like any other one. What cannot be said in the captured dialect is wrong: a name that is read, sent
+or returned after another node has overwritten what it stood for, and a write to what is not one
+dense value that the graph alone holds.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import lies_apart, same_kind
+from graphopt.ir import inplace
+from graphopt.ir.effects import Effects
+from graphopt.ir.entries import list_call
+from graphopt.ir.metadata import has_value, known_value, set_value
+from graphopt.ir.operators import (
+    is_copy,
+    is_wait,
+    operator_of,
+    overwritten,
+    rounds_a_list_in_place,
+    written,
+    written_positions,
+)
+from graphopt.ir.outputs import follows_output_convention, get_outputs
+from graphopt.ir.views import is_pure_view, launch_of
+from graphopt.verify.functional import functional_form, functional_form_for
+from graphopt.verify.problems import Problem
+
+aten = torch.ops.aten
+
+
+class Read(NamedTuple):
+    """A graph of the executable dialect in the captured one.
+
+    Attributes:
+        graph: not to be run.
+        copies: what each node has become.
+        problems: where the graph does not say what a captured one can say.
+    """
+
+    graph: fx.Graph
+    copies: dict[fx.Node, fx.Node]
+    problems: list[Problem]
+
+
+def works_in_place(graph: fx.Graph) -> bool:
+    """Whether a graph has operators of the executable dialect."""
+    return any(operator_of(node).writes and not is_copy(node) for node in graph.nodes)
+
+
+def is_finalized(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether a graph may have been made by finalizing another one: what works in place in it did
+    so out of place there, or stands on lists."""
+    writers = (node for node in graph.nodes if operator_of(node).writes and not is_copy(node))
+    return all(node in correspondence or operator_of(node).listed for node in writers)
+
+
+def as_captured(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> Read:
+    """Read a graph of the executable dialect in the captured one.
+
+    Args:
+        graph: in topological order.
+        correspondence: node of the graph -> node of the captured graph that it was made from.
+    """
+    reading = _Reading(graph, correspondence)
+    reading.run()
+    return Read(reading.graph, reading.copies, reading.problems)
+
+
+class _Storages:
+    """Which tensors hold what was last written to their storage.
+
+    A *tensor* is named by the first node that is it: what an operator gives that works in place is
+    what it was given.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._effects = Effects(graph)
+        self._tensors: dict[fx.Node, fx.Node] = {}
+        self._writes: dict[object, list[fx.Node]] = defaultdict(list)
+        self._born: dict[fx.Node, dict[object, int]] = {}
+        self.constants = {key for n in graph.find_nodes(op="get_attr") for key in self.keys(n)}
+        self._last: dict[object, fx.Node] = {}
+        self._values: dict[fx.Node, fx.Node] = {}
+        self.key = self._effects.key
+
+    def keys(self, node: fx.Node) -> list[object]:
+        """The storages of a node, or of what it holds."""
+        return self._effects.keys(node)
+
+    def tensor(self, node: fx.Node) -> fx.Node:
+        """The node by which the tensor of a node is known."""
+        return self._tensors.get(node, node)
+
+    def add(self, node: fx.Node, was: fx.Node | None = None) -> None:
+        """Take in a node behind all that were added; `was`: it is that tensor."""
+        if was is None and is_pure_view(node) and _is_all_of(node, node.all_input_nodes[0]):
+            was = node.all_input_nodes[0]
+        if was is not None:
+            self._tensors[node] = self.tensor(was)
+        self._born[node] = self.counts(node)
+        if operator_of(node).item:  # it is as old as the list
+            there = self._born[node.all_input_nodes[0]]
+            self._born[node] = {key: there.get(key, n) for key, n in self._born[node].items()}
+
+    def counts(self, node: fx.Node) -> dict[object, int]:
+        """How often each storage of a node has been written so far."""
+        return {key: len(self._writes[key]) for key in self.keys(node)}
+
+    def write(self, writer: fx.Node | None, node: fx.Node, value: fx.Node) -> None:
+        """Say that a tensor holds `value` now; `writer`: None for a `copy_` of the captured graph,
+        which its comparison follows."""
+        tensor, key = self.tensor(node), self.key(node)
+        if writer is not None:
+            self._writes[key].append(writer)
+        self._last[key] = tensor
+        self._values[tensor] = value
+
+    def now(self, node: fx.Node) -> fx.Node | None:
+        """What was written last to the tensor of a node; None if nothing was since there is it."""
+        tensor = self.tensor(node)
+        return self._values.get(tensor) if self._last.get(self.key(node)) is tensor else None
+
+    def overwriting(self, node: fx.Node) -> fx.Node | None:
+        """Who has overwritten what a node stood for, as another tensor."""
+        if self.counts(node) == self._born[node] or self.now(node) is not None:
+            return None
+        return next(self._writes[key][-1] for key in self.keys(node) if self._writes[key])
+
+
+class _Reading:
+    """Reads one graph; see the module's docstring."""
+
+    def __init__(self, graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> None:
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.problems: list[Problem] = []
+        self._given, self._was = graph, correspondence
+        self._storages = _Storages(graph)
+        self._sent: dict[fx.Node, dict[fx.Node, dict[object, int]]] = {}
+
+    def run(self) -> None:
+        """Read all nodes, in order."""
+        for node in self._given.nodes:
+            if node.op == "output":
+                self._end(node)
+                return
+            if is_wait(node):
+                self._still_sends(launch_of(node), node)
+            if operator_of(node).collective and operator_of(node).reads_until_wait:
+                self._sent[node] = {n: self._storages.counts(n) for n in node.all_input_nodes}
+            if overwritten(node):
+                self._write(node)
+            else:
+                self._copy(node)
+                self._storages.add(node)
+
+    def _value(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+        """What a node stands for when it is read."""
+        if operator_of(reader).item and _holds_several(source):
+            return self.copies[source]  # what is picked is looked at when it is read
+        by = self._storages.overwriting(source)
+        if by is not None and by is not reader:
+            verb = "returns" if reader.op == "output" else "reads"
+            self._wrong(
+                f"%{reader.name} {verb} %{source.name} after %{by.name} has overwritten it",
+                (reader, by),
+            )
+        return self._storages.now(source) or self.copies[source]
+
+    def _copy(self, node: fx.Node, target: Any = None) -> fx.Node:
+        values = {source: self._value(source, node) for source in node.all_input_nodes}
+        copy = self.graph.node_copy(node, values.__getitem__)
+        if target is not None:
+            copy.target = target
+        self.copies[node] = copy
+        return copy
+
+    # ----------------------------------------------------------------------------------- writes
+
+    def _write(self, node: fx.Node) -> None:
+        was = self._was.get(node)
+        target = node.target
+        if was is None or was.target != target:
+            target = self._twin(node, was)
+            self._writes_what_it_may(node)
+        elif is_copy(node):
+            self._copy_to(node)
+            return
+        copy = self._copy(node, target)
+        destinations = written(node)
+        call = list_call(node)
+        if call is not None and operator_of(node).listed:
+            self._storages.add(node)
+            several = len(operator_of(copy).aliases) > 1
+            for position in written_positions(node):
+                for index, source in enumerate(call.lists.get(position, ())):
+                    path = (position, index) if several else (index,)
+                    self._storages.write(node, source, self._item(copy, path, source))
+        elif len(destinations) == 1:
+            self._storages.write(node, destinations[0], copy)
+            self._storages.add(node, destinations[0])
+        else:
+            self._wrong(f"%{node.name} updates several tensors", (node,))
+            self._storages.add(node)
+
+    def _copy_to(self, node: fx.Node) -> None:
+        """A `copy_` of the captured graph is one here: to the input, whatever stands there."""
+        destination, value = node.args[0], node.args[1]
+        assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
+        tensor = self._storages.tensor(destination)
+        values = {destination: self.copies[tensor], value: self._value(value, node)}
+        for source in node.all_input_nodes:
+            values.setdefault(source, self._value(source, node))
+        self.copies[node] = self.graph.node_copy(node, values.__getitem__)
+        self._storages.write(None, destination, self.copies[node])
+        self._storages.add(node, destination)
+
+    def _twin(self, node: fx.Node, was: fx.Node | None) -> Any:
+        """The functional operator that an in-place one stands for."""
+        if not isinstance(node.target, _compat.OpOverload):
+            return node.target
+        if was is not None and (was.target, node.target) in inplace.INPLACE.items():
+            return was.target
+        value = known_value(written(node)[0]) if written(node) else None
+        found = functional_form(node.target)
+        if isinstance(value, torch.Tensor):
+            found = functional_form_for(node.target, value)
+        several = known_value(node)
+        if isinstance(several, (list, tuple)) and rounds_a_list_in_place(node.target, several):
+            found = None
+        if found is None:
+            self._wrong(f"%{node.name} gives no bits that an operator gives out of place", (node,))
+        return found
+
+    def _item(self, copy: fx.Node, path: tuple[int, ...], like: fx.Node) -> fx.Node:
+        for index in path:
+            held = known_value(copy)
+            copy = self.graph.call_function(operator.getitem, (copy, index))
+            if isinstance(held, (list, tuple)) and index < len(held):
+                set_value(copy, held[index])
+        if not has_value(copy) and has_value(like):
+            set_value(copy, known_value(like))
+        return copy
+
+    def _writes_what_it_may(self, node: fx.Node) -> None:
+        """What is overwritten is one value of the graph's own, dense, and of the result's kind."""
+        storages = self._storages
+        leaves = _compat.tree_leaves((node.args, node.kwargs))
+        given = Counter(leaf for leaf in leaves if isinstance(leaf, fx.Node))
+        shared = Counter(key for source in given for key in storages.keys(source))
+        for source in overwritten(node):
+            why, value = None, known_value(source)
+            if isinstance(value, torch.Tensor) and not lies_apart(value):
+                why = "elements of which share memory"
+            elif storages.key(source) in storages.constants:
+                why = "a constant of the module"
+            elif shared[storages.key(source)] > 1:
+                why = "the memory of which another argument has"
+            elif given[source] > 1 and not operator_of(node).pointwise:
+                why = "which it is given twice"
+            elif isinstance(known_value(node), torch.Tensor) and not same_kind(node, source):
+                why = "which is of another kind than its result"
+            if why is not None:
+                self._wrong(f"%{node.name} overwrites %{source.name}, {why}", (node, source))
+
+    # -------------------------------------------------------------------------------------- end
+
+    def _still_sends(self, launch: fx.Node | None, end: fx.Node) -> None:
+        """Nobody overwrites what a collective reads until its wait."""
+        for source, count in self._sent.pop(launch, {}).items() if launch is not None else ():
+            if self._storages.counts(source) != count:
+                self._wrong(
+                    f"%{end.name} still sends %{source.name} when it was overwritten", (end, source)
+                )
+
+    def _end(self, node: fx.Node) -> None:
+        for launch in list(self._sent):
+            self._still_sends(launch, node)
+        if not follows_output_convention(self._given):
+            self._copy(node)
+            return
+        outputs = get_outputs(self._given)
+        updates = [*(self.copies[update] for update in outputs.updates), *self._updates()]
+        results, carried = (
+            [self._value(v, node) if isinstance(v, fx.Node) else v for v in values]
+            for values in (outputs.results, outputs.carried)
+        )
+        self.graph.output((results, updates, carried))
+
+    def _updates(self) -> Iterator[fx.Node]:
+        """Copies of what stands in inputs at the end, which later readers read."""
+        for source in self._given.find_nodes(op="placeholder"):
+            by, value = self._storages.overwriting(source), self._storages.now(source)
+            if by is not None:
+                self._wrong(f"%{by.name} overwrites a part of %{source.name}", (by, source))
+            if value is None or is_copy(value):
+                continue
+            with self.graph.inserting_after(value):
+                copy = self.graph.call_function(aten.copy_.default, (self.copies[source], value))
+            copy.meta.update(source.meta)
+            value.replace_all_uses_with(copy)
+            copy.update_arg(1, value)
+            self._storages.write(None, source, copy)
+            yield copy
+
+    def _wrong(self, message: str, nodes: tuple[fx.Node, ...]) -> None:
+        self.problems.append(
+            Problem(
+                message,
+                nodes,
+                "read before it is overwritten, or let the operator work out of place",
+            )
+        )
+
+
+def _holds_several(node: fx.Node) -> bool:
+    return isinstance(known_value(node), (list, tuple))
+
+
+def _is_all_of(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a view is of the same elements in the same places."""
+    if not same_kind(node, source):
+        return False
+    value, whole = known_value(node), known_value(source)
+    strided = value.layout is torch.strided
+    return not strided or bool(value.storage_offset() == whole.storage_offset())
