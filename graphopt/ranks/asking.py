@@ -26,9 +26,11 @@ class Questions:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._apart = dist.new_group(
+        apart = dist.new_group(
             dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
         )
+        assert isinstance(apart, dist.ProcessGroup), "this rank is in it"
+        self._apart = apart
 
     def alike(self, number: int, step: int) -> bool:
         """Whether all ranks say the same number, and not 0. Waits for all of them.
