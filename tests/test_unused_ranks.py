@@ -72,7 +72,7 @@ def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Train:
     def step(x: Tensor, depth: int, task: int) -> Tensor:
         loss = F.cross_entropy(model(x, depth, task), torch.zeros(len(x), dtype=torch.int64))
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True)
         if torch.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad()
@@ -136,8 +136,14 @@ def compare(rank: int, *args: Any) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("schedule", ["alike", "one_rank", "apart", "tasks"])
+@pytest.mark.parametrize("schedule", ["one_rank", "tasks"])
 def test_as_ddp_on_two_ranks(two_ranks: Pool, schedule: str) -> None:
+    assert two_ranks.run(compare, 2, schedule, "plain", "adamw") == [[], []]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["alike", "apart", "never_all"])
+def test_as_ddp_with_adamw(two_ranks: Pool, schedule: str) -> None:
     assert two_ranks.run(compare, 2, schedule, "plain", "adamw") == [[], []]
 
 
