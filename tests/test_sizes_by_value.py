@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 import graphopt
 from gloo import Pool
+from graphopt.cost import DEVICES, RooflineCost
 from graphopt.errors import AssumptionFailedError, CaptureError
+from graphopt.graph_utils import is_operator, same_kind
 from test_decisions import assert_alike, finish, left_by
 
 Step = Callable[[nn.Module, Optimizer, Tensor, Tensor], Any]
@@ -176,3 +178,19 @@ def _rank(rank: int) -> str:
 
 def test_ranks_that_do_not_vote_have_no_sizes_of_their_own(two_ranks: Pool) -> None:
     assert all("depends on values" in said for said in two_ranks.run(_rank))
+
+
+def test_nobody_asks_about_sizes_behind_the_capture() -> None:
+    """The graph would hold for the sizes of the first call alone."""
+
+    def step(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        return model(x[x[:, 0] > 0]) @ x[:3], x[x[:, 1] > 0].relu()
+
+    captured = graphopt.capture(step, nn.Identity(), torch.ones(4, 3))
+    graph = captured.graph_module
+    cost = RooflineCost(DEVICES["cpu"])
+    assert all(cost(node) >= 0 for node in graph.graph.nodes)
+    rows, other = (node for node in graph.graph.nodes if is_operator(node.target, "aten::index"))
+    assert same_kind(rows, rows) and not same_kind(rows, other)
+    x = torch.tensor([[1.0, 1.0, 1.0]] * 5 + [[1.0, 0.0, 1.0]])
+    assert [len(result) for result in graph(x)[0]] == [6, 5]

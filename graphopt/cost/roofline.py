@@ -151,15 +151,21 @@ def is_free(node: fx.Node) -> bool:
 
 def flops_of(node: fx.Node) -> float:
     """Floating-point operations of a node, by the formulas of torch's flop counter; 0 for operators
-    without a formula, whose time is that of moving their operands."""
+    without a formula, whose time is that of moving their operands, and where sizes are symbols: the
+    graph would hold from then on for the size alone that was asked for."""
     formula = _compat.flop_formula(node.target)
-    if formula is None:
+    if formula is None or _has_symbolic_shape(node):
         return 0.0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: known_value(source))
     try:
         return float(formula(*args, **kwargs, out_val=known_value(node)))
     except (AttributeError, IndexError, TypeError, ValueError):  # other arguments than expected
         return 0.0
+
+
+def _has_symbolic_shape(node: fx.Node) -> bool:
+    values = (known_value(each) for each in (node, *node.all_input_nodes))
+    return any(map(_compat.has_symbolic_shape, tensors_in(list(values))))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.sizes import symbolic_layout
 from graphopt.ir.metadata import known_value
 
 
@@ -75,9 +76,8 @@ def same_kind(a: fx.Node, b: fx.Node) -> bool:
     x, y = known_value(a), known_value(b)
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
-    return (
-        x.shape == y.shape
-        and x.stride() == y.stride()
-        and x.dtype == y.dtype
-        and x.device == y.device
-    )
+    if (x.dtype, x.device) != (y.dtype, y.device):
+        return False
+    if _compat.has_symbolic_shape(x) or _compat.has_symbolic_shape(y):  # which must not be asked
+        return symbolic_layout(x) == symbolic_layout(y)
+    return x.shape == y.shape and x.stride() == y.stride()

@@ -425,7 +425,7 @@ def _first_trace(
     call, inputs, raw = first_trace(call.with_answers(known), communication)
     if len(known) < len(decided):
         inputs.answers[: len(known)] = decided
-        call = call.with_answers(decided)
+        call = call.with_answers((*decided, *call.decided[len(known) :]))
     return call, inputs, raw
 
 

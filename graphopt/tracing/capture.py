@@ -24,7 +24,7 @@ from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.compare import fingerprint
 from graphopt.tracing.decisions import another_on_each_rank
-from graphopt.tracing.failures import definition_of, explained
+from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.found_places import FoundPlace, found_places
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.input_notes import (
@@ -305,14 +305,17 @@ def first_trace(
 
 def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
     """The call as it may be traced with success where it has been refused with `inputs`: with what
-    it works on besides; with more known of sizes that depend on values, where something asked about
-    them; with libraries that find out that they are traced, where their decisions by value cannot
-    be followed; or with its numbers as constants, since some code takes nothing else.
+    it works on besides; with the other answer where a guessed one led to an exception; with more
+    known of sizes that depend on values, where something asked about them; with libraries that find
+    out that they are traced, where their decisions by value cannot be followed; or with its numbers
+    as constants, since some code takes nothing else.
 
     Raises:
         CaptureError: `error`, where that has been tried.
     """
     forget_existing()
+    if isinstance(error, CaptureError) and _was_guessed_wrong(inputs, error):
+        return call.with_answers((*inputs.answers[:-1], False))
     asked = inputs.meets_sizes and error.__cause__ is not None
     knowing = call.knowing_sizes() if asked and isinstance(error, CaptureError) else None
     if knowing is not None:
@@ -328,6 +331,11 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
     return extended
+
+
+def _was_guessed_wrong(inputs: Inputs, error: CaptureError) -> bool:
+    """Whether the last answer was a guess after which the step raised an exception."""
+    return inputs.guessed == len(inputs.answers) - 1 and is_raised(error)
 
 
 def _may_be_told(call: Call, inputs: Inputs) -> bool:

@@ -238,13 +238,15 @@ class Decider:
 
     def _answer(self, number: Any, kind: type, line: Any) -> Answer:
         """What a number is. On several ranks, where it stands behind collectives, a guess that is
-        the same on all: a wrong one is found out by all of them when the graph first runs. A graph
-        of fake tensors does not run here: it gets no guess."""
+        the same on all: a wrong one is found out by all of them when the graph first runs, and one
+        that leads to an exception is taken back. A graph of fake tensors does not run here: it
+        gets no guess."""
         values = self._values
         if not isinstance(values, ValuesBeforeCollectives) or values.knows(number):
             return cast(Answer, kind(values.of(number)))
         if kind is not bool:
             raise another_on_each_rank(line)
+        self._inputs.guessed = self._count
         return True
 
     def _refuse(self, line: Any) -> None:

@@ -12,7 +12,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
-from graphopt.tracing.source import in_step, is_library_file, user_line_of
+from graphopt.tracing.source import in_step, is_library_file, is_tracing_file, user_line_of
 
 _LOG = (
     "do it in a function that every step calls: graphopt.callback(function, loss.item()), or return"
@@ -105,6 +105,22 @@ def explained(call: Call) -> Iterator[None]:
 def raised_by_step(error: CaptureError) -> Exception | None:
     """The exception behind a refusal, where a `raise` or an `assert` in the user's code has raised
     it; None where the refusal has another cause."""
+    filename = _raising_file(error)
+    cause = error.__cause__
+    if filename is None or is_library_file(filename) or not isinstance(cause, Exception):
+        return None
+    return cause
+
+
+def is_raised(error: CaptureError) -> bool:
+    """Whether a `raise` in the step or in a function of a library that it calls is behind a
+    refusal, rather than what graphopt or torch say of the trace."""
+    filename = _raising_file(error)
+    return filename is not None and not is_tracing_file(filename)
+
+
+def _raising_file(error: CaptureError) -> str | None:
+    """The file of the `raise` or `assert` behind a refusal, where that is one."""
     cause = error.__cause__
     if not isinstance(cause, Exception) or isinstance(cause, GraphOptError):
         return None
@@ -114,7 +130,7 @@ def raised_by_step(error: CaptureError) -> Exception | None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
     raises = dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
-    return cause if raises and not is_library_file(code.co_filename) else None
+    return code.co_filename if raises else None
 
 
 def _location(error: BaseException, call: Call) -> str:

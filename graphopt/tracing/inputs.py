@@ -201,6 +201,7 @@ class Inputs:
     Attributes:
         conditions: what has to be so of `hyperparameters`.
         answers: to the decisions by value that the step takes, in their order, as far as known.
+        guessed: the position of the last answer that was guessed, if one was.
         sizes: what is made of sizes that depend on values.
         meets_sizes: a trace has met such a size.
         asked: a library has asked whether it is traced; see `asked`.
@@ -227,6 +228,7 @@ class Inputs:
     rebound: list[int] = field(default_factory=list)
     aliases: list[tuple[StateTensor, ModuleTensor]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    guessed: int | None = None
     sizes: SizesKept = SizesKept.UNKNOWN
     meets_sizes: bool = False
     asked: bool = False

@@ -34,6 +34,12 @@ def is_library_file(filename: str) -> bool:
     return path.startswith(_TORCH) or _is_standard_library(path)
 
 
+def is_tracing_file(filename: str) -> bool:
+    """Whether a file belongs to graphopt, or to what torch traces with."""
+    path = _resolved(filename)
+    return is_own_file(filename) or path.startswith((_TORCH + "_", _TORCH + "fx/"))
+
+
 @lru_cache(maxsize=4096)
 def is_own_file(filename: str) -> bool:
     """Whether a file belongs to graphopt."""

@@ -142,7 +142,7 @@ def _traced(
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
         own = raised_by_step(error)
-        if own is not None and inputs.answers:
+        if own is not None and inputs.answers and inputs.guessed is None:
             raise own from None  # as eager code raises it for these values
         raise
     finally:
