@@ -33,10 +33,10 @@ class OutsidePlace:
     Attributes:
         kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
             has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "length"
-            of an item; "keys" of a dictionary in order; "cell" of a closure; "whole" contents;
-            "kind" of a tensor: all that is known of it but its values; "target" of a weak
-            reference; "remembers", whether a function with a cache has not been made to forget
-            since the cache was so full.
+            of an item; "sum" of the numbers of a list, but for so many at its front; "keys" of a
+            dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
+            that is known of it but its values; "target" of a weak reference; "remembers", whether a
+            function with a cache has not been made to forget since the cache was so full.
     """
 
     kind: str
@@ -96,6 +96,12 @@ def _remembers(holder: Any, key: Any) -> Any:
     return all(now >= before for now, before in zip(filled(holder), key, strict=True))
 
 
+def _sum(holder: list[Any], key: int) -> Any:
+    if len(holder) < key or not all(type(each) in (int, float) for each in holder):
+        return MISSING
+    return sum(holder[key:])
+
+
 def _cell(holder: CellType, key: Any) -> Any:
     return holder.cell_contents
 
@@ -115,6 +121,7 @@ _READERS: Mapping[str, Any] = {
     "type": lambda holder, key: type(holder),
     "size": lambda holder, key: len(holder),
     "length": lambda holder, key: len(holder[key]),
+    "sum": _sum,
     "keys": lambda holder, key: tuple(holder),
     "cell": _cell,
     "whole": _whole,
