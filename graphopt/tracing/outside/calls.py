@@ -337,6 +337,7 @@ class NativeCalls:
         """The step calls a function that may know the answer without being run."""
         self._pin(args)
         if self._record.is_outside(function):
+            self._record.unrepeated.remembers(function)
             path = self._record.path(function, getattr(function, "__name__", "a function"))
             known = OutsidePlace("remembers", function, filled(function))
             self._record.read(known, f"the cache of {path}", line)
