@@ -7,7 +7,7 @@ import enum
 import gc
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import CellType
 from typing import Any, NamedTuple
@@ -59,6 +59,11 @@ class OutsidePlace:
         """Whether it is an item of a dictionary, as attributes are."""
         return self.kind == "item" and type(self.holder) in _TABLES
 
+    @property
+    def may_carry(self) -> bool:
+        """Whether the tensor there may be an input of a graph that leaves another one there."""
+        return self.is_item or self.kind == "cell"
+
     def now(self) -> Any:
         """What is there, `MISSING` if nothing is."""
         try:
@@ -70,6 +75,31 @@ class OutsidePlace:
         """Put a value there; `MISSING` takes away what is there. Of an item, an attribute, a
         variable of a closure, or what a class has for a name."""
         _WRITERS[self.kind](self.holder, self.key, value)
+
+
+class CellTable(MutableMapping[Any, Any]):
+    """A variable of a closure as a table of one item, of whatever key."""
+
+    def __init__(self, cell: CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # a variable that has no value
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._cell.cell_contents
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 1
 
 
 def _whole(holder: Any, key: Any) -> Any:
