@@ -210,6 +210,26 @@ def in_an_exit(kept: Any, loss: Tensor) -> None:
         stack.callback(kept.append, 1)
 
 
+@functools.lru_cache
+def remembered(kept: SimpleNamespace) -> int:
+    kept.last = 3
+    return 1
+
+
+@functools.lru_cache
+def appending(kept: SimpleNamespace) -> list[int]:
+    kept.rows.append(2)
+    return kept.rows
+
+
+class Hashed(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def hashed() -> Hashed:
+    return Hashed(rows=[], last=None)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], Effect]] = {
     "bytearray.append": (lambda: bytearray(b"a"), lambda kept, loss: kept.append(1)),
     "array.append": (lambda: array.array("d"), lambda kept, loss: kept.append(1.0)),
@@ -239,6 +259,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], Effect]] = {
     "large array": (lambda: np.zeros(1 << 18), counts_in_c),
     "array of C's items": (lambda: (ctypes.c_int * 3)(), lambda kept, loss: kept.__setitem__(0, 1)),
     "weak dictionary": (weakref.WeakKeyDictionary, lambda kept, loss: kept.update({Meter: 1})),
+    "item in a remembered call": (hashed, lambda kept, loss: remembered(kept)),
+    "append in a remembered call": (hashed, lambda kept, loss: appending(kept)),
     "array behind a tensor": (list, written_later),
 }
 

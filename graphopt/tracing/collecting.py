@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -34,7 +34,7 @@ from graphopt.tracing.inputs import (
 from graphopt.tracing.number_tuples import leaves_of
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
-from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.places import CellTable, OutsidePlace
 
 
 def collect(call: Call, known: Inputs | None = None) -> Inputs:
@@ -81,7 +81,7 @@ def _held(inputs: Inputs, call: Call, known: frozenset[str]) -> frozenset[str]:
 def _module_tensors(call: Call) -> list[ModuleTensor]:
     found: dict[int, ModuleTensor] = {}
 
-    def add(kind: Kind, fqn: str, owner: dict[str, Any], key: str) -> None:
+    def add(kind: Kind, fqn: str, owner: MutableMapping[str, Any], key: str) -> None:
         tensor = owner[key]
         if not isinstance(tensor, torch.Tensor):
             return
@@ -96,7 +96,8 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
         for key in _compat.own_buffers(module):
             add("buffer", _join(prefix, key), _compat.own_buffers(module), key)
     for path, place, _ in _alone(call.besides.carried, found):
-        add("buffer", path, place.holder, place.key)
+        table = CellTable(place.holder) if place.kind == "cell" else place.holder
+        add("buffer", path, table, place.key)
     for name, tensor in bare_tensors(call):
         kind: Kind = "parameter" if tensor.requires_grad else "buffer"
         found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
@@ -129,7 +130,7 @@ def _marks(entries: Iterable[ModuleTensor]) -> Iterator[tuple[str, dict[str, Any
 
 def _alone(carried: Sequence[CarriedPlace], found: Collection[int]) -> Iterator[CarriedPlace]:
     """Places that hold a tensor which is nowhere else: others are found by reading them."""
-    places = {each.place.identity: each for each in carried if each.place.is_item}
+    places = {each.place.identity: each for each in carried if each.place.may_carry}
     values = [each.place.now() for each in places.values()]
     counts = Counter(map(id, values))
     for each, value in zip(places.values(), values, strict=True):

@@ -6,7 +6,7 @@ parameters, optimizer state and learning rate as they are now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,7 +66,7 @@ class ModuleTensor:
     kind: Kind
     fqn: str
     tensor: torch.Tensor
-    slots: list[tuple[dict[str, Any], str]]
+    slots: list[tuple[MutableMapping[str, Any], str]]
     rebindable: bool = False
     bare: bool = False
 

@@ -195,7 +195,7 @@ def _left_by_each_call(
         )
     if _is_traced(value, numbers=True):
         alone = not isinstance(written.before, torch.Tensor)
-        follows = (place.is_written if alone else place.is_item) or not reads
+        follows = (place.is_written if alone else place.may_carry) or not reads
         follows = follows or _is_traced(value, numbers=True, tensors=False)
     elif is_plain(value):
         told_of = record.is_told(place) and type(written.before) not in (int, float)
@@ -252,7 +252,7 @@ def _is_found(record: Record, item: WrittenPlace) -> bool:
     before = item.before
     if not isinstance(before, torch.Tensor) or _compat.is_fake(before):
         return False
-    if not item.place.is_item:
+    if not item.place.may_carry:
         return False
     places = record.places_of(before)
     return all(place.identity == item.place.identity for place in places) and (

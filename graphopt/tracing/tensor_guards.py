@@ -3,7 +3,7 @@ be inputs, gradients, attributes that a program has set on them, and which share
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ def _same_marks(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 def _attribute_slots(
     call: Call, inputs: Inputs
-) -> Iterator[tuple[ModuleTensor, dict[str, Any], str]]:
+) -> Iterator[tuple[ModuleTensor, MutableMapping[str, Any], str]]:
     """Attributes, other than parameters and buffers, whose tensor has other places, too."""
     registered = {
         id(table) for _, module in call.named_submodules() for table in _compat.own_tables(module)

@@ -35,6 +35,7 @@ from graphopt.tracing.leftovers import (
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.steps import refuse_unrepeated
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.step_run import MarkedCommunication, StepRun
@@ -139,6 +140,9 @@ def _traced(
         return found
     except CaptureError as error:
         inputs.drawn = earlier
+        if run.outside.unrepeated.once:
+            with explained(call):
+                refuse_unrepeated(run.outside)
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
         own = raised_by_step(error)

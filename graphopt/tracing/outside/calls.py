@@ -36,6 +36,7 @@ from graphopt.tracing.outside.places import (
     viewed,
 )
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.sums import reads_sum
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import is_library_file
 
@@ -138,6 +139,8 @@ class NativeCalls:
         elif callee is len:
             if record.is_outside(args[0]) and record.length_of(args[0]) is None:
                 record.size(args[0], record.path(args[0], type(args[0]).__name__), line)
+        elif callee is sum and len(args) == 1 and reads_sum(record, args[0], line):
+            pass
         elif callee is next:
             self._advance(args[0], line)
         elif callee in _READING_OBJECTS:
@@ -334,6 +337,7 @@ class NativeCalls:
         """The step calls a function that may know the answer without being run."""
         self._pin(args)
         if self._record.is_outside(function):
+            self._record.unrepeated.remembers(function)
             path = self._record.path(function, getattr(function, "__name__", "a function"))
             known = OutsidePlace("remembers", function, filled(function))
             self._record.read(known, f"the cache of {path}", line)

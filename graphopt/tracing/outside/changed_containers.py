@@ -13,6 +13,11 @@ from graphopt.tracing.outside.known_objects import KnownObjects
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.unrepeated import Unrepeated
 
+_TAKING_FIRST = (
+    Change("pop", (0,), takes=False),
+    Change("__delitem__", (0,), takes=False),
+)
+
 
 @dataclass
 class ChangedContainer:
@@ -105,6 +110,24 @@ class ContainerChanges(KnownObjects):
         if changed is None:
             return True
         return not changed.otherwise and all(how.is_of_one_item for how, _ in changed.changes)
+
+    def rest(self, container: Any) -> tuple[Any, int, list[Any]] | None:
+        """A list as it was before, how many items the step has taken from its front, and what it
+        has added at its end; None where it has done anything else with it."""
+        changed = self._changes.get(id(container))
+        if changed is None:
+            return None if id(container) in self._mutated else (container, 0, [])
+        if changed.otherwise:
+            return None
+        taken, added = 0, []
+        for change, value in changed.changes:
+            if change.method == "append":
+                added.append(value)
+            elif change in _TAKING_FIRST and taken < len(changed.before):
+                taken += 1
+            else:
+                return None
+        return changed.before, taken, added
 
     def changed_containers(self) -> Iterator[ChangedContainer]:
         """Lists, queues and sets that the step has changed so far by what can be done again."""

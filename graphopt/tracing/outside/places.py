@@ -7,7 +7,7 @@ import enum
 import gc
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import CellType
 from typing import Any, NamedTuple
@@ -33,10 +33,10 @@ class OutsidePlace:
     Attributes:
         kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
             has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "length"
-            of an item; "keys" of a dictionary in order; "cell" of a closure; "whole" contents;
-            "kind" of a tensor: all that is known of it but its values; "target" of a weak
-            reference; "remembers", whether a function with a cache has not been made to forget
-            since the cache was so full.
+            of an item; "sum" of the numbers of a list, but for so many at its front; "keys" of a
+            dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
+            that is known of it but its values; "target" of a weak reference; "remembers", whether a
+            function with a cache has not been made to forget since the cache was so full.
     """
 
     kind: str
@@ -59,6 +59,11 @@ class OutsidePlace:
         """Whether it is an item of a dictionary, as attributes are."""
         return self.kind == "item" and type(self.holder) in _TABLES
 
+    @property
+    def may_carry(self) -> bool:
+        """Whether the tensor there may be an input of a graph that leaves another one there."""
+        return self.is_item or self.kind == "cell"
+
     def now(self) -> Any:
         """What is there, `MISSING` if nothing is."""
         try:
@@ -70,6 +75,31 @@ class OutsidePlace:
         """Put a value there; `MISSING` takes away what is there. Of an item, an attribute, a
         variable of a closure, or what a class has for a name."""
         _WRITERS[self.kind](self.holder, self.key, value)
+
+
+class CellTable(MutableMapping[Any, Any]):
+    """A variable of a closure as a table of one item, of whatever key."""
+
+    def __init__(self, cell: CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # a variable that has no value
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._cell.cell_contents
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 1
 
 
 def _whole(holder: Any, key: Any) -> Any:
@@ -96,6 +126,12 @@ def _remembers(holder: Any, key: Any) -> Any:
     return all(now >= before for now, before in zip(filled(holder), key, strict=True))
 
 
+def _sum(holder: list[Any], key: int) -> Any:
+    if len(holder) < key or not all(type(each) in (int, float) for each in holder):
+        return MISSING
+    return sum(holder[key:])
+
+
 def _cell(holder: CellType, key: Any) -> Any:
     return holder.cell_contents
 
@@ -115,6 +151,7 @@ _READERS: Mapping[str, Any] = {
     "type": lambda holder, key: type(holder),
     "size": lambda holder, key: len(holder),
     "length": lambda holder, key: len(holder[key]),
+    "sum": _sum,
     "keys": lambda holder, key: tuple(holder),
     "cell": _cell,
     "whole": _whole,

@@ -213,13 +213,14 @@ class Record(ContainerChanges):
             self.read(OutsidePlace("size", container), f"len({path})", line)
 
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
-        """Lists that the step changes by single items, and of which it reads the length alone."""
+        """Lengths and sums of lists that the step changes by single items, and of which it reads
+        nothing else."""
         for each in self._changes.values():
             reads = [r for r in self.reads.values() if r.place.holder is each.container]
             if type(each.container) is not list or not self.is_changed_by_items(each.container):
                 continue
-            if reads and all(read.place.kind == "size" for read in reads):
-                yield reads[0].path, reads[0].place
+            if all(read.place.kind in ("size", "sum") for read in reads):
+                yield from ((read.path, read.place) for read in reads)
 
     def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
         """A value is stored: read what it was made of, other than what was in `place` itself.

@@ -6,7 +6,10 @@ step changes in each call, and not once, as a cache is filled: such a step is re
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
+import types
 from typing import Any
 
 from graphopt.ir.source import SourceLine
@@ -20,12 +23,16 @@ class Unrepeated:
     Attributes:
         first: what is changed first, as a message calls it, and where.
         at_once: one trace is enough to refuse it.
+        once: no other trace changes that again.
+        remembering: the code of functions with caches (`functools.lru_cache`) that the step calls.
         variables: context variables that the step has set and not set back, with where.
     """
 
     def __init__(self) -> None:
         self.first: tuple[str, SourceLine | None] | None = None
         self.at_once = False
+        self.once = False
+        self.remembering: set[types.CodeType] = set()
         self.variables: dict[Any, tuple[str, SourceLine]] = {}
         self._lines: dict[int, tuple[str, SourceLine]] = {}
         self._locks: dict[int, tuple[Any, bool, str, SourceLine]] = {}
@@ -47,8 +54,25 @@ class Unrepeated:
 
     def note(self, holder: Any, path: str, line: SourceLine) -> None:
         """The step writes to an object."""
+        if self.remembering and self._is_remembered():
+            self.refuse(path, line)
+            self.once = True
         if id(holder) not in self._lines:
             self._lines[id(holder)] = path, users(line)
+
+    def remembers(self, function: Any) -> None:
+        """The step calls a function with a cache."""
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is not None:
+            self.remembering.add(code)
+
+    def _is_remembered(self) -> bool:
+        """Whether this happens within a function that runs once, and whose cache stays filled when
+        what it has changed is put back."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code not in self.remembering:
+            frame = frame.f_back
+        return frame is not None
 
     def written_at(self, holder: Any) -> tuple[str, SourceLine] | None:
         """How the step got to an object that it has written to, and the line."""
