@@ -158,7 +158,9 @@ class TrainStep:
         from graphopt.runtime.sharing import begun, learn
 
         mode, left = self._communication.mode(), entry.take_left()
-        call = call.deciding((*entry.answers_before(failed.index), failed.found))
+        # What stands behind is found out by all ranks together, who guess as `entry` did.
+        behind = entry.answers[failed.index + 1 :] if failed.alone else ()
+        call = call.deciding((*entry.answers_before(failed.index), failed.found, *behind))
         self._entries.land()
         other, apart = self._known(call, mode), failed.alone or failed.voted
         going_on = None if apart else begun(left, entry, other, call, self._calls)

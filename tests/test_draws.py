@@ -424,7 +424,7 @@ KEPT: list[Any] = []
 
 REFUSED: list[tuple[Callable[[Tensor], Any], str]] = [
     (returns_the_array, "a numpy array"),
-    (keeps_the_array, "drew at random"),
+    (keeps_the_array, "drawn at random"),
     (changes_the_array, "writes into it"),
     (writes_into_another_array, "hands it to code that is not followed"),
     (goes_on_with_memory_that_was_changed, "in place"),

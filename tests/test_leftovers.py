@@ -214,10 +214,6 @@ def keeps_text(trainer: Trainer, loss: Tensor) -> Any:
     trainer.table["loss"] = f"{loss.item()}"
 
 
-def reads_what_grows(trainer: Trainer, loss: Tensor) -> Any:
-    return loss * sum(trainer.slotted.items)
-
-
 def returns_an_object(trainer: Trainer, loss: Tensor) -> Any:
     return trainer
 
@@ -236,7 +232,6 @@ REFUSED = [
     draws,
     keeps,
     keeps_text,
-    reads_what_grows,
     returns_an_object,
     turns_gradients_off,
     changes_the_default_dtype,

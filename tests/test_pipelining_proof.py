@@ -60,7 +60,7 @@ class Averaging(Ranks):
         self._parallel = parallel
 
     def capture(self, call: Any) -> CapturedStep:
-        return capture_call(call, communication_for(self._parallel), lasts=True)
+        return capture_call(call, communication_for(self._parallel, accumulated=False), lasts=True)
 
 
 @pytest.fixture

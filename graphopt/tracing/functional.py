@@ -33,6 +33,7 @@ from graphopt.graph_utils import (
     remove_identities,
     set_outputs,
     without_autocast,
+    written,
 )
 from graphopt.host import note_order
 from graphopt.host.assumptions import hold_updates
@@ -153,10 +154,24 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
         with graph.inserting_before(output):
             arguments = (placeholders[position], final)
             copy = call_function_with_meta(graph, aten.copy_.default, arguments, like=final)
+        if phase_of(copy) is None:  # what an input held before, which is no node of the trace
+            copy.meta.update(some_of(_last_write(raw, position), *OF_TRACE))
         updates.append(copy)
     user = raw.signature.user_results
     set_outputs(graph, Outputs(results[:user], updates, results[user:]))
     output.meta.clear()
+
+
+def _last_write(raw: RawTrace, position: int) -> fx.Node:
+    """The last node of a trace that writes to an input."""
+    placeholder = raw.graph_module.graph.find_nodes(op="placeholder")[position]
+    base = _compat.storage_key(fake_value(placeholder))
+
+    def writes(node: fx.Node) -> bool:
+        values = map(known_value, written(node))
+        return any(isinstance(v, torch.Tensor) and _compat.storage_key(v) == base for v in values)
+
+    return next(node for node in reversed(raw.graph_module.graph.nodes) if writes(node))
 
 
 def _is_all_of(value: fx.Node, source: fx.Node) -> bool:

@@ -79,13 +79,12 @@ def take_placed(
                 record.begins(place, before)
         if id(place.holder) in others:
             continue
-        if isinstance(
-            place.key, weakref.ref
-        ):  # an item of a weak dictionary, which is not put back
+        if isinstance(place.key, weakref.ref):  # of a weak dictionary, which is not put back
+            if before is MISSING or same(before, value):  # as a cache is filled, once
+                _leave(record, written, value)
+                continue
             place.write(before)
-            if not same(before, value):
-                place.write(before)
-                record.unrepeated.refuse(written.path, written.line)
+            record.unrepeated.refuse(written.path, written.line)
             continue
         if _is_left_alone(written):
             if not (_compat.is_fake(written.owner) or same(before, value)):

@@ -381,7 +381,7 @@ class ResultCollector:
             return Constant(value)
         leaves, spec = _compat.tree_flatten(value)
         recipes = tuple(
-            self.recipe(leaf, lambda: "")
+            self.recipe(leaf, lambda: "what it leaves outside its arguments")
             if isinstance(leaf, (torch.Tensor, *SYMBOLIC)) or is_known(leaf)
             else leaf
             if isinstance(leaf, Constant)

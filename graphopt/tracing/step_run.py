@@ -333,6 +333,7 @@ class StepRun:
                     returned = self.call.fn(*args, **kwargs)
                 arrays.finish()
                 self.outside.read_left()
+                self.outside.note_left_in()
                 gives(self.outside, returned, self.call)
                 self.view.finish()
                 for path, place in self.outside.changed_lengths():

@@ -97,14 +97,15 @@ class Record(ContainerChanges):
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self.behind: Behind | None = None
         self.length_of: Callable[[Any], Any] = _of_none
+        self._left_in: dict[int, Any] = {}
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
         self._settle_trimmed()
-        for container, line in self.rewritten.values():
-            self.holds_contents(container, line)
         self.unrepeated.finish()
         self.changed = self._changed()
+        for identity, (container, line) in self.rewritten.items():
+            self.holds_contents(container, line, self._left_in.get(identity))
         self._forget_values()
 
     def close(self) -> None:
@@ -122,6 +123,7 @@ class Record(ContainerChanges):
         self.loads.take_all()
         self._changes.clear()
         self.rewritten.clear()
+        self._left_in.clear()
         self._begun.clear()
         self.length_of = _of_none
 
@@ -293,11 +295,19 @@ class Record(ContainerChanges):
             line = line or SourceLine("", 0, "")
             self.reads[place.identity] = self._made(place, value, path, line)
 
-    def holds_contents(self, container: Any, line: SourceLine) -> None:
-        """The same of all that is in a container; of a dictionary, of its keys."""
-        path = self.path(container, type(container).__name__)
-        place = OutsidePlace("keys" if isinstance(container, dict) else "whole", container)
-        self.holds(place, place.now(), path, line)
+    def note_left_in(self) -> None:
+        """The step is at its end: what is in containers that it has written anew is still there."""
+        containers = (container for container, _ in self.rewritten.values())
+        self._left_in = {id(each): _contents(each).now() for each in containers}
+
+    def holds_contents(self, container: Any, line: SourceLine, left: Any = None) -> None:
+        """The same of all that is in a container; of a dictionary, of its keys.
+
+        Args:
+            left: what the step has left in it; None: what is there.
+        """
+        path, place = self.path(container, type(container).__name__), _contents(container)
+        self.holds(place, place.now() if left is None else left, path, line)
 
     def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
         """The step takes values from an iterator, which are gone then."""
@@ -415,6 +425,10 @@ class Record(ContainerChanges):
         if self.stands_for and place.kind in ("keys", "whole") and isinstance(value, _SEVERAL):
             value = type(value)(map(self._original, value))
         return Read(self._outside(place), value, path, line)
+
+
+def _contents(container: Any) -> OutsidePlace:
+    return OutsidePlace("keys" if isinstance(container, dict) else "whole", container)
 
 
 def _of_none(container: Any) -> None:
