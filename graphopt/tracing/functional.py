@@ -171,7 +171,8 @@ def _last_write(raw: RawTrace, position: int) -> fx.Node:
         values = map(known_value, written(node))
         return any(isinstance(v, torch.Tensor) and _compat.storage_key(v) == base for v in values)
 
-    return next(node for node in reversed(raw.graph_module.graph.nodes) if writes(node))
+    nodes: list[fx.Node] = list(raw.graph_module.graph.nodes)
+    return next(node for node in reversed(nodes) if writes(node))
 
 
 def _is_all_of(value: fx.Node, source: fx.Node) -> bool:
