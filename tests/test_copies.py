@@ -144,3 +144,26 @@ def test_fake_tensors_of_two_modes() -> None:
     with pytest.raises(CaptureError, match=r"another FakeTensorMode.*\n.*test_copies\.py"):
         graphopt.capture(lambda model, x: model(x) * other, model, x)
     graphopt.capture(lambda model, x, y: model(x) * y, model, x, other)
+
+
+def test_a_copy_of_what_the_step_does_not_compute() -> None:
+    """The average of a frozen weight is that weight."""
+
+    def make() -> World:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight.requires_grad_(False)
+        average = nn.Linear(4, 4)
+
+        def step(model: nn.Module, average: nn.Module, optimizer: Optimizer, x: Tensor) -> Any:
+            loss = finish(optimizer, model(x).square().mean())
+            with torch.no_grad():
+                average.weight.copy_(model[1].weight)  # type: ignore[index]
+            return loss
+
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return World(step, [model, average], [torch.optim.AdamW(trained, lr=0.01)])
+
+    twins = Twins(make)
+    for number in range(3):
+        twins.step(torch.full((2, 4), float(number)))
+    twins.finish(captures=1)

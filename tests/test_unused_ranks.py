@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphopt
 from gloo import Pool
@@ -93,7 +94,21 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Train:
     return step
 
 
-STEPS = {"plain": plain, "clipped": clipped}
+def averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Train:
+    """Decides in each call, by a count that all ranks have, whether the average begins."""
+    trained = model.module if isinstance(model, DistributedDataParallel) else model
+    average = AveragedModel(trained, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    step = plain(model, optimizer)
+
+    def averaging(x: Tensor, depth: int, task: int) -> Tensor:
+        loss = step(x, depth, task)
+        average.update_parameters(trained)
+        return loss + sum(p.detach().sum() for p in average.parameters())
+
+    return averaging
+
+
+STEPS = {"plain": plain, "clipped": clipped, "averaged": averaged}
 
 
 def trained(
@@ -155,9 +170,10 @@ def test_as_ddp_with_momentum(two_ranks: Pool, schedule: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("step", ["clipped", "averaged"])
 @pytest.mark.parametrize("schedule", ["alike", "apart"])
-def test_as_ddp_with_a_decision_behind(two_ranks: Pool, schedule: str) -> None:
-    assert two_ranks.run(compare, 2, schedule, "clipped", "adamw") == [[], []]
+def test_as_ddp_with_a_decision_behind(two_ranks: Pool, schedule: str, step: str) -> None:
+    assert two_ranks.run(compare, 2, schedule, step, "adamw") == [[], []]
 
 
 @pytest.mark.full

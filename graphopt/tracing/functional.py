@@ -154,16 +154,17 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
         with graph.inserting_before(output):
             arguments = (placeholders[position], final)
             copy = call_function_with_meta(graph, aten.copy_.default, arguments, like=final)
-        if phase_of(copy) is None:  # what an input held before, which is no node of the trace
-            copy.meta.update(some_of(_last_write(raw, position), *OF_TRACE))
+        source = _last_write(raw, position) if phase_of(copy) is None else None
+        if source is not None:  # what it writes is what another input holds, no node of the trace
+            copy.meta.update(some_of(source, *OF_TRACE))
         updates.append(copy)
     user = raw.signature.user_results
     set_outputs(graph, Outputs(results[:user], updates, results[user:]))
     output.meta.clear()
 
 
-def _last_write(raw: RawTrace, position: int) -> fx.Node:
-    """The last node of a trace that writes to an input."""
+def _last_write(raw: RawTrace, position: int) -> fx.Node | None:
+    """The last node of a trace that is seen to write to an input."""
     placeholder = raw.graph_module.graph.find_nodes(op="placeholder")[position]
     base = _compat.storage_key(fake_value(placeholder))
 
@@ -172,7 +173,7 @@ def _last_write(raw: RawTrace, position: int) -> fx.Node:
         return any(isinstance(v, torch.Tensor) and _compat.storage_key(v) == base for v in values)
 
     nodes: list[fx.Node] = list(raw.graph_module.graph.nodes)
-    return next(node for node in reversed(nodes) if writes(node))
+    return next(filter(writes, reversed(nodes)), None)
 
 
 def _is_all_of(value: fx.Node, source: fx.Node) -> bool:
