@@ -258,10 +258,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Effect]] = {
     "logger": (listened, lambda kept, loss: kept.warning("seen")),
     "large array": (lambda: np.zeros(1 << 18), counts_in_c),
     "array of C's items": (lambda: (ctypes.c_int * 3)(), lambda kept, loss: kept.__setitem__(0, 1)),
-    "weak dictionary": (
-        weakref.WeakKeyDictionary,
-        lambda kept, loss: kept.update({Meter: kept.get(Meter, 0) + 1}),
-    ),
+    "weak dictionary": (weakref.WeakKeyDictionary, lambda kept, loss: kept.update({Meter: 1})),
     "item in a remembered call": (hashed, lambda kept, loss: remembered(kept)),
     "append in a remembered call": (hashed, lambda kept, loss: appending(kept)),
     "array behind a tensor": (list, written_later),

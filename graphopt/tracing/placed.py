@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ def take_placed(
         if id(place.holder) in others:
             continue
         if isinstance(place.key, weakref.ref):  # of a weak dictionary, which is not put back
-            if before is MISSING or same(before, value):  # as a cache is filled, once
+            found = before is MISSING and isinstance(value, FunctionType)  # as singledispatch does
+            if found or same(before, value):
                 _leave(record, written, value)
                 continue
             place.write(before)
