@@ -81,8 +81,8 @@ def take_placed(
         if id(place.holder) in others:
             continue
         if isinstance(place.key, weakref.ref):  # of a weak dictionary, which is not put back
-            found = before is MISSING and isinstance(value, FunctionType)  # as singledispatch does
-            if found or same(before, value):
+            kept = before is MISSING and isinstance(value, FunctionType)  # as singledispatch does
+            if kept or same(before, value):
                 _leave(record, written, value)
                 continue
             place.write(before)
