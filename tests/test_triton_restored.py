@@ -160,4 +160,14 @@ def test_methods_of_other_tensors_are_torchs() -> None:
         assert x.t().contiguous().stride() == (2, 1)
         x[0] = 1
         assert x.clone().copy_(x, non_blocking=True)[0].tolist() == [1, 1, 1]
-    assert not {"__getitem__", "__setitem__", "copy_"} & vars(torch.Tensor).keys()
+    for kind in (torch.Tensor, fake_tensor.FakeTensor):
+        assert not {"__getitem__", "__setitem__", "copy_"} & vars(kind).keys()
+
+
+def test_a_tensor_of_tensors_can_still_be_made() -> None:
+    """A class that once had a `__getitem__` of Python's is a sequence ever after, to torch."""
+    with methods_for_fake_cuda_tensors():
+        pass
+    for kind in (torch.tensor, torch.as_tensor):
+        assert kind([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1, 2]
+    assert torch.Tensor([torch.tensor(1.0)]).tolist() == [1]

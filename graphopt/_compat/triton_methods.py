@@ -3,6 +3,10 @@
 Hand-written bindings fail there even for fake tensors, on which nothing runs ("PyTorch is not
 linked with support for cuda devices", torch 2.13); their operators do not. These four are those
 that Inductor and its decompositions call: none of them assigns to items of a tensor.
+
+They are set on the class of fake tensors, never on `torch.Tensor`: a class that once had a
+`__getitem__` of Python's counts as a sequence even when that is gone, and `torch.tensor([loss])`
+then asks a tensor without dimensions for its length.
 """
 
 from __future__ import annotations
@@ -13,13 +17,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 
 
 @contextmanager
 def methods_for_fake_cuda_tensors() -> Iterator[None]:
-    """While active, these methods of CUDA tensors call operators; other tensors notice nothing."""
+    """While active, these methods of fake CUDA tensors call operators; others notice nothing."""
     replacements: dict[str, Callable[..., Any]] = {
         "__getitem__": _getitem,
         "__invert__": aten.bitwise_not.default,
@@ -28,8 +33,8 @@ def methods_for_fake_cuda_tensors() -> Iterator[None]:
     }
     with ExitStack() as stack:
         for name, replacement in replacements.items():
-            method = _for_cuda(getattr(torch.Tensor, name), replacement)
-            stack.enter_context(mock.patch.object(torch.Tensor, name, method))
+            method = _for_cuda(getattr(FakeTensor, name), replacement)
+            stack.enter_context(mock.patch.object(FakeTensor, name, method))
         yield
 
 
