@@ -97,7 +97,7 @@ USES: dict[str, tuple[Use, int]] = {
     "range": (lambda loss, out, y: [out * i for i in range(int(y[0]))], 3),
     "slice": (lambda loss, out, y: out[: int(y[0]) + 1], 3),
     "index": (lambda loss, out, y: [1.0, 2.0, 3.0][int(y[0])], 3),
-    "factor of integers": (lambda loss, out, y: y * int(y[0]), 3),
+    "factor of integers": (lambda loss, out, y: y * int(y[0]), 1),
     "factor of floats": (lambda loss, out, y: out * int(y[0]), 1),
     "boolean": (lambda loss, out, y: [int(y[0] > 1), float(y[0] > 1)], 1),
     "rate": (lambda loss, out, y: loss * 1.0, 1),

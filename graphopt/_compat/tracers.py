@@ -112,12 +112,12 @@ def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.
     return _recorded(function, args, result)
 
 
-def record_integer(number: torch.SymFloat | torch.SymBool) -> torch.SymInt:
-    """Record `int(number)` of what is an integer in each call; its result is a new unknown."""
-    environment = _environment_of((number,))
+def record_integer(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymInt:
+    """Record a call of a Python function that gives an integer; its result is a new unknown."""
+    environment = _environment_of(args)
     with environment.ignore_fresh_unbacked_symbols():
         result: torch.SymInt = environment.create_unbacked_symint()
-    return _recorded(int, (number,), result)
+    return _recorded(function, args, result)
 
 
 def record_truth(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymBool:

@@ -17,6 +17,12 @@ _ON_NUMBERS = frozenset(
 """Torch functions that take an integer for the floating-point number that it is equal to, where
 their tensors are of floating point."""
 
+_NEVER_SIZES = _ON_NUMBERS | {
+    *("eq", "ne", "lt", "le", "gt", "ge", "clamp", "clip", "clamp_min", "clamp_max", "where"),
+    *("masked_fill", "remainder", "fmod", "floor_divide", "sym_float", "tensor", "as_tensor"),
+}
+"""Torch functions for which an integer is a number to compute with, and no size or position."""
+
 
 def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Arguments of a torch function in which integers, and numpy's floats, are themselves, where
@@ -26,7 +32,8 @@ def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     name = getattr(function, "__name__", "").removeprefix("_foreach_").strip("_")
     if name in _ON_NUMBERS and _all_floating((args, kwargs)):
         return args, kwargs
-    return _concrete(args), _concrete(kwargs)
+    taken = name not in _NEVER_SIZES
+    return _concrete(args, taken), _concrete(kwargs, taken)
 
 
 def _any_special(value: Any) -> bool:
@@ -51,15 +58,20 @@ def _all_floating(value: Any) -> bool:
     return True
 
 
-def _concrete(value: Any) -> Any:
+def _concrete(value: Any, taken: bool) -> Any:
+    """Arguments with numbers in the place of what stands for them.
+
+    Args:
+        taken: whether integers that were taken from tensors are replaced as well.
+    """
     if type(value) is TakenInt:
-        return int(value)
+        return int(value) if taken else value
     if is_host_number(value):
         return value if type(value.value) is float else value.exactly()
     if type(value) in (list, tuple):
-        return type(value)(map(_concrete, value))
+        return type(value)(_concrete(item, taken) for item in value)
     if isinstance(value, dict):
-        return {key: _concrete(item) for key, item in value.items()}
+        return {key: _concrete(item, taken) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(*map(_concrete, (value.start, value.stop, value.step)))
+        return slice(*(_concrete(bound, taken) for bound in (value.start, value.stop, value.step)))
     return value

@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from graphopt import _compat
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_math import traced_form
 from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.number_of import float_of_number, float_of_tensor, integers_of, is_number
 from graphopt.tracing.numbers import (
     ReadBool,
     ReadFloat,
     ReadInt,
     TakenInt,
     TracedFloat,
-    as_read,
     record,
     taken,
 )
@@ -38,7 +37,7 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     if callee is isinstance and len(args) == 2:
         return _is_instance if type(args[0]) in _STANDING_FOR else None
     if callee is not float and callee is not int:
-        return traced_form(callee) if any(map(_is_traced, args)) else None
+        return traced_form(callee) if any(map(_is_known_to_trace, args)) else None
     if len(args) != 1:
         return None
     value = args[0]
@@ -46,11 +45,9 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         return _to_integer(value)
     if is_known(value):
         return _of_array if value.size == 1 and value.dtype.kind in "fiu" else None
-    if issubclass(type(value), (TracedFloat, ReadInt)):
-        return _of_number
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return None if _compat.is_transformed(value) else _of_tensor
-    return None
+    if issubclass(type(value), (TracedFloat, ReadInt, ReadBool)):
+        return float_of_number
+    return float_of_tensor if is_number(value) else None
 
 
 def converted(value: Any) -> Any:
@@ -58,8 +55,8 @@ def converted(value: Any) -> Any:
     return (converting(float, (value,)) or float)(value)
 
 
-def _is_traced(value: Any) -> bool:
-    return issubclass(type(value), (TracedFloat, ReadInt))
+def _is_known_to_trace(value: Any) -> bool:
+    return issubclass(type(value), (TracedFloat, ReadInt)) or is_number(value)
 
 
 def _is_instance(number: Any, kinds: Any) -> bool:
@@ -73,27 +70,25 @@ def _to_integer(value: Any) -> Callable[[Any], Any] | None:
         return _integer_part
     if is_known(value):
         return _integer_of_array if value.size == 1 and value.dtype.kind in "fiu" else None
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        return None
-    if value.is_floating_point() or value.is_complex() or _compat.is_transformed(value):
-        return None
-    return _integer_of_tensor
+    if type(value) is ReadFloat or type(value) is ReadBool:
+        return _integer_of_float
+    return _integer_of_tensor if is_number(value) else None
 
 
 def _integer_part(number: Any) -> Any:
     return number.taken_here() if type(number.value) is int else record(int, number)
 
 
+def _integer_of_float(number: Any) -> Any:
+    """Of a float, or truth, that was read; Python refuses what is no number."""
+    if type(number) is ReadBool:
+        return taken(number.as_integer())
+    return taken(record(int, number))
+
+
 def _integer_of_tensor(tensor: torch.Tensor) -> Any:
-    return taken(_integer(tensor).item())
-
-
-def _integer(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
-
-
-def _of_tensor(tensor: torch.Tensor) -> Any:
-    return _of_number(_integer(tensor).item())
+    number: Any = integers_of(tensor).item()
+    return _integer_of_float(number) if tensor.is_floating_point() else taken(number)
 
 
 def _of_array(array: Any) -> Any:
@@ -102,11 +97,3 @@ def _of_array(array: Any) -> Any:
 
 def _integer_of_array(array: Any) -> Any:
     return array.calls.apply(int, (array,))
-
-
-def _of_number(number: Any) -> Any:
-    if is_host_number(number):
-        return number.taken_here() if type(number.value) is float else record(float, number)
-    if issubclass(type(number), torch.SymInt):
-        return as_read(torch.sym_float(number))
-    return number if issubclass(type(number), TracedFloat) else float(number)

@@ -270,7 +270,7 @@ def vote_of(number: Any, answer: Answer, group: Group) -> torch.Tensor:
         number = _compat.record_truth(operator.ne, (number, 0.0))
     elif isinstance(number, torch.SymInt):
         number = number != 0 if isinstance(answer, bool) else number == answer
-    integer: Any = _compat.record_integer(number)
+    integer: Any = _compat.record_integer(int, (number,))
     if answer is False:
         integer = 1 - integer
     functional = torch.ops._c10d_functional

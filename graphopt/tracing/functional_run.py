@@ -99,7 +99,7 @@ class RawGraphRunner(fx.Interpreter):
         if isinstance(target, HostCall):
             return target(*args)
         if target is int and isinstance(args[0], torch.SymBool):  # torch would ask which it is
-            return _compat.record_integer(args[0])
+            return _compat.record_integer(int, args)
         if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
             number = numbers.record(target, *args)
             if number is not NotImplemented:  # as of what torch has recorded itself: round(x, None)

@@ -14,20 +14,30 @@ import torch
 
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Condition
-from graphopt.tracing.number_functions import CHOICES, GIVING_INTEGERS, MATH, OF_INTEGERS, TESTS
+from graphopt.tracing.number_functions import CHOICES, MATH, OF_INTEGERS, ROUNDING, TESTS
+from graphopt.tracing.number_of import float_of_tensor, is_number
 from graphopt.tracing.numbers import ReadBool, ReadInt, TracedFloat, record
 from graphopt.tracing.replace import replaced
+
+_TRUNC = math.trunc
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
     def traced(*args: Any) -> Any:
-        if function not in GIVING_INTEGERS:  # the others take an integer for the same float
+        if function is not _TRUNC:  # which tensors do not have
+            args = tuple(map(_number_of, args))
+        if function not in ROUNDING:  # the others take an integer for the same float
             args = tuple(torch.sym_float(arg) if type(arg) is ReadInt else arg for arg in args)
         if any(map(_is_traced_float, args)):
             return record(function, *args)
         return function(*args)
 
     return traced
+
+
+def _number_of(value: Any) -> Any:
+    """What a function of floats takes a tensor of one element for."""
+    return float_of_tensor(value) if is_number(value) else value
 
 
 def _traced_of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,6 +66,8 @@ def _traced_test(test: Callable[[Any], bool], original: Callable[..., Any]) -> C
     """`original` on what is not traced."""
 
     def traced(value: Any, *args: Any, **options: Any) -> Any:
+        if original is test:
+            value = _number_of(value)
         if is_host_number(value):
             value.conditions.add(Condition(_answers, test, value.expression, test(value.value)))
             return test(value.value)
@@ -96,7 +108,7 @@ def traced_form(callee: Any) -> Callable[..., Any] | None:
 
 
 _FORMS: dict[Any, Callable[..., Any]] = {
-    **{f: _traced(f) for f in (*MATH, *GIVING_INTEGERS)},
+    **{f: _traced(f) for f in (*MATH, *ROUNDING)},
     **{f: _traced_of_integers(f) for f in OF_INTEGERS},
     **{f: _traced_choice(f) for f in CHOICES},
     **{f: _traced_test(f, f) for f in TESTS},
@@ -109,7 +121,7 @@ def traced_math() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     of_numpy = [] if numpy is None else [(numpy, f, getattr(numpy, f.__name__)) for f in TESTS]
     with replaced(
-        *((math, f.__name__, _traced(f)) for f in dict.fromkeys((*MATH, *GIVING_INTEGERS))),
+        *((math, f.__name__, _traced(f)) for f in dict.fromkeys((*MATH, *ROUNDING))),
         *((math, f.__name__, _traced_of_integers(f)) for f in OF_INTEGERS),
         *((math, f.__name__, _traced_test(f, f)) for f in TESTS),
         *((module, f.__name__, _traced_test(f, former)) for module, f, former in of_numpy),

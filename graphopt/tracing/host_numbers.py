@@ -82,7 +82,7 @@ class HostNumber(TracedFloat):
         if type(self.value) is not int:
             return None
         if self._integer is None:
-            self._integer = _compat.record_integer(self)
+            self._integer = _compat.record_integer(int, (self,))
         return self._integer
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:

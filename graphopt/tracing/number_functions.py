@@ -22,8 +22,11 @@ _OF_FLOATS = (
 MATH: tuple[Any, ...] = tuple(getattr(math, n) for n in _OF_FLOATS if hasattr(math, n))
 """Functions of `math` that take an integer for the float that is equal to it."""
 
-GIVING_INTEGERS = (math.floor, math.ceil, math.trunc)
-"""Functions that give an integer for a float, and an integer itself."""
+ROUNDING = (math.floor, math.ceil, math.trunc)
+"""Functions of `math` that give an integer for a float, and an integer itself."""
+
+GIVING_INTEGERS = frozenset({*ROUNDING, builtins.int, builtins.round})
+"""Functions that give an integer for a float alone."""
 
 OF_INTEGERS = (math.gcd, math.lcm, math.isqrt, math.factorial, math.comb, math.perm)
 """Functions of `math` that refuse floats."""
@@ -60,8 +63,8 @@ SCALARS_OF_NUMPY = {f.__name__.removeprefix("numpy_"): f
 
 
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
-    {*MATH, *GIVING_INTEGERS, *OF_INTEGERS, *BITWISE, *CHOICES, *TESTS, builtins.int,
-     builtins.float, builtins.round, operator.neg, operator.pos, operator.abs, operator.invert,
+    {*MATH, *GIVING_INTEGERS, *OF_INTEGERS, *BITWISE, *CHOICES, *TESTS, builtins.float,
+     operator.neg, operator.pos, operator.abs, operator.invert,
      operator.floordiv, operator.mod, *SCALARS_OF_NUMPY.values()}
 )  # fmt: skip
 """What nodes of numbers may call besides `numbers.ARITHMETIC`."""

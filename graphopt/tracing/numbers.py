@@ -18,6 +18,7 @@ import torch
 from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
+from graphopt.tracing.number_functions import GIVING_INTEGERS
 from graphopt.tracing.source import current_user_line, is_torch_file
 
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
@@ -104,8 +105,10 @@ def _record_among_integers(function: Callable[..., Any], args: tuple[Any, ...]) 
 
 
 def with_integers(args: Iterable[Any]) -> tuple[Any, ...]:
-    """Arguments, of which those that are integers in each call are among integers."""
-    found = [arg.as_integer() if issubclass(type(arg), TracedFloat) else None for arg in args]
+    """Arguments, of which truths, and those that are integers in each call, are among integers."""
+    found = [
+        arg.as_integer() if issubclass(type(arg), (TracedFloat, ReadBool)) else None for arg in args
+    ]
     return tuple(
         arg if integer is None else integer for arg, integer in zip(args, found, strict=True)
     )
@@ -119,6 +122,8 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         result = type(traced).known_result(traced, function, args)
         if result is not None:
             return result
+    if function in GIVING_INTEGERS and len(args) == 1:
+        return as_read(_compat.record_integer(function, args))
     return as_read(_compat.record_number(function, args))
 
 
@@ -175,6 +180,13 @@ def _refuse_text(self: Any, *spec: str) -> str:
 class ReadFloat(TracedFloat):
     """What `.item()` of a traced floating-point tensor gives: usable in arithmetic, not as text."""
 
+    def __round__(self, digits: Any = None) -> Any:
+        return record(round, self) if digits is None else record(round, self, digits)
+
+    def is_integer(self) -> Any:
+        """Whether it has no fraction; no for what is no number."""
+        return record(operator.mod, self, 1.0) == 0.0
+
 
 def compared(compare: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
     """`compare(one, other)` of a traced float and a number, answered in each call anew: what holds
@@ -212,6 +224,39 @@ class TakenInt(ReadInt):
 
 class ReadBool(torch.SymBool):
     """What `.item()` of a traced boolean tensor gives, and what comparing such numbers does."""
+
+    def __eq__(self, other: Any) -> bool:
+        return bool(bool(self) == _decided(other))
+
+    def __ne__(self, other: Any) -> bool:
+        return bool(bool(self) != _decided(other))
+
+    def as_integer(self) -> Any:
+        """1 where it is true in a call, else 0: what it is in arithmetic."""
+        return as_read(_compat.record_integer(int, (self,)))
+
+
+def _decided(value: Any) -> Any:
+    return bool(value) if isinstance(value, torch.SymBool) else value
+
+
+def _as_integer(function: Callable[..., Any], on_the_right: bool = False) -> Callable[..., Any]:
+    """A method that computes with a truth, of numbers: tensors take it for a truth."""
+
+    def method(self: ReadBool, *others: Any) -> Any:
+        if any(isinstance(other, torch.Tensor) for other in others):
+            return NotImplemented
+        numbers = (self, *others)[:: -1 if on_the_right else 1]
+        return function(*(n.as_integer() if type(n) is ReadBool else n for n in numbers))
+
+    return method
+
+
+for _function in ARITHMETIC:
+    setattr(ReadBool, f"__{_function.__name__}__", _as_integer(_function))
+    setattr(ReadBool, f"__r{_function.__name__}__", _as_integer(_function, on_the_right=True))
+for _sign in (operator.neg, operator.pos, operator.abs):
+    setattr(ReadBool, f"__{_sign.__name__}__", _as_integer(_sign))
 
 
 _READ = {torch.SymFloat: ReadFloat, torch.SymInt: ReadInt, torch.SymBool: ReadBool}
@@ -280,6 +325,18 @@ _OPERATORS = frozenset(
 )
 
 
+def _hashing(kind: type, base: type) -> Callable[[Any], int]:
+    """A dictionary or set of the step's asks which number it is in this call."""
+    original: Any = base.__hash__
+
+    def method(self: Any) -> int:
+        if is_torch_file(sys._getframe(1).f_code.co_filename):
+            return int(original(self))
+        return hash(kind(self))
+
+    return method
+
+
 def _deciding(name: str, kind: type, base: type) -> Callable[[Any], Any]:
     original = getattr(base, name)
 
@@ -302,6 +359,8 @@ for _name, _division in (("truediv", forward), ("rtruediv", reflected)):
     setattr(ReadInt, f"__{_name}__", _division(operator.truediv))
 for _name in ("__index__", "__int__"):
     setattr(ReadInt, _name, _deciding(_name, int, torch.SymInt))
+for _base, _plain in ((torch.SymInt, int), (torch.SymBool, bool)):
+    _READ[_base].__hash__ = _hashing(_plain, _base)  # type: ignore[method-assign,assignment]
 for _base, _kind in _READ.items():
     for _name in _operators_of(_kind, _base):
         setattr(_kind, _name, _reading(_name, _base))
