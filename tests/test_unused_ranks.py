@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphopt
-from gloo import Pool
+from gloo import Pool, pool
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +181,18 @@ def test_as_ddp_with_a_decision_behind(two_ranks: Pool, schedule: str, step: str
 @pytest.mark.parametrize("schedule", ["apart", "never_all", "tasks"])
 def test_as_ddp_on_three_ranks(three_ranks: Pool, schedule: str) -> None:
     assert three_ranks.run(compare, 3, schedule, "plain", "adamw") == [[], [], []]
+
+
+def in_more_groups(rank: int, *args: Any) -> list[int]:
+    """Some ranks belong to more groups than others, as with tensor parallelism beside."""
+    for ranks in ([0, 1], [0]):
+        dist.new_group(ranks)
+    return compare(rank, *args)
+
+
+def test_ranks_may_belong_to_different_numbers_of_groups() -> None:
+    with pool(3) as ranks:  # in which groups stay
+        assert ranks.run(in_more_groups, 3, "apart", "plain", "adamw") == [[], [], []]
 
 
 APART: Schedule = [

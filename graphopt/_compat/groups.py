@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -32,6 +34,28 @@ def default_store() -> dist.Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def gloo_channel(group: dist.ProcessGroup, name: str) -> Any:
+    """A connection of the ranks of a group beside it, for tensors on the CPU. To be made by all of
+    them at once; it waits as long as the group does.
+
+    `new_group` counts the groups that a rank belongs to for the name under which the ranks find
+    each other: where some belong to one more, they would wait for each other for ever.
+
+    Args:
+        name: that nothing else of these ranks has, and the same on all of them.
+    """
+    timeout = group._get_backend(device_of(group)).options._timeout
+    store = dist.PrefixStore(f"graphopt/{name}", default_store())
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+
+
+def maximum(channel: Any, tensor: torch.Tensor) -> None:
+    """The largest of each element on all ranks of a `gloo_channel`, in place."""
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    channel.allreduce([tensor], options).wait()
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

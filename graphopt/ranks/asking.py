@@ -9,28 +9,30 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from graphopt import _compat
 from graphopt.ranks.failed_runs import said_explained
 
 _made: WeakKeyDictionary[dist.ProcessGroup, Questions] = WeakKeyDictionary()
 
 
 class Questions:
-    """A group of the same ranks for questions alone. To be made by all of them at once."""
+    """What ranks of a group ask by. To be made by all of them at once.
+
+    Args:
+        name: that nothing else of these ranks has, and the same on all of them.
+    """
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Questions:
+    def of(cls, group: dist.ProcessGroup, name: str) -> Questions:
         """The one of a group, made when it is asked for first, by all ranks then."""
         if group not in _made:
-            _made[group] = cls(group)
+            _made[group] = cls(group, name)
         return _made[group]
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self._group = weakref.ref(group)
-        apart = dist.new_group(
-            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-        )
-        assert isinstance(apart, dist.ProcessGroup), "this rank is in it"
-        self._apart = apart
+        self._channels = [_compat.gloo_channel(group, name)]
+        weakref.finalize(group, self._channels.clear)  # its threads end where the group's do
 
     def alike(self, number: int, step: int) -> bool:
         """Whether all ranks say the same number, and not 0. Waits for all of them.
@@ -43,6 +45,6 @@ class Questions:
         group = self._group()
         assert group is not None, "who asks has it"
         with said_explained(group, step):
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._apart)
+            _compat.maximum(self._channels[0], said)
         most, least = said.tolist()
         return bool(number and most == -least)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from types import TracebackType
@@ -240,6 +241,7 @@ class _Together(Ranks):
             "plans": list(self._plans.items()),
             "history": history,
             "callbacks": needed.said,
+            "channel": secrets.token_hex(8),
             "asks": self._asks or any(any(map(asks, g.graph.nodes)) for g in graphs.values()),
         }
         everyone = self._meeting.exchange(planned)
@@ -249,7 +251,7 @@ class _Together(Ranks):
         self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
         asking = self._sync and any(theirs["asks"] for theirs in everyone)
         group = _compat.group_or_default(self._parallel.group)
-        self._questions = Questions.of(group) if asking else None
+        self._questions = Questions.of(group, everyone[0]["channel"]) if asking else None
 
     def ready(self, captured: CapturedStep) -> None:
         self._meeting.exchange({"ready": True}, patient=True)

@@ -225,11 +225,11 @@ class TakenInt(ReadInt):
 class ReadBool(torch.SymBool):
     """What `.item()` of a traced boolean tensor gives, and what comparing such numbers does."""
 
-    def __eq__(self, other: Any) -> bool:
-        return bool(bool(self) == _decided(other))
+    def __eq__(self, other: Any) -> Any:
+        return bool(self) == _decided(other)
 
-    def __ne__(self, other: Any) -> bool:
-        return bool(bool(self) != _decided(other))
+    def __ne__(self, other: Any) -> Any:
+        return bool(self) != _decided(other)
 
     def as_integer(self) -> Any:
         """1 where it is true in a call, else 0: what it is in arithmetic."""
