@@ -79,6 +79,9 @@ class TrainStep:
         self._counts: TimesReached | None = None
         self.reset()
 
+    def __repr__(self) -> str:
+        return f"TrainStep({self._name}, {len(self.captures)} graphs)"
+
     def reset(self) -> None:
         """Forget every captured graph; the next call captures. On several ranks: on all of them.
 

@@ -141,6 +141,7 @@ def run_after_an_exception(rank: int) -> int:
     return run_both(rank, "the_loss", "default")
 
 
+@pytest.mark.full
 def test_the_group_still_works_after_an_exception(two_ranks: Pool) -> None:
     two_ranks.run(run_failing, "early", "default", False, timeout=60)
     assert two_ranks.run(run_after_an_exception) == [5, 5]

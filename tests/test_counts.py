@@ -394,6 +394,7 @@ def run(
     return found, captures
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_numbers_are_those_of_eager(name: str) -> None:
     expected, _ = run(LOOPS[name], compiled=False)

@@ -85,6 +85,7 @@ def exhausted_on_one(rank: int) -> tuple[str, list[float]]:
     return "no error", []
 
 
+@pytest.mark.full
 def test_all_ranks_learn_that_one_has_used_up_its_graphs() -> None:
     with pool(2, timedelta(seconds=5)) as ranks:
         (mine, before), (theirs, after) = ranks.run(exhausted_on_one)

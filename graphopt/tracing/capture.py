@@ -81,6 +81,8 @@ class CapturedStep:
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
     >>> [(entry.kind, entry.fqn) for entry in captured.inputs]
     [('user_input', 'x')]
+    >>> captured
+    CapturedStep(3 nodes, 1 inputs)
     """
 
     graph_module: fx.GraphModule
@@ -96,6 +98,11 @@ class CapturedStep:
     state: NewState | None = None
     parallel: Parallel = field(default_factory=Manual)
     found: Sequence[FoundPlace] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"CapturedStep({len(self.graph_module.graph.nodes)} nodes, {len(self.inputs)} inputs)"
+        )
 
     def state_present(self) -> AbstractContextManager[None]:
         """While active, the optimizers have all state that is among the inputs."""
