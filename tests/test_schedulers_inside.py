@@ -123,6 +123,83 @@ def test_on_ranks(two_ranks: Pool) -> None:
     assert one[2::4] == alone[2::4]
 
 
+class Log:
+    """What a program keeps of the rates that it finds behind the step of its scheduler."""
+
+    def __init__(self) -> None:
+        self.rates: list[Any] = []
+        self.last: Any = None
+        self.figures: dict[str, Any] = {}
+        self.seen: list[Any] = []
+
+
+def _rate(trained: Trained) -> Any:
+    return trained.scheduler.get_last_lr()[0]
+
+
+def appends(trained: Trained, log: Log) -> None:
+    log.rates.append(_rate(trained))
+
+
+def appends_a_row(trained: Trained, log: Log) -> None:
+    log.rates.append({"rate": _rate(trained), "step": len(log.rates)})
+
+
+def appends_of_group(trained: Trained, log: Log) -> None:
+    log.rates.append(trained.optimizer.param_groups[0]["lr"])
+
+
+def extends(trained: Trained, log: Log) -> None:
+    log.rates += trained.scheduler.get_last_lr()
+
+
+def keeps(trained: Trained, log: Log) -> None:
+    log.last, log.figures["rates"] = _rate(trained), trained.scheduler.get_last_lr()
+
+
+def returns(trained: Trained, log: Log) -> Any:
+    return {"rate": _rate(trained), "of group": trained.optimizer.param_groups[-1]["lr"]}
+
+
+def shows_a_callback(trained: Trained, log: Log) -> None:
+    log.last = _rate(trained)
+    log.rates.append(log.last)
+    graphopt.callback(lambda: log.seen.append((log.last, log.rates[-1])))
+
+
+def steps_once_more(trained: Trained, log: Log) -> Any:
+    trained.scheduler.step()
+    appends(trained, log)
+    return trained.scheduler.get_last_lr()
+
+
+KEEPING = [appends, appends_a_row, appends_of_group, extends, keeps, returns, shows_a_callback,
+           steps_once_more]  # fmt: skip
+
+
+@pytest.mark.sliced(2)
+@pytest.mark.parametrize("keep", KEEPING)
+@pytest.mark.parametrize("scheduler", ["sequential", "chained", "one cycle"])
+def test_rates_are_kept_as_each_call_finds_them(
+    scheduler: str, keep: Callable[[Trained, Log], Any]
+) -> None:
+    left: list[Any] = []
+    for compiled in (False, True):
+        trained, log = Trained("adam", scheduler), Log()
+
+        def step(x: Tensor, trained: Trained = trained, log: Log = log) -> Any:
+            return trained.step(x), keep(trained, log)
+
+        run: Any = graphopt.compile(step) if compiled else step
+        found = []
+        for call in range(5):
+            found.append([run(torch.ones(4, 3) * call)[1], log.last, dict(log.figures)])
+            log.rates.append("between")
+        left.append([found, log.rates, log.seen, trained.left()])
+        assert not compiled or len(run.captures) == 1
+    assert left[0] == left[1]
+
+
 def sets_rate_before(trained: Trained, x: Tensor) -> Any:
     for group in trained.optimizer.param_groups:
         group["lr"] = group["lr"] * 0.5
@@ -138,7 +215,14 @@ def shows_rate(trained: Trained, x: Tensor) -> Any:
 
 
 def asks_scheduler(trained: Trained, x: Tensor) -> Any:
-    return trained.step(x), trained.scheduler.get_last_lr()
+    return trained.step(x), 2 * trained.scheduler.get_last_lr()[0]
+
+
+def keeps_between(trained: Trained, x: Tensor) -> Any:
+    loss = trained.step(x)
+    rates = trained.scheduler.get_last_lr()
+    trained.scheduler.step()
+    return loss, rates
 
 
 def counts_epochs(trained: Trained, x: Tensor) -> Any:
@@ -162,8 +246,9 @@ def sets_rate(trained: Trained, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "step",
-    [reads_rate, shows_rate, asks_scheduler, counts_epochs, asks_inner, steps_again, sets_rate],
-)
+    [reads_rate, shows_rate, asks_scheduler, keeps_between, counts_epochs, asks_inner, steps_again,
+     sets_rate],
+)  # fmt: skip
 def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> None:
     trained = Trained("adam", "sequential" if step is asks_inner else "step")
     before = trained.left()

@@ -67,9 +67,9 @@ class GivenValue:
 
 @dataclass(frozen=True)
 class LiveValue:
-    """A tensor of the program itself, which `live` gives."""
+    """A tensor of the program itself, or a setting of its scheduler, which `live` gives."""
 
-    tensor: Any
+    owner: Any
     live: Callable[[], Any]
 
 
@@ -110,7 +110,7 @@ def _made(leaf: Any, values: Sequence[Any]) -> Any:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, LiveValue) and isinstance(other, LiveValue):
-        return one.tensor is other.tensor
+        return one.owner is other.owner
     if isinstance(one, GivenValue) or isinstance(other, GivenValue):
         return type(one) is type(other)
     return one is other or (type(one) is type(other) and bool(one == other))

@@ -15,7 +15,7 @@ from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.given import make_change
 from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.setting_place import SettingPlace
-from graphopt.tracing.signature import Computed, Constant, Nested, Recipe, View
+from graphopt.tracing.signature import Computed, Constant, Nested, Recipe, Scheduled, View
 
 
 class StepResults:
@@ -111,6 +111,8 @@ class StepResults:
             return results[recipe.index]
         if isinstance(recipe, Constant):
             return recipe.value
+        if isinstance(recipe, Scheduled):
+            return recipe.read()
         if isinstance(recipe, Nested):
             leaves = [self._value(leaf, flat, results) for leaf in recipe.leaves]
             return _compat.tree_unflatten(leaves, recipe.spec)

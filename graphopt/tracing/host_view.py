@@ -34,7 +34,7 @@ from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.reachable import Reach, reached_from
-from graphopt.tracing.schedulers import Unknown
+from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.setting_place import SettingPlace
 from graphopt.tracing.signature import Constant, Signature
 from graphopt.tracing.source import current_user_line
@@ -145,7 +145,7 @@ class HostView:
             for key, value in group.items():
                 setting = SettingPlace.of(optimizer, number, key)
                 changed = value is not before.get(key, MISSING) or setting.identity in self._before
-                if changed and not isinstance(value, Unknown):
+                if changed and not isinstance(value, ScheduledSetting):
                     yield setting, group, before.get(key, MISSING)
 
     def _left(self, value: Any, given: list[Any]) -> LeftValue | None:
@@ -162,6 +162,9 @@ class HostView:
     def _leaf(self, leaf: Any, given: list[Any]) -> Any:
         if isinstance(leaf, Constant):
             return leaf.value
+        if isinstance(leaf, ScheduledSetting):
+            read = leaf.read_later()
+            return LiveValue(read.scheduler, read)
         entry = self._live.get(id(leaf))
         if entry is not None:
             return LiveValue(entry.tensor, entry.live)

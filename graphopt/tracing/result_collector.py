@@ -35,6 +35,7 @@ from graphopt.tracing.optimizer_state import (
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.placed import Placed
 from graphopt.tracing.replacing import Replacing
+from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.signature import (
     AttributeResult,
     ChangedResult,
@@ -46,6 +47,7 @@ from graphopt.tracing.signature import (
     Nested,
     PlacedResult,
     Recipe,
+    Scheduled,
     SelectedResult,
     SettingResult,
     Signature,
@@ -114,6 +116,8 @@ class ResultCollector:
             self._live[id(stand_in)] = self._live[id(entry.tensor)] = Live(index, None)
 
     def recipe(self, value: Any, what: Callable[[], str]) -> Recipe:
+        if isinstance(value, ScheduledSetting):
+            return Scheduled(value.read_later())
         if isinstance(value, torch.Tensor):
             return self._tensor_recipe(value)
         value = self.made.calls.as_scalar(value)
@@ -382,7 +386,7 @@ class ResultCollector:
         leaves, spec = _compat.tree_flatten(value)
         recipes = tuple(
             self.recipe(leaf, lambda: "what it leaves outside its arguments")
-            if isinstance(leaf, (torch.Tensor, *SYMBOLIC)) or is_known(leaf)
+            if isinstance(leaf, (torch.Tensor, *SYMBOLIC, ScheduledSetting)) or is_known(leaf)
             else leaf
             if isinstance(leaf, Constant)
             else Constant(leaf)

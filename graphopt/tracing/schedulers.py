@@ -4,8 +4,9 @@
                                         └─ a call on the host, as by `graphopt.callback`
 
 A scheduler is not traced: the rates that it sets are read before the next call runs, as those are
-that it sets between two calls. Within the step, behind it, nobody may ask for them, nor for
-anything else of the scheduler: while the step is traced, these are the values of before.
+that it sets between two calls. Within the step, behind it, they may be kept and returned, which
+each call does with those that it finds; nobody may compute with them, nor ask for anything else of
+the scheduler: while the step is traced, these are the values of before.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from graphopt.host import HostCall
 from graphopt.tracing.callback import record
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.replace import replaced
+from graphopt.tracing.scheduled import OfGroup, OfScheduler, ScheduledSetting, used
 from graphopt.tracing.source import current_user_line
 
 _SCHEDULED = ("lr", "momentum", "betas")
 """Settings of parameter groups that schedulers change."""
+
+_FREE = frozenset({"step", "get_last_lr"})
+"""What a step may ask a scheduler for behind its step."""
 
 
 @contextmanager
@@ -50,7 +55,7 @@ def traced_schedulers(groups: Iterable[dict[str, Any]], calls: HostCalls) -> Ite
     readers = [c for c in _subclasses(LRScheduler) if "get_last_lr" in vars(c)]
     with replaced(
         *((c, "step", _recording(vars(c)["step"], stepped)) for c in classes),
-        *((c, "get_last_lr", _last_rates(vars(c)["get_last_lr"], calls)) for c in readers),
+        *((c, "get_last_lr", _last_rates(vars(c)["get_last_lr"], stepped, calls)) for c in readers),
     ):
         try:
             yield
@@ -58,7 +63,7 @@ def traced_schedulers(groups: Iterable[dict[str, Any]], calls: HostCalls) -> Ite
             del LRScheduler.__getattribute__
             changed = stepped.put_back()
     if changed:
-        raise _used(f"sets {changed!r} of a parameter group", stepped.name)
+        raise used(f"sets {changed!r} of a parameter group", stepped.name)
 
 
 def _recording(step: Callable[..., Any], stepped: _Stepped) -> Callable[..., None]:
@@ -99,9 +104,13 @@ class LastRate:
         return id(self._scheduler)
 
 
-def _last_rates(read: Callable[[Any], list[Any]], calls: HostCalls) -> Callable[[Any], list[Any]]:
+def _last_rates(
+    read: Callable[[Any], list[Any]], stepped: _Stepped, calls: HostCalls
+) -> Callable[[Any], list[Any]]:
     @functools.wraps(read)
     def get_last_lr(self: Any) -> list[Any]:
+        if stepped.has(self):
+            return stepped.rates(self, read)
         rates = read(self)
         if any(type(rate) is not float for rate in rates):
             return rates
@@ -121,26 +130,41 @@ class _Stepped:
         self.name = ""
         self._found = {id(group): dict(group) for group in groups}
         self._schedulers: dict[int, Any] = {}
-        self._settings: list[tuple[dict[str, Any], str, Any, Unknown]] = []
+        self._settings: list[tuple[dict[str, Any], str, Any, ScheduledSetting]] = []
+        self._given: list[ScheduledSetting] = []
         self.read = self._reader()
 
     def add(self, scheduler: Any) -> None:
         """From now on neither a scheduler nor what it changes can be read."""
+        for setting in self._given:
+            setting.is_outdated = True
         if id(scheduler) in self._schedulers:
             return
         self.name = type(scheduler).__name__
-        for group in scheduler.optimizer.param_groups:
+        for index, group in enumerate(scheduler.optimizer.param_groups):
             for key in (key for key in _SCHEDULED if key in group):
-                self._hide(group, key)
+                self._hide(group, key, OfGroup(scheduler, index, key))
         self._schedulers[id(scheduler)] = scheduler
         for value in vars(scheduler).values():
             for each in value if isinstance(value, (list, tuple)) else ():
                 if isinstance(each, LRScheduler):  # those that this one steps in turn
                     self.add(each)
 
-    def _hide(self, group: dict[str, Any], key: str) -> None:
+    def has(self, scheduler: Any) -> bool:
+        """Whether a scheduler has been stepped in this trace."""
+        return id(scheduler) in self._schedulers
+
+    def rates(self, scheduler: Any, read: Callable[[Any], list[Any]]) -> list[ScheduledSetting]:
+        """The rates that a scheduler will have set, by parameter group."""
+        count = len(vars(scheduler)["optimizer"].param_groups)
+        rates = [OfScheduler(scheduler, index, read) for index in range(count)]
+        given = [ScheduledSetting("lr", type(scheduler).__name__, rate) for rate in rates]
+        self._given += given
+        return given
+
+    def _hide(self, group: dict[str, Any], key: str, read: OfGroup) -> None:
         value = group[key]
-        if isinstance(value, Unknown):
+        if isinstance(value, ScheduledSetting):
             return
         if isinstance(value, torch.Tensor):
             raise CaptureError(
@@ -155,7 +179,7 @@ class _Stepped:
                 location=str(current_user_line()),
                 hint="set it in the scheduler, or outside the step",
             )
-        unknown = Unknown(key, self.name)
+        unknown = ScheduledSetting(key, self.name, read)
         self._settings.append((group, key, value, unknown))
         dict.__setitem__(group, key, unknown)
 
@@ -172,48 +196,12 @@ class _Stepped:
         """How attributes of schedulers are read."""
 
         def read(scheduler: Any, name: str) -> Any:
-            if id(scheduler) in self._schedulers and name != "step" and not name.startswith("__"):
-                raise _used(f"reads {name} of a scheduler", type(scheduler).__name__)
+            free = name in _FREE or name.startswith("__")
+            if id(scheduler) in self._schedulers and not free:
+                raise used(f"reads {name} of a scheduler", type(scheduler).__name__)
             return object.__getattribute__(scheduler, name)
 
         return read
-
-
-class Unknown:
-    """A setting that a scheduler changes in this step.
-
-    Args:
-        key: of the parameter group.
-        scheduler: the class of what changes it.
-    """
-
-    def __init__(self, key: str, scheduler: str) -> None:
-        self.__key, self.__scheduler = key, scheduler
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._used()
-
-    def _used(self, *args: Any, **kwargs: Any) -> Any:
-        raise _used(f"uses {self.__key!r} of a parameter group", self.__scheduler)
-
-
-for _operation in (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv"),
-    *("mod", "rmod", "pow", "rpow", "neg", "pos", "abs", "float", "int", "index", "round", "bool"),
-    *("lt", "le", "gt", "ge", "eq", "ne", "hash", "str", "repr", "format", "iter", "getitem"),
-    *("len", "complex", "trunc", "floor", "ceil"),
-):
-    setattr(Unknown, f"__{_operation}__", Unknown._used)
-
-
-def _used(what: str, scheduler: str) -> CaptureError:
-    return CaptureError(
-        f"it {what} behind the step of a {scheduler}, which is not traced",
-        location=str(current_user_line()),
-        hint="step the scheduler last, and read from it before, or outside the step",
-    )
 
 
 def _subclasses(parent: type) -> set[type]:

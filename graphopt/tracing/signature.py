@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,14 @@ class Nested:
     leaves: tuple[Recipe, ...]
 
 
-Recipe = Computed | Live | View | Constant | Nested
+@dataclass(frozen=True)
+class Scheduled:
+    """A setting that a scheduler changes in the call, read when the graph has run."""
+
+    read: Callable[[], Any]
+
+
+Recipe = Computed | Live | View | Constant | Nested | Scheduled
 
 
 def leaves_of(recipe: Recipe) -> Iterator[Recipe]:

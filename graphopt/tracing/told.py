@@ -11,7 +11,10 @@ from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.signature import Constant
+
+_TRACED = (*SYMBOLIC, ScheduledSetting)
 
 _NEAR = 1000
 """Objects among which one is looked for that is traced."""
@@ -31,7 +34,11 @@ def told(
         made: objects that are made anew, by id. One that stands there already would have to be the
             same object in both places, and is none of these.
     """
-    if isinstance(value, SYMBOLIC) or _compat.is_fake(value) or is_known(value):
+    if (
+        isinstance(value, (*SYMBOLIC, ScheduledSetting))
+        or _compat.is_fake(value)
+        or is_known(value)
+    ):
         return value
     if is_value(value):
         return Constant(value)
