@@ -46,6 +46,7 @@ LATER = frozenset(
         "_loss_fn",  # of schedules, which need a group: test_pipelining_schedules.py
         "_stage",
         "_stages",
+        "_timeout",  # of the options of a process group
         "_sequence_nr",  # of what stands in `_current_autograd_node()` during a backward
         "_in_spec",  # of an exported pipeline, a graph module of ours
         "_out_spec",

@@ -20,7 +20,7 @@ from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
 from graphopt.tracing import averages, fused, numbers, recurrent, statistics
 from graphopt.tracing.decisions import SIZED
-from graphopt.tracing.number_functions import PYTHON_FUNCTIONS
+from graphopt.tracing.number_functions import GIVING_INTEGERS, PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (
     explained_at,
     is_expanded,
@@ -100,6 +100,10 @@ class RawGraphRunner(fx.Interpreter):
             return target(*args)
         if target is int and isinstance(args[0], torch.SymBool):  # torch would ask which it is
             return _compat.record_integer(int, args)
+        if target in GIVING_INTEGERS and len(args) == 1 and isinstance(args[0], torch.SymFloat):
+            assert self._running is not None
+            integer = isinstance(fake_value(self._running), torch.SymInt)  # else a known number
+            return (_compat.record_integer if integer else _compat.record_number)(target, args)
         if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
             number = numbers.record(target, *args)
             if number is not NotImplemented:  # as of what torch has recorded itself: round(x, None)
