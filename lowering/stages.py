@@ -43,7 +43,7 @@ class Lower(GraphStage):
         return self.lowering.lower(gm)
 
 
-class Record(GraphStage):
+class RecordCudaGraphs(GraphStage):
     """The graph that runs again and again is recorded as CUDA graphs, where these are asked for."""
 
     name, in_place = "record", True

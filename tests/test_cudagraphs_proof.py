@@ -18,7 +18,7 @@ from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.lowering.cudagraphs.pieces import Way
-from graphopt.lowering.stages import Record
+from graphopt.lowering.stages import RecordCudaGraphs
 from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages
 from graphopt.testing import fake_ranks
@@ -191,7 +191,7 @@ def test_the_stage_is_checked(graphs: type[CudaGraphs], caplog: pytest.LogCaptur
         stages = Stages(graphopt.PassManager(default_pipeline()), None)
         step = stages.apply_passes(graphopt.capture(train_step, *args))
         stages.derive(step)
-        record = Record(graphopt.lowering.compiler.Options(cudagraphs=True))
+        record = RecordCudaGraphs(graphopt.lowering.compiler.Options(cudagraphs=True))
         record._graphs = graphs(EmulatedRecorder(records_groups=True))
         stages.behind.append(record)
         if graphs is CudaGraphs:

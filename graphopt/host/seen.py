@@ -24,23 +24,23 @@ from graphopt.errors import GraphOptError
 from graphopt.host.changes import Change, is_changed_to, put_back
 
 
-class View(Protocol):
+class ProgramView(Protocol):
     """Knows, while a step is traced, what it has left outside."""
 
     def note(self, call: Any) -> list[Any]:
         """Let a call know what its function finds; returns the values that it is given for that."""
 
 
-_view: ContextVar[View | None] = ContextVar("view", default=None)
+_view: ContextVar[ProgramView | None] = ContextVar("view", default=None)
 
 
-def current_view() -> View | None:
+def current_view() -> ProgramView | None:
     """That of the trace that is running."""
     return _view.get()
 
 
 @contextmanager
-def viewed_by(view: View) -> Iterator[None]:
+def viewed_by(view: ProgramView) -> Iterator[None]:
     """While active, calls that are recorded find what `view` knows."""
     token = _view.set(view)
     try:

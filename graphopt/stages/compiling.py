@@ -78,10 +78,10 @@ class Stages:
         self.manager, self.options, self._auto = manager, options, auto
         self.behind: list[GraphStage] = [Finalize(), Vote()]
         if options is not None:
-            from graphopt.lowering.stages import Box, Lower, Record
+            from graphopt.lowering.stages import Box, Lower, RecordCudaGraphs
 
             self._lower = Lower(options)
-            self.behind = [self._lower, *self.behind, Record(options), Box()]
+            self.behind = [self._lower, *self.behind, RecordCudaGraphs(options), Box()]
         self._runner = StageRunner(manager.settings, self.names)
 
     @classmethod

@@ -45,7 +45,7 @@ from graphopt.verify.problems import Problem
 aten = torch.ops.aten
 
 
-class Read(NamedTuple):
+class ReadGraph(NamedTuple):
     """A graph of the executable dialect in the captured one.
 
     Attributes:
@@ -71,7 +71,7 @@ def is_finalized(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> 
     return all(node in correspondence or operator_of(node).listed for node in writers)
 
 
-def as_captured(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> Read:
+def as_captured(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> ReadGraph:
     """Read a graph of the executable dialect in the captured one.
 
     Args:
@@ -80,7 +80,7 @@ def as_captured(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> R
     """
     reading = _Reading(graph, correspondence)
     reading.run()
-    return Read(reading.graph, reading.copies, reading.problems)
+    return ReadGraph(reading.graph, reading.copies, reading.problems)
 
 
 class _Storages:
