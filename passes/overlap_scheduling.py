@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphopt.cost import CostModel, CostTableError, default_cost_model
+from graphopt.cost import CostModel, CostTableError, costs_in, default_cost_model
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.schedule import ScheduleError, apply_schedule, overlap_schedule
 
@@ -63,7 +63,7 @@ def schedule_overlap(
     Args:
         device: of `graphopt.cost.DEVICES`; None: by where the tensors are.
         network: of `graphopt.cost.NETWORKS`; None: by device and number of ranks.
-        costs: file of costs in place of both.
+        costs: file of costs in place of both; those of another machine are taken with a warning.
         max_mb: of values that may be held at once, inputs left out, in MiB; None: what the graph
             holds as it is.
         buckets: whether all-gathers and reduce-scatters may become fewer.
@@ -89,7 +89,7 @@ def _cost_model(
     graph: fx.Graph, device: str | None, network: str | None, costs: str | None
 ) -> CostModel:
     if costs is not None:
-        return CostModel.load(costs)
+        return costs_in(costs, graph)
     preset = default_cost_model(graph)
     if device is None and network is None:
         return preset

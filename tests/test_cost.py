@@ -26,11 +26,13 @@ from graphopt.cost import (
     RooflineCost,
     calibrate,
     collective_of,
+    costs_in,
     default_cost_model,
     operator_key,
 )
 from graphopt.cost.collectives import fitted
 from graphopt.cost.hosts import spans_hosts
+from graphopt.cost.operators import machine_name
 from graphopt.graph_utils import is_collective
 from graphs import inputs_of, training_step
 
@@ -221,6 +223,24 @@ def test_wrong_costs_are_refused(tmp_path: Path) -> None:
         Network("none", 0, 0)
 
 
+def test_a_plan_by_costs_of_another_machine_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, path = training_step(2, ranks=2), tmp_path / "costs.json"
+    CostModel(OperatorTable({}, "a machine elsewhere"), CollectiveTable({})).save(path)
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        assert costs_in(path, step.graph) == CostModel.load(path)
+    assert "of another machine (a machine elsewhere)" in caplog.text
+    caplog.clear()
+    here = machine_name(torch.device("cpu"))
+    CostModel(OperatorTable({}, here), CollectiveTable({})).save(path)
+    CostModel.preset().save(tmp_path / "preset.json")  # which is of no machine
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        costs_in(path, step.graph)
+        costs_in(tmp_path / "preset.json", step.graph)
+    assert not caplog.text
+
+
 def test_operators_are_measured_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step = training_step(2, ranks=None)
     path = tmp_path / "costs.json"
@@ -238,7 +258,7 @@ def test_operators_are_measured_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     elsewhere.save(path)
     with caplog.at_level(logging.WARNING, "graphopt"):
         calibrate(step, inputs, table=path)
-    assert "another machine" in caplog.text
+    assert "measured anew" in caplog.text and "another machine" in caplog.text
     found = CostModel.load(path).compute
     assert isinstance(found, OperatorTable) and found.machine == model.compute.machine
 

@@ -8,7 +8,7 @@ real group. `graphopt.simulate` and the scheduling passes ask it.
 
 from __future__ import annotations
 
-from graphopt.cost.calibration import calibrate
+from graphopt.cost.calibration import calibrate, costs_in
 from graphopt.cost.collectives import (
     NETWORKS,
     Collective,
@@ -36,6 +36,7 @@ __all__ = [
     "Transfer",
     "calibrate",
     "collective_of",
+    "costs_in",
     "default_cost_model",
     "operator_key",
 ]

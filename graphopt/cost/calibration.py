@@ -89,6 +89,27 @@ def calibrate(
     return _spread(channel, kept)
 
 
+def costs_in(path: str | PathLike[str], graph: fx.Graph) -> CostModel:
+    """Costs that `calibrate` or `CostModel.save` has written, for a graph that runs here. Those of
+    another machine are taken too, with a warning: a run may be prepared elsewhere.
+
+    Raises:
+        FileError: the file cannot be read.
+        CostTableError: it does not hold costs.
+    """
+    model = CostModel.load(path)
+    here = machine_name(_device([known_value(n) for n in graph.find_nodes(op="placeholder")]))
+    if isinstance(model.compute, OperatorTable) and model.compute.machine != here:
+        logger.warning(
+            "costs in %s are of another machine (%s), and this is %s: the plan may not suit it"
+            " (graphopt.cost.calibrate measures here)",
+            path,
+            model.compute.machine,
+            here,
+        )
+    return model
+
+
 def example_inputs(graph_module: fx.GraphModule) -> list[Any]:
     """Zeros of the shapes that a graph was captured with; numbers as they were.
 

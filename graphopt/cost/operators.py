@@ -141,7 +141,7 @@ def _synchronize(node: fx.Node) -> None:
 def machine_name(device: torch.device) -> str:
     """What measurements hold for: processor or GPU, threads, release of torch."""
     if device.type == "cuda":
-        kind = torch.cuda.get_device_name(device)
+        kind = torch.cuda.get_device_name(device) if torch.cuda.is_available() else "no GPU"
     else:
         kind = f"{_processor()}, {torch.get_num_threads()} threads"
     return f"{kind}, torch {torch.__version__}"
