@@ -19,7 +19,8 @@ their tensors are of floating point."""
 
 _NEVER_SIZES = _ON_NUMBERS | {
     *("eq", "ne", "lt", "le", "gt", "ge", "clamp", "clip", "clamp_min", "clamp_max", "where"),
-    *("masked_fill", "remainder", "fmod", "floor_divide", "sym_float", "tensor", "as_tensor"),
+    *("masked_fill", "remainder", "fmod", "mod", "rmod", "floor_divide", "floordiv", "rfloordiv"),
+    *("sym_float", "tensor", "as_tensor"),
 }
 """Torch functions for which an integer is a number to compute with, and no size or position."""
 

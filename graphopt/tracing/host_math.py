@@ -27,7 +27,9 @@ def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
         if function is not _TRUNC:  # which tensors do not have
             args = tuple(map(_number_of, args))
         if function not in ROUNDING:  # the others take an integer for the same float
-            args = tuple(torch.sym_float(arg) if type(arg) is ReadInt else arg for arg in args)
+            args = tuple(
+                torch.sym_float(arg) if issubclass(type(arg), ReadInt) else arg for arg in args
+            )
         if any(map(_is_traced_float, args)):
             return record(function, *args)
         return function(*args)
@@ -71,7 +73,7 @@ def _traced_test(test: Callable[[Any], bool], original: Callable[..., Any]) -> C
         if is_host_number(value):
             value.conditions.add(Condition(_answers, test, value.expression, test(value.value)))
             return test(value.value)
-        if type(value) in (ReadInt, ReadBool):
+        if issubclass(type(value), (ReadInt, ReadBool)):
             return test(0)
         if _is_traced_float(value):
             return bool(record(test, value) == 1.0)

@@ -216,6 +216,12 @@ ReadFloat.__hash__ = torch.SymFloat.__hash__  # type: ignore[method-assign]
 class ReadInt(torch.SymInt):
     """What `.item()` of a traced integer tensor gives: usable in arithmetic, not as text."""
 
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
 
 class TakenInt(ReadInt):
     """What `int(tensor)` gives: the number itself for functions of torch that need one, such as a
