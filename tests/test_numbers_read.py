@@ -87,6 +87,9 @@ KEPT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "truths counted": lambda loss, x: sum([loss.item() > 0.3, (x.mean() > 0).item()]),
     "truth added": lambda loss, x: 1 + (loss.item() > 0.3) * 3 - (x.mean() > 0).item(),
     "truth negated": lambda loss, x: -(loss.item() > 0.3),
+    "root of a count": lambda loss, x: math.sqrt(int((x > 0).sum())),
+    "quotient and rest": lambda loss, x: divmod(int((x > 0).sum()), 3),
+    "power": lambda loss, x: 2 ** int((x > 0).sum()),
 }
 
 
@@ -118,6 +121,11 @@ COMPUTED: dict[str, Effect] = {
     "clamped": lambda loss, x, kept: torch.clamp(x, max=int(loss.detach() * 10)).sum(),
     "compared": lambda loss, x, kept: (x.long() == int(loss.detach() * 10)).sum(),
     "filled": lambda loss, x, kept: x.clone().fill_(int(loss.detach() * 10)).sum(),
+    "in a list": lambda loss, x, kept: torch.tensor([int((x > 0).sum()), 0.5]).sum(),
+    "chosen": lambda loss, x, kept: torch.where(x > 0, int((x > 0).sum()), 0).sum(),
+    "divided": lambda loss, x, kept: (x.long() * 100 // (1 + int((x > 0).sum()))).sum(),
+    "of 8 bits": lambda loss, x, kept: (x.to(torch.int8) * int((x > 0).sum())).sum(),
+    "by a truth": lambda loss, x, kept: (loss.item() > 0.3) * x.sum(),
     "place": lambda loss, x, kept: x[min(0, int(loss.detach() * 2)), 0],
 }
 
