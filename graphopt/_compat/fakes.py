@@ -197,6 +197,13 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
+def is_fake_class(kind: type) -> bool:
+    """Whether tensors of a class are FakeTensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return issubclass(kind, FakeTensor)
+
+
 def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
     """The FakeTensorMode that the given tensors already live in, if any."""
     return next((t.fake_mode for t in tensors if is_fake(t)), None)  # type: ignore[attr-defined]

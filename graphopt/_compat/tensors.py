@@ -154,3 +154,12 @@ def described_tensor(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     described = meta.as_subclass(DescribedTensor)
     described.described_device = device
     return described
+
+
+def results_are_plain(kind: type) -> bool:
+    """Whether what torch computes of tensors of a class is of no such class, as of parameters, and
+    computed as of plain tensors."""
+    return (
+        kind.__torch_function__ is torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
+        and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    )

@@ -97,6 +97,11 @@ def late_class(kind: type) -> type | None:
     return late  # type: ignore[no-any-return]
 
 
+def class_behind(kind: type) -> type:
+    """The class that tensors of a late class have when they are settled; of others, itself."""
+    return vars(kind)["kind"] if isinstance(kind, _LateMeta) else kind
+
+
 def _function_of(kind: Any) -> Any:
     """The function that `__torch_function__` of a class is."""
     return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)

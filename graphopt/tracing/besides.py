@@ -31,6 +31,7 @@ from graphopt.tracing.outside.attributes import read_attribute
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
+from graphopt.tracing.tensor_classes import check_class, special_class
 
 
 class CarriedPlace(NamedTuple):
@@ -139,6 +140,8 @@ class Finder:
         """Something to go on with in place of a real tensor; None where nothing leads to it that
         a guard could hold."""
         if id(tensor) not in self._stand_ins:
+            if special_class(tensor) is not None:
+                raise self.unknown(tensor)
             if not self._record.is_outside(tensor) and is_new(tensor):
                 self._made.append(tensor)  # which keeps its identity
                 self._stand_ins[id(tensor)] = constant_of(tensor)
@@ -208,7 +211,14 @@ class Finder:
         record.emptied(table[notes])
 
     def unknown(self, tensor: torch.Tensor) -> CaptureError:
-        """Why a tensor that nothing stands for cannot be used."""
+        """Why a tensor that nothing stands for cannot be used.
+
+        Raises:
+            CaptureError: it is of another class than plain ones, or what one of those is made of.
+        """
+        for path, reached in list(self._tensors_reached()):
+            check_class(path, reached)  # that, or what it is made of
+        check_class("a tensor that the step uses", tensor)
         what = f"(shape {list(tensor.shape)}, {tensor.dtype})"
         if tensor.grad_fn is not None:
             reason = f"it uses a tensor {what} that was computed with gradients outside the step"
@@ -276,6 +286,17 @@ class Finder:
         for value, path in self._record.paths():
             if isinstance(value, nn.Module):
                 yield path, value
+
+    def _tensors_reached(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for value, path in self._record.paths():
+            if isinstance(value, torch.Tensor):
+                yield path, value
+            elif isinstance(value, Optimizer):
+                of_groups = (each for group in value.param_groups for each in group["params"])
+                yield from ((f"a parameter of {path}", each) for each in of_groups)
+        for path, module in self._modules():
+            for named in (module.named_parameters, module.named_buffers):
+                yield from ((f"{path}.{name}", tensor) for name, tensor in named())
 
 
 def _has(module: nn.Module, tensor: torch.Tensor) -> bool:

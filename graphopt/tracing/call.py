@@ -19,7 +19,8 @@ from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.draws.program import HostValues
-from graphopt.tracing.optimizer_state import is_known_kind
+from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
+from graphopt.tracing.tensor_classes import check_class
 
 
 class SizesKept(Enum):
@@ -171,10 +172,11 @@ def check_supported(call: Call) -> None:
     """Refuse arguments that no capture can be exact for, before anything is touched."""
     for name, module in call.named_submodules():
         _check_module(name or "the model", module)
+        _check_tensors_of(name, module)
     for position in call.optimizers:
         _check_optimizer(call.names[position], call.leaves[position])
     for position in call.tensors:
-        _check_tensor(call.names[position], call.leaves[position])
+        _check_tensor(f"argument {call.names[position]}", call.leaves[position])
     for name, tensor in call.besides.tensors:
         _check_used(name, tensor)
     for name, place, _ in call.besides.carried:
@@ -184,11 +186,13 @@ def check_supported(call: Call) -> None:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout not in (torch.strided, torch.sparse_coo):
+    if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
+        layout = tensor.layout if tensor.layout is not torch.strided else "nested"
         raise CaptureError(
-            f"argument {name} is a tensor of layout {tensor.layout}",
+            f"{name} is a tensor of layout {layout}",
             hint="pass it dense, or sparse in coordinates: tensor.to_sparse_coo()",
         )
+    check_class(name, tensor)
     if tensor.grad_fn is not None:
         raise CaptureError(
             f"{name} was computed with gradients outside the step",
@@ -196,7 +200,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
     if has_gradient(tensor) and tensor.grad.grad_fn is not None:  # type: ignore[union-attr]
         raise CaptureError(
-            f"the gradient of argument {name} was computed with gradients outside the step",
+            f"the gradient of {name} was computed with gradients outside the step",
             hint="set its .grad to None before each call, or to the detached gradient",
         )
 
@@ -204,6 +208,13 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 def has_gradient(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a `.grad`. To ask one that is computed for it warns."""
     return tensor.is_leaf and tensor.grad is not None
+
+
+def _check_tensors_of(name: str, module: nn.Module) -> None:
+    for table in (*_compat.own_tables(module)[:2], vars(module)):
+        for key, tensor in table.items():
+            if isinstance(tensor, torch.Tensor):
+                check_class(f"{name}.{key}".removeprefix("."), tensor)
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
@@ -214,6 +225,9 @@ def _check_optimizer(name: str, optimizer: Optimizer) -> None:
                 f" ({_key(key)}: {type(entries).__name__}), which is not that of a parameter",
                 hint="let it keep tensors, numbers, or a dictionary of them there",
             )
+        for entry, value in entries_at(entries).items():
+            for _, tensor in tensors_of(entry, value):
+                check_class(f"{name}.state[…][{entry!r}]", tensor)
 
 
 def _key(key: object) -> str:
@@ -244,6 +258,7 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def _check_used(name: str, tensor: torch.Tensor) -> None:
+    check_class(name, tensor)
     if tensor.grad_fn is not None:
         raise CaptureError(
             f"{name} was computed with gradients outside the step",

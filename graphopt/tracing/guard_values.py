@@ -8,19 +8,26 @@ from typing import Any
 
 import torch
 
+from graphopt.tracing.tensor_classes import special_class
+
 _PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
 
 
 _KIND: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter(
-    "shape", "dtype", "device", "requires_grad"
+    "shape", "layout", "dtype", "device", "requires_grad"
 )
 _STRIDE = methodcaller("stride")
+_WITH_STRIDES = (torch.strided, torch.sparse_coo)
 
 
 def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What a graph is specialized on about a tensor."""
-    shape, *others = _KIND(tensor)
-    return (shape, tensor.stride(), *others)
+    special = special_class(tensor)
+    if tensor.is_nested:
+        return (None, None, tensor.layout, tensor.dtype, tensor.device, None, special)
+    shape, layout, *others = _KIND(tensor)
+    strides = tensor.stride() if layout in _WITH_STRIDES else None
+    return (shape, strides, layout, *others, special)
 
 
 def gradient_kind(tensor: torch.Tensor) -> Any:
@@ -74,11 +81,10 @@ def change(kind: tuple[Any, ...] | None, now: Any) -> str:
 
 def describe(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     """The first difference between two kinds of tensors, as text."""
-    names = ("shape", "stride", "dtype", "device", "requires_grad")
+    names = ("shape", "stride", "layout", "dtype", "device", "requires_grad", "class")
     differing = _differing(names, before, now)
     name, old, new = next(differing)
-    if isinstance(old, torch.Size):
-        old, new = list(old), list(new)
+    old, new = (list(each) if isinstance(each, torch.Size) else each for each in (old, new))
     return f"{name} {old} became {new}"
 
 
