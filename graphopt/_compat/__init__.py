@@ -127,6 +127,12 @@ from graphopt._compat.tensors import (
     version_kept,
     version_of,
 )
+from graphopt._compat.torch_functions import (
+    function_asked,
+    hooks_on_saved_tensors,
+    modes_of_program,
+    runs_mode,
+)
 from graphopt._compat.tracers import (
     add_input,
     backward_sequence_number,
@@ -198,6 +204,7 @@ __all__ = [
     "forward_of",
     "forward_sequence_number",
     "from_functional",
+    "function_asked",
     "functional_mode",
     "functions_of_hooks",
     "gives_unknown_sizes",
@@ -211,6 +218,7 @@ __all__ = [
     "has_symbolic_shape",
     "hook_tables",
     "hooks_of",
+    "hooks_on_saved_tensors",
     "inputs_of",
     "inserts_at_end",
     "is_compiled_module",
@@ -231,6 +239,7 @@ __all__ = [
     "maximum",
     "may_be_written",
     "met_sizes",
+    "modes_of_program",
     "module_call_code",
     "moved_where_needed",
     "new_fake_mode",
@@ -259,6 +268,7 @@ __all__ = [
     "renamed",
     "replace_functional_value",
     "results_are_plain",
+    "runs_mode",
     "schema_of",
     "set_graph",
     "sizes_given",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from graphopt._compat.torch_functions import hooks_on_saved_tensors, modes_of_program
+
 _GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
     *(
         table
@@ -26,11 +28,15 @@ _CPU = torch.device("cpu")
 
 def global_settings() -> tuple[Any, ...]:
     """Settings of torch that decide which operators run: hooks of all modules and optimizers,
-    the default device, libraries that are switched off."""
+    the default device, modes and hooks that a program has entered, libraries that are switched
+    off."""
     # What `torch.backends` says of these, without its Python.
     return (
         [tuple(table) for table in _GLOBAL_HOOKS if table],
         _CPU if not torch._C._len_torch_function_stack() else torch.get_default_device(),
+        modes_of_program(),
+        hooks_on_saved_tensors(),
+        torch.is_anomaly_enabled(),
         torch._C._get_mkldnn_enabled(),
         torch._C._get_cudnn_enabled(),
         torch._C._get_cudnn_sdp_enabled(),

@@ -87,7 +87,7 @@ class _NoState(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = _compat.function_asked(func), kwargs or {}
         metadata = func in _READABLE or getattr(func, "__name__", "") in _METADATA
         if not metadata and any(map(self._is_state, _compat.tree_leaves((args, kwargs)))):
             raise GraphOptError(

@@ -169,7 +169,8 @@ class Call:
 
 
 def check_supported(call: Call) -> None:
-    """Refuse arguments that no capture can be exact for, before anything is touched."""
+    """Refuse modes and arguments that no capture can be exact for, before anything is touched."""
+    _check_modes()
     for name, module in call.named_submodules():
         _check_module(name or "the model", module)
         _check_tensors_of(name, module)
@@ -183,6 +184,30 @@ def check_supported(call: Call) -> None:
         value = place.now()
         if isinstance(value, torch.Tensor):
             _check_used(name, value)
+
+
+def _check_modes() -> None:
+    """A graph has other operators than the step: what sees each of them sees others."""
+    inside = "enter it within the step, whose graph then has what it does"
+    for mode in _compat.modes_of_program():
+        raise CaptureError(f"it is called in a {mode.__qualname__}, a mode of torch", hint=inside)
+    if (hooks := _compat.hooks_on_saved_tensors()) is not None:
+        raise CaptureError(f"it is called with hooks on saved tensors ({hooks})", hint=inside)
+    check_anomalies()
+
+
+def check_anomalies() -> None:
+    """Refuse a backward in which each function's result is looked at for NaN.
+
+    Raises:
+        CaptureError: it is one.
+    """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise CaptureError(
+            "torch looks for anomalies in it, in what each function of the backward gives",
+            hint="switch that off (torch.autograd.set_detect_anomaly(False)), or give"
+            " check_nan=False; to look for them run the step itself, or set GRAPHOPT_OFF=1",
+        )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

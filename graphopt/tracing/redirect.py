@@ -34,6 +34,7 @@ from graphopt.tracing import (
     stale_constants,
 )
 from graphopt.tracing.besides import Finder
+from graphopt.tracing.call import check_anomalies
 from graphopt.tracing.concrete import concrete
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.obtained import ObtainedValues
@@ -127,7 +128,7 @@ class Redirect(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = _compat.function_asked(func), kwargs or {}
         if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
             known = self._traced.by_id
             return func(*(known.get(id(value), value) for value in args), **kwargs)
@@ -153,6 +154,7 @@ class Redirect(TorchFunctionMode):
             self.gradients_first |= not self._differentiated
             self._before_gradient_read()
         elif func in _BACKWARDS:
+            check_anomalies()
             self._differentiated |= func is not torch.autograd.grad  # which leaves no gradients
             with self._tagger.during("backward"):
                 return func(*args, **kwargs)

@@ -77,7 +77,8 @@ def _is_standard_library(path: str) -> bool:
     return not is_installed(path) and path.startswith(_STANDARD_LIBRARY)
 
 
-def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """A frame and those around it, outwards."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -92,7 +93,7 @@ def current_modules() -> list[torch.nn.Module]:
     """Modules whose forward is running, outermost first."""
     found = [
         frame.f_locals["self"]
-        for frame in _frames(sys._getframe(1))
+        for frame in frames(sys._getframe(1))
         if frame.f_code is _FORWARD_CODE
     ]
     return found[::-1]
@@ -100,7 +101,7 @@ def current_modules() -> list[torch.nn.Module]:
 
 def inside_step(frame: types.FrameType | None) -> SourceLine | None:
     """The innermost user frame from `frame` outwards that the traced step is running."""
-    for current in _frames(frame):
+    for current in frames(frame):
         if is_around_step(current):
             return None
         if not is_library_file(current.f_code.co_filename):

@@ -43,7 +43,7 @@ class GradientWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = _compat.function_asked(func), kwargs or {}
         if (
             torch.compiler.is_dynamo_compiling()
         ):  # the branches of a torch.cond, which Dynamo captures

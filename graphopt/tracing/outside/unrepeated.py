@@ -12,9 +12,10 @@ import threading
 import types
 from typing import Any
 
+from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside import native
-from graphopt.tracing.source import current_user_line, is_library_file
+from graphopt.tracing.source import current_user_line, frames, is_library_file
 
 
 class Unrepeated:
@@ -57,6 +58,10 @@ class Unrepeated:
         if self.remembering and self._is_remembered():
             self.refuse(path, line)
             self.once = True
+        elif any(
+            map(_compat.runs_mode, frames(sys._getframe(1)))
+        ):  # a graph calls others than its trace
+            self.refuse(path, line)
         if id(holder) not in self._lines:
             self._lines[id(holder)] = path, users(line)
 
@@ -69,10 +74,7 @@ class Unrepeated:
     def _is_remembered(self) -> bool:
         """Whether this happens within a function that runs once, and whose cache stays filled when
         what it has changed is put back."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code not in self.remembering:
-            frame = frame.f_back
-        return frame is not None
+        return any(frame.f_code in self.remembering for frame in frames(sys._getframe(1)))
 
     def written_at(self, holder: Any) -> tuple[str, SourceLine] | None:
         """How the step got to an object that it has written to, and the line."""

@@ -1,0 +1,91 @@
+"""The functions that torch tells a function mode of, and the modes of a program.
+
+Torch's Python functions look themselves up by their names for that. Where a program has put its own
+in the place of one, the mode is told of that one, which has run already, and runs it again:
+
+    old = F.relu
+    F.relu = lambda x: 2 * old(x)    in a function mode: 4 * relu(x)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from types import CellType, CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    handle_torch_function,
+)
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+_TELLS = handle_torch_function.__code__
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def function_asked(func: Any) -> Any:
+    """The function of torch that called `__torch_function__` of a mode, which was told of `func`.
+    To be called by that method itself."""
+    if type(func) is not FunctionType or func.__code__.co_filename.startswith(_TORCH):
+        return func
+    caller = sys._getframe(2)
+    asking = caller.f_back
+    if caller.f_code is not _TELLS or asking is None:
+        return func
+    return _functions().get(asking.f_code) or _function_of(asking)
+
+
+@functools.cache
+def _functions() -> dict[CodeType, FunctionType]:
+    owners = (torch.Tensor, torch.nn.functional, torch.functional, torch.autograd)
+    values = [value for owner in owners for value in vars(owner).values()]
+    return {value.__code__: value for value in values if isinstance(value, FunctionType)}
+
+
+_functions()  # as they are before a program has replaced any
+
+
+def _function_of(frame: FrameType) -> FunctionType:
+    code = frame.f_code
+    cells = tuple(CellType(frame.f_locals[name]) for name in code.co_freevars)
+    return FunctionType(code, frame.f_globals, code.co_name, None, cells)
+
+
+def modes_of_program() -> tuple[type, ...]:
+    """The classes of modes that a program has entered, which see what is called: of functions, but
+    for a default device, and of operators, but for those that trace and make fake tensors."""
+    modes: list[Any] = []
+    if torch._C._len_torch_function_stack():
+        modes += _get_current_function_mode_stack()
+    if torch._C._len_torch_dispatch_stack():
+        modes += _get_current_dispatch_mode_stack()
+    return tuple(type(mode) for mode in modes if _is_of_program(mode))
+
+
+def runs_mode(frame: FrameType) -> bool:
+    """Whether a frame is of a method by which such a mode sees what is called."""
+    if frame.f_code.co_name not in ("__torch_function__", "__torch_dispatch__"):
+        return False
+    return _is_of_program(frame.f_locals.get("self"))
+
+
+def _is_of_program(mode: Any) -> bool:
+    if isinstance(mode, TorchFunctionMode):
+        return type(mode) is not DeviceContext and not type(mode).__module__.startswith("graphopt.")
+    known = getattr(mode, "_mode_key", None) is not None
+    return isinstance(mode, TorchDispatchMode) and not known
+
+
+def hooks_on_saved_tensors() -> str | None:
+    """What a program has called with each tensor that is saved for a backward, by its name; None
+    where there is nothing, and where it lets the tensors be as they are (`save_on_cpu`)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or inspect.getmodule(hooks[0]) is torch.autograd.graph:
+        return None
+    return getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
