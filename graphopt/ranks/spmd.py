@@ -8,7 +8,7 @@ hang.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from operator import attrgetter
 
 import torch
@@ -24,13 +24,24 @@ from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel
 
 
-def collective_plan(graph: fx.Graph) -> list[str]:
-    """One line per collective, in launch order: operator, options, dtype, shape, group."""
-    plan = []
+def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
+    """One line per collective, in launch order: operator, options, dtype, shape, group.
+
+    Args:
+        ranks: those that compare their plans. A group that not all of them are in, as one of
+            several in which others work on the same layers, has another name on each.
+    """
+    plan: list[str] = []
+    of_some: dict[str, str] = {}
     for node in graph.nodes:
         if is_collective(node):
-            value = fake_value(node)
-            options = ", ".join(str(arg) for arg in node.args if not isinstance(arg, fx.Node))
+            value, name = fake_value(node), str(node.args[-1])
+            of_group = _compat.ranks_of_group(name)
+            if of_group is not None and not ranks <= set(of_group):
+                number = len(of_some) + 1
+                name = of_some.setdefault(name, f"group {number} of {len(of_group)} ranks")
+            plain = [str(arg) for arg in node.args[:-1] if not isinstance(arg, fx.Node)]
+            options = ", ".join([*plain, name])
             plan.append(f"{node.target}({value.dtype}{list(value.shape)}, {options})")
         elif asks(node):
             plan.append("a size by its own values, which all ranks vote on")
@@ -120,9 +131,10 @@ def check_spmd(
     >>> graphopt.verify.check_spmd(captured.graph_module)
     >>> dist.destroy_process_group()
     """
-    channel = Channel(_compat.group_or_default(group), "check_spmd", timeout)
-    with channel.meeting() as meeting:
-        everyone = meeting.exchange({"plan": collective_plan(graph_module.graph)})
+    found = _compat.group_or_default(group)
+    ranks = frozenset(dist.get_process_group_ranks(found))
+    with Channel(found, "check_spmd", timeout).meeting() as meeting:
+        everyone = meeting.exchange({"plan": collective_plan(graph_module.graph, ranks)})
         check_same("collectives", [theirs["plan"] for theirs in everyone])
 
 

@@ -136,7 +136,7 @@ class _AsAgreed(Ranks):
         before = self.agreement
         needed = Agreement.needed_by(captured.graph_module.graph)
         same = Agreement.of_all([needed.said, before.said]) == before
-        if not same or plans_of(graphs) != self.agreed.plans:
+        if not same or plans_of(graphs, self._parallel) != self.agreed.plans:
             raise NotAsAgreedError
         if self._vote is not None and not self._vote(self.agreed.number):
             raise NotAsAgreedError
@@ -234,7 +234,7 @@ class _Together(Ranks):
         return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
-        self._plans = plans_of(graphs)
+        self._plans = plans_of(graphs, self._parallel)
         needed = Agreement.needed_by(captured.graph_module.graph)
         history = [(record.name, record.launches) for record in records_of(captured.graph_module)]
         planned: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from graphopt.manager.records import PassRecord, count
 from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner, crashes_explained
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.parallel.parallelize import communicates, parallelize
+from graphopt.ranks.apart import groups_apart
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
 from graphopt.runtime.collector import collector_paused
 from graphopt.stages.auto import AutoPipeline
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager
+
+
+logger = logging.getLogger("graphopt")
 
 
 def stages_for(
@@ -206,8 +211,11 @@ class Stages:
             proof: what is known of the calls of the graph.
         """
         module = captured.graph_module = IterGraphModule(captured.graph_module)
-        step = StepInMaking(module, proof)
-        self.manager.run(module, step.passes)
+        step, manager = StepInMaking(module, proof), self.manager
+        if groups_apart(module.graph, captured.parallel):
+            logger.info("no passes: ranks of other groups may take other branches")
+            manager = manager.with_pipeline([])
+        manager.run(module, step.passes)
         if hear_votes(module.graph):
             module.recompile()
             step.forget()
