@@ -111,6 +111,7 @@ class TrainStep:
         try:
             return self._called(call)
         except BaseException:
+            self._entries.forget_waiting()
             call.drawn.undo()
             raise
 

@@ -235,18 +235,20 @@ class Decider:
         self._tracer.create_proxy("call_function", assumption, tuple(values), {})
 
     def _answer(self, number: Any, kind: type, line: Any) -> Answer:
-        """What a number is. Where it stands behind collectives, a guess, the same on all ranks that
-        average gradients: a wrong one is found out when the graph first runs, and one that leads to
-        an exception is taken back. A graph of fake tensors does not run here: it gets no guess."""
-        values = self._values
-        if isinstance(values, ValuesBeforeCollectives) and not values.knows(number):
-            if self._group is not None and kind is not bool:
-                raise another_on_each_rank(line)
-            if kind is bool:
-                self._inputs.guessed = self._count
-            if self._group is not None:
-                return True
-        return cast(Answer, kind(values.of(number)))
+        """What a number is. Where it depends on collectives, a guess, the same on all ranks that
+        average gradients: a wrong one is found out when the graph first runs. One that leads to an
+        exception is taken back, and so is an answer behind collectives of a step that communicates
+        by itself: other ranks wait for these, so that a graph launches them before that exception.
+        A graph of fake tensors does not run here: it gets no guess."""
+        values, together = self._values, self._group is not None
+        if not isinstance(values, ValuesBeforeCollectives):
+            return cast(Answer, kind(values.of(number)))
+        known = values.knows(number)
+        if together and not known and kind is not bool:
+            raise another_on_each_rank(line)
+        if kind is bool and not (known and (together or not values.launched)):
+            self._inputs.guessed = self._count
+        return True if together and not known else cast(Answer, kind(values.of(number)))
 
     def _refuse(self, line: Any) -> None:
         """One decision too many, or one that is this rank's own."""

@@ -1,0 +1,120 @@
+"""Ranks with communication of their own whose programs differ: each runs another graph, and all of
+them launch alike. Bit for bit what eager code gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphopt
+from gloo import Pool
+from test_apart_ranks import RATE, batches, linear
+
+pytestmark = pytest.mark.slow
+
+
+def average(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def decided_on_one(rank: int, compiled: bool) -> list[Tensor]:
+    """One rank alone looks at its loss, so that its graph is another one."""
+    model = nn.Sequential(linear(4, 3, 1), linear(3, 2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def step(x: Tensor, looks: bool) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        if looks and loss.item() > 200:
+            loss = loss / 2
+        average(model)
+        optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    run: Any = graphopt.compile(step, parallel=graphopt.Manual()) if compiled else step
+    losses = [run(x, rank == 0) for x in batches(rank, 5)]
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def raised_on_one(rank: int, compiled: bool) -> list[Tensor]:
+    """In the first calls one rank raises, when it has sent what others wait for, and goes on."""
+    model = linear(4, 2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
+
+    def step(x: Tensor, bad: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        average(model)
+        if bad > 0:
+            raise ValueError("too large")
+        optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    run: Any = graphopt.compile(step, parallel=graphopt.Manual()) if compiled else step
+    losses = []
+    for i, x in enumerate(batches(rank, 5)):
+        bad = torch.tensor(float(rank == 0 and i in (0, 1, 3)))
+        if bad:
+            with pytest.raises(ValueError, match="too large"):
+                run(x, bad)
+        else:
+            losses.append(run(x, bad))
+    if compiled:
+        assert len(run.captures) == 1
+    return [*losses, model.weight.detach().clone()]
+
+
+def raised_alike(rank: int) -> bool:
+    return all(map(torch.equal, raised_on_one(rank, False), raised_on_one(rank, True)))
+
+
+def in_fewer_groups(rank: int, compiled: bool) -> list[Tensor]:
+    """What a rank sends second depends on what it got first, on some ranks only."""
+    group = dist.new_group([0, 1])
+    model = nn.Sequential(linear(4, 3, 1), linear(3, 2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        first = loss.detach().clone()
+        dist.all_reduce(first)
+        second = first.clone() if rank < 2 else loss.detach() * 3
+        if rank < 2:
+            dist.all_reduce(second, group=group)
+        dist.all_reduce(second)
+        average(model)
+        optimizer.step()
+        return first - second  # type: ignore[no-any-return]
+
+    run: Any = graphopt.compile(step, parallel=graphopt.Manual()) if compiled else step
+    totals = [run(x) for x in batches(rank, 4)]
+    return [*totals, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def one_is_alike(rank: int) -> bool:
+    return all(map(torch.equal, decided_on_one(rank, False), decided_on_one(rank, True)))
+
+
+def fewer_are_alike(rank: int) -> bool:
+    return all(map(torch.equal, in_fewer_groups(rank, False), in_fewer_groups(rank, True)))
+
+
+def test_one_rank_decides(two_ranks: Pool) -> None:
+    assert all(two_ranks.run(one_is_alike))
+
+
+def test_one_rank_raises_behind_what_it_has_sent(two_ranks: Pool) -> None:
+    assert all(two_ranks.run(raised_alike))
+
+
+def test_a_rank_that_is_in_fewer_groups(three_ranks: Pool) -> None:
+    assert all(three_ranks.run(fewer_are_alike))
