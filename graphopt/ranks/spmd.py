@@ -35,14 +35,16 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
     of_some: dict[str, str] = {}
     for node in graph.nodes:
         if is_collective(node):
-            value, name = fake_value(node), str(node.args[-1])
+            name = str(node.args[-1])
             of_group = _compat.ranks_of_group(name)
             if of_group is not None and not ranks <= set(of_group):
                 number = len(of_some) + 1
                 name = of_some.setdefault(name, f"group {number} of {len(of_group)} ranks")
-            plain = [str(arg) for arg in node.args[:-1] if not isinstance(arg, fx.Node)]
+            plain = [str(arg) for arg in node.args[1:-1] if not isinstance(arg, fx.Node)]
             options = ", ".join([*plain, name])
-            plan.append(f"{node.target}({value.dtype}{list(value.shape)}, {options})")
+            values = _compat.tree_leaves(fake_value(node))  # of several tensors where it takes such
+            given = ", ".join(f"{value.dtype}{list(value.shape)}" for value in values)
+            plan.append(f"{node.target}({given}, {options})")
         elif asks(node):
             plan.append("a size by its own values, which all ranks vote on")
     return plan
