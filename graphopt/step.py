@@ -195,6 +195,7 @@ class TrainStep:
             launched: see `Others`.
         """
         from graphopt.runtime.agreed import Others
+        from graphopt.runtime.other_launches import warn_of_other_launches
 
         vote = None
         if entry.agreed is not None and not failed.alone:
@@ -206,7 +207,10 @@ class TrainStep:
         vote = vote if known is None else None
         others = Others(failed.alone, vote, known is not None, launched)
         cause = Cause.of_branch(failed.place, failed.found)
-        return self._captured_or_refused(call, mode, cause, others)
+        other = self._captured_or_refused(call, mode, cause, others)
+        if other is not None:
+            warn_of_other_launches(entry, other, failed)
+        return other
 
     def _captured_or_refused(
         self,

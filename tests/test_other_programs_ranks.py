@@ -3,6 +3,8 @@ them launch alike. Bit for bit what eager code gives."""
 
 from __future__ import annotations
 
+import io
+import logging
 from typing import Any
 
 import pytest
@@ -106,6 +108,49 @@ def one_is_alike(rank: int) -> bool:
 
 def fewer_are_alike(rank: int) -> bool:
     return all(map(torch.equal, in_fewer_groups(rank, False), in_fewer_groups(rank, True)))
+
+
+def skips(rank: int, agrees: bool) -> tuple[bool, str]:
+    """A batch is skipped for what it holds, the same on all ranks. Whether that is bit for bit as
+    in eager code, and what was warned of."""
+    warned = io.StringIO()
+    handler = logging.StreamHandler(warned)
+    handler.setLevel(logging.WARNING)
+    logger = logging.getLogger("graphopt")
+
+    def train(compiled: bool) -> list[Tensor]:
+        model = linear(4, 2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            largest = loss.detach().clone()
+            if agrees:
+                dist.all_reduce(largest, dist.ReduceOp.MAX)
+            if largest > 200:
+                return loss.detach()  # type: ignore[no-any-return]
+            loss.backward()
+            average(model)
+            optimizer.step()
+            return loss.detach()  # type: ignore[no-any-return]
+
+        run: Any = graphopt.compile(step, parallel=graphopt.Manual()) if compiled else step
+        losses = [run(x) for x in batches(0, 6)]
+        assert any(loss > 200 for loss in losses) and any(loss <= 200 for loss in losses)
+        return [*losses, model.weight.detach().clone()]
+
+    logger.addHandler(handler)
+    try:
+        return all(map(torch.equal, train(False), train(True))), warned.getvalue()
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("agrees", [False, True])
+def test_what_is_launched_follows_from_a_batch(two_ranks: Pool, agrees: bool) -> None:
+    for alike, warned in two_ranks.run(skips, agrees):
+        assert alike and ("if largest > 200" in warned) == (not agrees)
 
 
 def test_one_rank_decides(two_ranks: Pool) -> None:

@@ -64,7 +64,7 @@ def _is_in(tables: Set[int], entry: ModuleTensor) -> bool:
 def is_alike(graph: fx.Graph, wanted: fx.Node, own: Sequence[bool], group: Group) -> bool:
     """Whether a node of a trace that is being recorded has the same value on all ranks of a group,
     where these inputs alone are a rank's own."""
-    return wanted not in _own(graph, own, group, wanted)
+    return wanted not in own_values(graph, own, group, wanted)
 
 
 def first_own(
@@ -86,7 +86,7 @@ def first_own(
     copies = [(positions[copy.args[0]], copy.args[1]) for copy in get_outputs(graph).updates]
     updates = {position: value for position, value in copies if not own[position]}
     while True:
-        marks = _own(graph, own, group)
+        marks = own_values(graph, own, group)
         found = [at for at, value in updates.items() if value in marks and not own[at]]
         if not found:
             break
@@ -118,7 +118,7 @@ def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]
             )
 
 
-def _own(
+def own_values(
     graph: fx.Graph, placeholders: Sequence[bool], group: Group, last: fx.Node | None = None
 ) -> set[Any]:
     """Nodes, and memory, whose values may be others on each rank.
