@@ -26,11 +26,15 @@ def warn_of_other_launches(one: BoundStep, other: BoundStep, failed: AssumptionF
     Args:
         failed: the decision.
     """
-    graphs = one.module.graph, other.module.graph
+    try:
+        decided, _ = assumption_number(one.module.graph, failed.index)
+        instead, _ = assumption_number(other.module.graph, failed.index)
+    except LookupError:  # a library that finds out that it is traced does not decide any more
+        return
     for name in sorted(one.apart | other.apart):
-        first, second = (_launches(graph, failed.index, name) for graph in graphs)
         ranks = _compat.ranks_of_group(name) or ()
-        if _differ(first, second) and _is_own(graphs[0], failed.index, Group(name, len(ranks))):
+        differs = _differ(_launches(decided, name), _launches(instead, name))
+        if differs and _is_own(decided, Group(name, len(ranks))):
             logger.warning(
                 "a value that may be another one on each rank decides what is launched for the"
                 " ranks %s\n  from:  %s\n  hint:  where they do not all decide alike, they wait for"
@@ -41,18 +45,17 @@ def warn_of_other_launches(one: BoundStep, other: BoundStep, failed: AssumptionF
             )
 
 
-def _is_own(graph: fx.Graph, index: int, group: Group) -> bool:
+def _is_own(decision: fx.Node, group: Group) -> bool:
     """Whether a decision is known to depend on arguments or draws of this rank."""
-    node, _ = assumption_number(graph, index)
-    kinds = map(input_kind, graph.find_nodes(op="placeholder"))
-    own = own_values(graph, [kind in ("user_input", "draw") for kind in kinds], group, node)
-    return not own.isdisjoint(node.all_input_nodes[:1])
+    kinds = map(input_kind, decision.graph.find_nodes(op="placeholder"))
+    mine = [kind in ("user_input", "draw") for kind in kinds]
+    own = own_values(decision.graph, mine, group, decision)
+    return not own.isdisjoint(decision.all_input_nodes[:1])
 
 
-def _launches(graph: fx.Graph, index: int, name: str) -> tuple[list[str], bool]:
+def _launches(decision: fx.Node, name: str) -> tuple[list[str], bool]:
     """What is launched in a group from a decision to the next, and whether there is a next."""
-    node, _ = assumption_number(graph, index)
-    found: list[str] = []
+    node, found = decision, list[str]()
     while (node := node.next).op != "output":
         if isinstance(node.target, Assumption):
             return found, True
