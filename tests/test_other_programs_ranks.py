@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
 from gloo import Pool
@@ -151,6 +152,67 @@ def skips(rank: int, agrees: bool) -> tuple[bool, str]:
 def test_what_is_launched_follows_from_a_batch(two_ranks: Pool, agrees: bool) -> None:
     for alike, warned in two_ranks.run(skips, agrees):
         assert alike and ("if largest > 200" in warned) == (not agrees)
+
+
+def kept_on_one(rank: int, compiled: bool) -> list[Tensor]:
+    """One rank keeps an average of the weights, and the smallest loss."""
+    model = linear(4, 2, 1)
+    wrapped: Any = model if compiled else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    average = [torch.zeros_like(model.weight)] if rank else []
+    best = torch.tensor(1e9, dtype=torch.float64)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = wrapped(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        for tensor in average:
+            tensor.lerp_(model.weight.detach(), 0.25)
+        if rank == 1:
+            best.copy_(torch.minimum(best, loss.detach()))
+        return loss.detach()  # type: ignore[no-any-return]
+
+    run: Any = graphopt.compile(step) if compiled else step
+    losses = [run(x) for x in batches(rank, 4)]
+    return [*losses, *average, best, model.weight.detach().clone()]
+
+
+def kept_alike(rank: int) -> bool:
+    return all(map(torch.equal, kept_on_one(rank, False), kept_on_one(rank, True)))
+
+
+def test_one_rank_keeps_an_average(two_ranks: Pool) -> None:
+    assert all(two_ranks.run(kept_alike))
+
+
+def asked_on_one(rank: int) -> tuple[str, bool]:
+    """What is said where one rank alone takes a decision, and whether the hint works."""
+    model = linear(4, 2, 1)
+
+    def loss_of(x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    def alone(x: Tensor) -> Tensor:
+        loss = loss_of(x)
+        return loss * 2 if rank == 0 and loss > 200 else loss
+
+    def together(x: Tensor) -> Tensor:
+        loss = loss_of(x)
+        return loss * 2 if loss > 200 and rank == 0 else loss
+
+    with pytest.raises(graphopt.SpmdMismatchError) as caught:
+        graphopt.compile(alone)(batches(rank, 1)[0])
+    run, x = graphopt.compile(together), batches(rank, 4)
+    return str(caught.value), [run(each) for each in x] == [alone(each) for each in x]
+
+
+def test_a_hint_that_all_ranks_have_to_ask(two_ranks: Pool) -> None:
+    for message, works in two_ranks.run(asked_on_one):
+        assert "a decision by a value of its own" in message and works
+        assert "`if loss < best and rank == 0`" in message
 
 
 def test_one_rank_decides(two_ranks: Pool) -> None:

@@ -19,9 +19,17 @@ from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
 from graphopt.host.sizes import SizeAssumption
+from graphopt.host.voted import VotedAssumption, launch_of_vote
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel
+
+_VOTED = "which all ranks vote on"
+_TAKE_THE_DECISION = (
+    "let all ranks ask for the value, whatever they make of the answer: `if loss < best and rank =="
+    " 0`, not `if rank == 0 and loss < best`"
+)
+_BUILD_ALIKE = "all ranks have to build the same model and take the same branches"
 
 
 def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
@@ -33,8 +41,12 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
     """
     plan: list[str] = []
     of_some: dict[str, str] = {}
+    voted = [node for node in graph.nodes if isinstance(node.target, VotedAssumption)]
+    votes = set(map(launch_of_vote, voted))
     for node in graph.nodes:
-        if is_collective(node):
+        if node in votes:
+            plan.append(f"a decision by a value of its own, {_VOTED}")
+        elif is_collective(node):
             name = str(node.args[-1])
             of_group = _compat.ranks_of_group(name)
             if of_group is not None and not ranks <= set(of_group):
@@ -46,7 +58,7 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
             given = ", ".join(f"{value.dtype}{list(value.shape)}" for value in values)
             plan.append(f"{node.target}({given}, {options})")
         elif asks(node):
-            plan.append("a size by its own values, which all ranks vote on")
+            plan.append(f"a size by its own values, {_VOTED}")
     return plan
 
 
@@ -147,10 +159,11 @@ def check_same(what: str, everyone: Sequence[Sequence[str]]) -> None:
             expected = everyone[0][index] if index < len(everyone[0]) else "nothing"
             found = theirs[index] if index < len(theirs) else "nothing"
             if expected != found:
+                votes = any(line.endswith(_VOTED) for line in (expected, found))
                 raise SpmdMismatchError(
                     f"rank {rank} has other {what} than rank 0, first at number {index}:\n"
                     f"  rank 0:  {expected}\n  rank {rank}:  {found}\n"
-                    "  hint:  all ranks have to build the same model and take the same branches"
+                    f"  hint:  {_TAKE_THE_DECISION if votes else _BUILD_ALIKE}"
                 )
 
 

@@ -445,10 +445,13 @@ def _left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:
 
 
 def _describe(inputs: Inputs) -> list[str]:
+    """What all ranks have to have alike. Tensors besides modules that nobody trains, such as an
+    average of the weights, may be there on one rank alone."""
     return [
         f"{entry.kind} {entry.fqn} {entry.tensor.dtype} {list(entry.tensor.shape)}"
         f"{'' if entry.tensor.requires_grad else ' without gradient'}"
         for entry in inputs.module_tensors
+        if entry.tensor.requires_grad or not entry.bare
     ]
 
 
