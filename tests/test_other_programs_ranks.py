@@ -225,3 +225,30 @@ def test_one_rank_raises_behind_what_it_has_sent(two_ranks: Pool) -> None:
 
 def test_a_rank_that_is_in_fewer_groups(three_ranks: Pool) -> None:
     assert all(three_ranks.run(fewer_are_alike))
+
+
+def compiled_on_one(rank: int, compiled: bool) -> list[Tensor]:
+    """One rank alone runs its step as a graph: it asks the others for nothing."""
+    model = nn.Sequential(linear(4, 3, 1), linear(3, 2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        average(model)
+        optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    options: dict[str, Any] = {"parallel": graphopt.Manual(), "pipeline": "auto"}
+    run: Any = graphopt.compile(step, **options) if compiled and rank == 0 else step
+    losses = [run(x) for x in batches(rank, 4)]
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def compiled_is_alike(rank: int) -> bool:
+    return all(map(torch.equal, compiled_on_one(rank, False), compiled_on_one(rank, True)))
+
+
+def test_one_rank_runs_a_graph(two_ranks: Pool) -> None:
+    assert all(two_ranks.run(compiled_is_alike))

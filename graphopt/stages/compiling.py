@@ -239,7 +239,8 @@ class Stages:
             return
         with captured.state_present():
             inputs = captured.live.live_values(call)
-        chosen = self._auto.decide(captured.graph_module, inputs)
+        apart = groups_apart(captured.graph_module.graph, captured.parallel)
+        chosen = self._auto.decide(captured.graph_module, inputs, apart)
         if chosen is not None:
             self.manager, self._auto = self.manager.with_pipeline(pipeline_with(**chosen)), None
 
