@@ -155,11 +155,12 @@ def test_what_is_launched_follows_from_a_batch(two_ranks: Pool, agrees: bool) ->
 
 
 def kept_on_one(rank: int, compiled: bool) -> list[Tensor]:
-    """One rank keeps an average of the weights, and the smallest loss."""
+    """One rank keeps averages of the weights, and the smallest loss."""
     model = linear(4, 2, 1)
     wrapped: Any = model if compiled else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     average = [torch.zeros_like(model.weight)] if rank else []
+    smooth = linear(4, 2, 5).requires_grad_(False) if rank else None
     best = torch.tensor(1e9, dtype=torch.float64)
 
     def step(x: Tensor) -> Tensor:
@@ -169,13 +170,18 @@ def kept_on_one(rank: int, compiled: bool) -> list[Tensor]:
         optimizer.step()
         for tensor in average:
             tensor.lerp_(model.weight.detach(), 0.25)
+        if smooth is not None:
+            smooth.weight.mul_(0.5).add_(model.weight.detach())
+        if loss > 200:
+            loss = loss * 2
         if rank == 1:
             best.copy_(torch.minimum(best, loss.detach()))
         return loss.detach()  # type: ignore[no-any-return]
 
     run: Any = graphopt.compile(step) if compiled else step
     losses = [run(x) for x in batches(rank, 4)]
-    return [*losses, *average, best, model.weight.detach().clone()]
+    kept = average if smooth is None else [*average, smooth.weight.clone()]
+    return [*losses, *kept, best, model.weight.detach().clone()]
 
 
 def kept_alike(rank: int) -> bool:
@@ -213,6 +219,25 @@ def test_a_hint_that_all_ranks_have_to_ask(two_ranks: Pool) -> None:
     for message, works in two_ranks.run(asked_on_one):
         assert "a decision by a value of its own" in message and works
         assert "`if loss < best and rank == 0`" in message
+
+
+def asked_twice(rank: int) -> str:
+    """One rank asks for two values, the other for one; what they vote on is sent at once."""
+    model = linear(4, 2, 1)
+
+    @graphopt.compile
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach() * (2 if loss > 0 or x.sum() > 0 else 1)  # type: ignore[no-any-return]
+
+    with pytest.raises(graphopt.SpmdMismatchError) as caught:
+        step(torch.full((3, 4), float(rank), dtype=torch.float64))
+    return str(caught.value)
+
+
+def test_another_number_of_decisions_is_refused_on_all_ranks(two_ranks: Pool) -> None:
+    assert all("which all ranks vote on" in message for message in two_ranks.run(asked_twice))
 
 
 def test_one_rank_decides(two_ranks: Pool) -> None:

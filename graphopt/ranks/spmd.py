@@ -31,6 +31,12 @@ _TAKE_THE_DECISION = (
 )
 _BUILD_ALIKE = "all ranks have to build the same model and take the same branches"
 
+FREEZE = (
+    f"{_BUILD_ALIKE}; a module that one rank keeps for itself, such as an average of the weights,"
+    " has to be frozen: module.requires_grad_(False)"
+)
+"""A hint where ranks have other tensors."""
+
 
 def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
     """One line per collective, in launch order: operator, options, dtype, shape, group.
@@ -44,9 +50,7 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
     voted = [node for node in graph.nodes if isinstance(node.target, VotedAssumption)]
     votes = set(map(launch_of_vote, voted))
     for node in graph.nodes:
-        if node in votes:
-            plan.append(f"a decision by a value of its own, {_VOTED}")
-        elif is_collective(node):
+        if is_collective(node):
             name = str(node.args[-1])
             of_group = _compat.ranks_of_group(name)
             if of_group is not None and not ranks <= set(of_group):
@@ -56,7 +60,8 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
             options = ", ".join([*plain, name])
             values = _compat.tree_leaves(fake_value(node))  # of several tensors where it takes such
             given = ", ".join(f"{value.dtype}{list(value.shape)}" for value in values)
-            plan.append(f"{node.target}({given}, {options})")
+            why = f": a decision by a value of its own, {_VOTED}" if node in votes else ""
+            plan.append(f"{node.target}({given}, {options}){why}")
         elif asks(node):
             plan.append(f"a size by its own values, {_VOTED}")
     return plan
@@ -152,7 +157,7 @@ def check_spmd(
         check_same("collectives", [theirs["plan"] for theirs in everyone])
 
 
-def check_same(what: str, everyone: Sequence[Sequence[str]]) -> None:
+def check_same(what: str, everyone: Sequence[Sequence[str]], hint: str = _BUILD_ALIKE) -> None:
     """Raise `SpmdMismatchError` naming the first rank and line that differ from rank 0's."""
     for rank, theirs in enumerate(everyone):
         for index in range(max(len(theirs), len(everyone[0]))):
@@ -163,7 +168,7 @@ def check_same(what: str, everyone: Sequence[Sequence[str]]) -> None:
                 raise SpmdMismatchError(
                     f"rank {rank} has other {what} than rank 0, first at number {index}:\n"
                     f"  rank 0:  {expected}\n  rank {rank}:  {found}\n"
-                    f"  hint:  {_TAKE_THE_DECISION if votes else _BUILD_ALIKE}"
+                    f"  hint:  {_TAKE_THE_DECISION if votes else hint}"
                 )
 
 
