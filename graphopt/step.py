@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graphopt.runtime.agreed import Agreed, Others
     from graphopt.runtime.bound_step import BoundStep, Tries
     from graphopt.runtime.branch import Begun
+    from graphopt.runtime.sent_before import SentBefore
     from graphopt.stages.auto import AutoPipeline
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
@@ -110,6 +111,7 @@ class TrainStep:
         try:
             return self._called(call)
         except BaseException:
+            self._entries.forget_waiting()
             call.drawn.undo()
             raise
 
@@ -138,7 +140,7 @@ class TrainStep:
         entry: BoundStep,
         call: Call,
         begun: Begun | None = None,
-        sent: Sequence[torch.Tensor] = (),
+        sent: SentBefore | None = None,
     ) -> Any:
         from graphopt.tracing.casts import note_casts
 
@@ -165,10 +167,11 @@ class TrainStep:
         behind = entry.answers[failed.index + 1 :] if failed.alone else ()
         call = call.deciding((*entry.answers_before(failed.index), failed.found, *behind))
         self._entries.land()
-        other, apart = self._known(call, mode), failed.alone or failed.voted
+        other = self._known(call, mode)
+        apart = failed.alone or failed.voted or bool(entry.apart)
         going_on = None if apart else begun(left, entry, other, call, self._calls)
         if going_on is None:
-            other = self._other_graph(entry, other, call, mode, failed)
+            other = self._other_graph(entry, other, call, mode, failed, bool(left.sent))
         if other is None:
             return self._run_eagerly(call)
         result = self._run(other, call, going_on, left.sent)
@@ -183,10 +186,16 @@ class TrainStep:
         call: Call,
         mode: tuple[Any, ...],
         failed: AssumptionFailedError,
+        launched: bool,
     ) -> BoundStep | None:
         """The graph of another branch, captured where it is not known or where other ranks have
-        none that goes with it."""
+        none that goes with it.
+
+        Args:
+            launched: see `Others`.
+        """
         from graphopt.runtime.agreed import Others
+        from graphopt.runtime.other_launches import warn_of_other_launches
 
         vote = None
         if entry.agreed is not None and not failed.alone:
@@ -195,9 +204,13 @@ class TrainStep:
             number = known.agreed.number if known.agreed else 0
             if vote is None or vote(number):
                 return known
-        others = Others(failed.alone, vote if known is None else None, known is not None)
+        vote = vote if known is None else None
+        others = Others(failed.alone, vote, known is not None, launched)
         cause = Cause.of_branch(failed.place, failed.found)
-        return self._captured_or_refused(call, mode, cause, others)
+        other = self._captured_or_refused(call, mode, cause, others)
+        if other is not None:
+            warn_of_other_launches(entry, other, failed)
+        return other
 
     def _captured_or_refused(
         self,
@@ -217,7 +230,8 @@ class TrainStep:
             try:
                 return self._capture(call, mode, branch, others)
             except BaseException as error:
-                if not self._fallback.take(error, call, parallel, communication.alone):
+                alone = communication.alone or (others is not None and others.launched)
+                if not self._fallback.take(error, call, parallel, alone):
                     raise
             self._entries.forget()
             return None

@@ -32,8 +32,8 @@ one that goes by then is copied into it, up to 4 MB: a collective more takes lon
 
 Left as they are: a bucket of one; a late node; a tensor that is empty, not contiguous or of a
 dynamic size; a result read through `as_strided`, whose offset counts from the beginning of the
-bucket. A collective that needs a member closes the bucket before it, so no dependent pair is ever
-fused.
+bucket; what other ranks may launch in another graph (`graphopt.ir.metadata.is_launch_kept`). A
+collective that needs a member closes the bucket before it, so no dependent pair is ever fused.
 
 Members begin at multiples of 64 bytes, with zeros in between where sizes are odd: matrix-vector
 kernels give other bits at other alignments. A result that leaves the graph (a gradient that stays

@@ -52,7 +52,7 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.host import host_calls
-from graphopt.ir.metadata import is_held, is_held_somewhere
+from graphopt.ir.metadata import is_held, is_held_somewhere, is_launch_kept
 from graphopt.ir.operators import calls_of, writers
 from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.iter_graph.rules import why_now_everywhere
@@ -121,9 +121,10 @@ def _held_back(
 ) -> list[list[fx.Node]]:
     """Send a share of the buckets after the backward; returns `moved` in the new launch order.
 
-    Where buckets share an update, as with clipping, it waits for all, and none is held back.
+    Where buckets share an update, as with clipping, it waits for all, and none is held back; nor
+    where ranks of the group may run another graph.
     """
-    if len(moved) != len(blocks):
+    if len(moved) != len(blocks) or any(is_launch_kept(block.comm_node) for block in blocks):
         hasten(graph, {block.comm_node for block in blocks})
         return moved
     position = {node: index for index, node in enumerate(graph.nodes)}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 
@@ -94,3 +95,33 @@ def compare(rank: int, name: str) -> int:
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_collective_gives_what_eager_gives(two_ranks: Pool, name: str) -> None:
     assert two_ranks.run(compare, name) == [0, 0]
+
+
+def beside_averages(rank: int, compiled: bool) -> list[Tensor]:
+    """Several tensors in one collective, in a step whose ranks compare what they launch."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped: Any = model if compiled else nn.parallel.DistributedDataParallel(model)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        hidden = wrapped(x)
+        hidden.square().sum().backward()
+        sums = functional_collectives.all_reduce_coalesced(
+            [hidden.detach(), x], "sum", dist.group.WORLD
+        )
+        optimizer.step()
+        return torch.cat([each.flatten() for each in sums])
+
+    run: Any = graphopt.compile(step) if compiled else step
+    batches = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(rank))
+    return [*map(run, batches), model.weight.detach().clone()]
+
+
+def averages_are_alike(rank: int) -> bool:
+    return all(map(torch.equal, beside_averages(rank, False), beside_averages(rank, True)))
+
+
+def test_several_tensors_at_once_beside_averages(two_ranks: Pool) -> None:
+    assert all(two_ranks.run(averages_are_alike))

@@ -419,21 +419,6 @@ def test_assumptions_are_nodes() -> None:
         captured.graph_module(-torch.ones(2))
 
 
-def _rank(rank: int) -> str:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        step = graphopt.compile(skips, parallel=graphopt.Manual())
-        step(model, optimizer, torch.ones(2, 4))
-    except CaptureError as error:
-        return str(error)
-    return "captured"
-
-
-def test_ranks_that_do_not_vote_may_not_decide_for_themselves(two_ranks: Pool) -> None:
-    assert all("another one on each rank" in said for said in two_ranks.run(_rank))
-
-
 def by_average_norm(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     optimizer.zero_grad()
     model(x).square().mean().backward()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
-from gloo import Pool
 from graphopt.cost import DEVICES, RooflineCost
 from graphopt.errors import AssumptionFailedError, CaptureError
 from graphopt.graph_utils import is_operator, same_kind
@@ -163,21 +162,6 @@ def test_a_size_that_python_needs_has_a_graph_for_each() -> None:
         assert step(model, x).shape == (count,)
     with pytest.raises(CaptureError, match=r"each size .*# HERE"):
         step(model, torch.arange(6.0) - 5 + 4)
-
-
-def _rank(rank: int) -> str:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        step = graphopt.compile(through_layers, parallel=graphopt.Manual())
-        step(model, optimizer, *batches(1)[0])
-    except CaptureError as error:
-        return str(error)
-    return "captured"
-
-
-def test_ranks_that_do_not_vote_have_no_sizes_of_their_own(two_ranks: Pool) -> None:
-    assert all("depends on values" in said for said in two_ranks.run(_rank))
 
 
 def test_nobody_asks_about_sizes_behind_the_capture() -> None:

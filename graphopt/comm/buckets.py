@@ -18,7 +18,7 @@ from graphopt import _compat
 from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes
 from graphopt.graph_utils import is_collective, is_operator, is_random, written
 from graphopt.ir.effects import Effects
-from graphopt.ir.metadata import fake_value, known_value
+from graphopt.ir.metadata import fake_value, is_launch_kept, known_value
 from graphopt.ir.operators import argument, calls_of, writers
 
 BESIDE = 4
@@ -48,7 +48,7 @@ def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
         return False
     if not all(_has_place(value) for value in values):
         return False
-    if not block.nbytes:
+    if not block.nbytes or is_launch_kept(block.comm_node):
         return False
     users = block.users
     if any(user in pinned for user in (*block.node_list, *users)):

@@ -45,14 +45,14 @@ def hear_votes(graph: fx.Graph) -> int:
     """
     votes = [node for node in graph.nodes if isinstance(node.target, VotedAssumption)]
     for node in votes:
-        place = _launch_of(node)
+        place = launch_of_vote(node)
         for needed in _behind(place, node):
             place.append(needed)
             place = needed
     return len(votes)
 
 
-def _launch_of(assumption: fx.Node) -> fx.Node:
+def launch_of_vote(assumption: fx.Node) -> fx.Node:
     """The launch of the collective in which ranks vote."""
     node = assumption.all_input_nodes[1]
     while not is_collective(node):

@@ -17,7 +17,7 @@ VALUE, PHASE, SOURCE = "val", "phase", "source"
 MODULES, PROVENANCE = "nn_module_stack", "provenance"
 KIND, NAME, PLACEMENT, RETURNED = "kind", "fqn", "placement", "returned"
 HELD, HELD_SOMEWHERE = "held", "held_somewhere"
-SENT, WRITES = "sends", "writes"
+SENT, WRITES, KEPT = "sends", "writes", "kept"
 LATE_GROUP, CARRIED_INDEX = "late_group", "carried_index"
 
 CARRIED = "carried"
@@ -127,6 +127,17 @@ def set_sent_names(node: fx.Node, names: Sequence[str]) -> None:
     node.meta.pop(SENT, None)
     if names:
         node.meta[SENT] = tuple(names)
+
+
+def is_launch_kept(node: fx.Node) -> bool:
+    """Whether a collective is launched by itself, and in the order of the program within its group:
+    other ranks of the group may run another graph."""
+    return bool(node.meta.get(KEPT))
+
+
+def keep_launch(node: fx.Node) -> None:
+    """Let a collective be launched as the program does."""
+    node.meta[KEPT] = True
 
 
 def set_provenance(node: fx.Node, names: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ hang.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from operator import attrgetter
 
 import torch
@@ -19,21 +19,51 @@ from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
 from graphopt.host.sizes import SizeAssumption
+from graphopt.host.voted import VotedAssumption, launch_of_vote
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel
 
+_VOTED = "which all ranks vote on"
+_TAKE_THE_DECISION = (
+    "let all ranks ask for the value, whatever they make of the answer: `if loss < best and rank =="
+    " 0`, not `if rank == 0 and loss < best`"
+)
+_BUILD_ALIKE = "all ranks have to build the same model and take the same branches"
 
-def collective_plan(graph: fx.Graph) -> list[str]:
-    """One line per collective, in launch order: operator, options, dtype, shape, group."""
-    plan = []
+FREEZE = (
+    f"{_BUILD_ALIKE}; a module that one rank keeps for itself, such as an average of the weights,"
+    " has to be frozen: module.requires_grad_(False)"
+)
+"""A hint where ranks have other tensors."""
+
+
+def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
+    """One line per collective, in launch order: operator, options, dtype, shape, group.
+
+    Args:
+        ranks: those that compare their plans. A group that not all of them are in, as one of
+            several in which others work on the same layers, has another name on each.
+    """
+    plan: list[str] = []
+    of_some: dict[str, str] = {}
+    voted = [node for node in graph.nodes if isinstance(node.target, VotedAssumption)]
+    votes = set(map(launch_of_vote, voted))
     for node in graph.nodes:
         if is_collective(node):
-            value = fake_value(node)
-            options = ", ".join(str(arg) for arg in node.args if not isinstance(arg, fx.Node))
-            plan.append(f"{node.target}({value.dtype}{list(value.shape)}, {options})")
+            name = str(node.args[-1])
+            of_group = _compat.ranks_of_group(name)
+            if of_group is not None and not ranks <= set(of_group):
+                number = len(of_some) + 1
+                name = of_some.setdefault(name, f"group {number} of {len(of_group)} ranks")
+            plain = [str(arg) for arg in node.args[1:-1] if not isinstance(arg, fx.Node)]
+            options = ", ".join([*plain, name])
+            values = _compat.tree_leaves(fake_value(node))  # of several tensors where it takes such
+            given = ", ".join(f"{value.dtype}{list(value.shape)}" for value in values)
+            why = f": a decision by a value of its own, {_VOTED}" if node in votes else ""
+            plan.append(f"{node.target}({given}, {options}){why}")
         elif asks(node):
-            plan.append("a size by its own values, which all ranks vote on")
+            plan.append(f"a size by its own values, {_VOTED}")
     return plan
 
 
@@ -120,23 +150,25 @@ def check_spmd(
     >>> graphopt.verify.check_spmd(captured.graph_module)
     >>> dist.destroy_process_group()
     """
-    channel = Channel(_compat.group_or_default(group), "check_spmd", timeout)
-    with channel.meeting() as meeting:
-        everyone = meeting.exchange({"plan": collective_plan(graph_module.graph)})
+    found = _compat.group_or_default(group)
+    ranks = frozenset(dist.get_process_group_ranks(found))
+    with Channel(found, "check_spmd", timeout).meeting() as meeting:
+        everyone = meeting.exchange({"plan": collective_plan(graph_module.graph, ranks)})
         check_same("collectives", [theirs["plan"] for theirs in everyone])
 
 
-def check_same(what: str, everyone: Sequence[Sequence[str]]) -> None:
+def check_same(what: str, everyone: Sequence[Sequence[str]], hint: str = _BUILD_ALIKE) -> None:
     """Raise `SpmdMismatchError` naming the first rank and line that differ from rank 0's."""
     for rank, theirs in enumerate(everyone):
         for index in range(max(len(theirs), len(everyone[0]))):
             expected = everyone[0][index] if index < len(everyone[0]) else "nothing"
             found = theirs[index] if index < len(theirs) else "nothing"
             if expected != found:
+                votes = any(line.endswith(_VOTED) for line in (expected, found))
                 raise SpmdMismatchError(
                     f"rank {rank} has other {what} than rank 0, first at number {index}:\n"
                     f"  rank 0:  {expected}\n  rank {rank}:  {found}\n"
-                    "  hint:  all ranks have to build the same model and take the same branches"
+                    f"  hint:  {_TAKE_THE_DECISION if votes else hint}"
                 )
 
 

@@ -12,6 +12,8 @@ from torch import fx
 
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
+from graphopt.parallel import OverRanks
+from graphopt.ranks.apart import ranks_together
 from graphopt.ranks.asking import Questions
 from graphopt.ranks.spmd import collective_plan
 from graphopt.ranks.unused import UnusedParameters
@@ -33,11 +35,14 @@ class Others:
         vote: they need one as well. Tells them for which agreement (`Agreed.number`) this rank has
             a graph, 0 for none; returns whether all have one for the same.
         anew: they come to agree anew.
+        launched: some have joined collectives of this call, in which its function cannot run from
+            the beginning.
     """
 
     alone: bool = False
     vote: Callable[[int], bool] | None = None
     anew: bool = False
+    launched: bool = False
 
 
 class NotAsAgreedError(Exception):
@@ -145,13 +150,14 @@ class Ranks:
         takes: how long they compile says nothing."""
 
 
-def plans_of(graphs: Mapping[str, fx.GraphModule]) -> Plans:
-    """What the ranks have to do alike in each graph.
+def plans_of(graphs: Mapping[str, fx.GraphModule], parallel: OverRanks) -> Plans:
+    """What the ranks of a group have to do alike in each graph.
 
     A rank that keeps all updates in their step, since somebody holds what they write, has nothing
     late: every step of it is like the first, and a flush sends nothing.
     """
-    plans = {name: collective_plan(gm.graph) for name, gm in graphs.items()}
+    ranks = ranks_together(parallel)
+    plans = {name: collective_plan(gm.graph, ranks) for name, gm in graphs.items()}
     if "setup" in plans and "main" not in plans:
         plans |= {"main": plans["setup"], "drain": []}
     return plans

@@ -21,6 +21,7 @@ from graphopt.host.running import HostRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.host.used import unused
 from graphopt.iter_graph import IterGraphModule
+from graphopt.ranks.apart import groups_apart, launched_apart
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
 from graphopt.runtime.agreed import Agreed
@@ -31,7 +32,7 @@ from graphopt.runtime.input_values import InputValues
 from graphopt.runtime.late_updates import LateUpdates
 from graphopt.runtime.moved_apart import MovedApart, put_back
 from graphopt.runtime.results import StepResults
-from graphopt.runtime.sent_before import CollectiveResults
+from graphopt.runtime.sent_before import CollectiveResults, SentBefore
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.guards import Guards
@@ -64,6 +65,7 @@ class BoundStep:
         cause: why it was captured besides others; None for the first.
         branch: its graph as it runs.
         groups: names of the process groups that it communicates in.
+        apart: those of them whose other ranks go on where a call begins once more.
         answers: to the decisions by value, in the order of the step, that it holds for.
         tries: how it went when its branch was tried.
     """
@@ -89,10 +91,12 @@ class BoundStep:
         self._lock = threading.RLock()
         self._running = False
         self.groups = group_names(module.graph)
+        self.apart = groups_apart(module.graph, captured.parallel)
+        self._notes_apart = launched_apart(module.graph, self.apart)
         self._step = 0
         self._unused = unused(module.graph)
         self._left: Left | None = None
-        self._apart = MovedApart(captured)
+        self._moved = MovedApart(captured)
         self._results = StepResults(captured)
         reference = weakref.ref(self)
         self._late = LateUpdates(captured, module, guards, lambda: _finish_unasked(reference))
@@ -112,7 +116,7 @@ class BoundStep:
         call: Call,
         step: int,
         begun: Begun | None = None,
-        sent: Sequence[torch.Tensor] = (),
+        sent: SentBefore | None = None,
     ) -> Any:
         """Run the step.
 
@@ -133,14 +137,15 @@ class BoundStep:
                 self.agreed.unused.say(self._unused)
             leave = self._late.may_be_left(self.flush, known=not self.answers)
             with without_torch_function():
-                moved = self._apart.move()
+                moved = self._moved.move()
                 flat = self.values(call)
             self._late.settle_others(flat)
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step, call)
             self._running = True
             generators, drawn = self._before_drawing(begun)
-            noting = CollectiveResults(sent) if sent or self._unused else nullcontext()
+            notes = sent or self._unused or self._notes_apart
+            noting = CollectiveResults(sent or {}) if notes else nullcontext()
             branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
             try:
                 with torch.no_grad(), without_autocast(), running(host), noting:
@@ -149,8 +154,8 @@ class BoundStep:
             except AssumptionFailedError as error:
                 put_back(moved)
                 self._left = Left(branch, error.index, flat, error.handed_out, generators)
-                if error.alone and isinstance(noting, CollectiveResults):
-                    self._left.sent = noting.results()
+                if isinstance(noting, CollectiveResults) and (error.alone or self.apart):
+                    self._left.sent = noting.results(None if error.alone else self.apart)
                 error.handed_out = ()
                 generators.restore(drawn)
                 self.captured.state = state
@@ -170,7 +175,7 @@ class BoundStep:
                 if state is not None:
                     state.put()
                 results = [*user, *carried]
-                self._apart.leave(moved, results)
+                self._moved.leave(moved, results)
                 returned = self._results.put(call, flat, results, host.put)
             host.end()
             return returned

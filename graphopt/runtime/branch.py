@@ -34,6 +34,7 @@ from graphopt.ir.metadata import input_kind
 from graphopt.iter_graph import IterGraphModule
 from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.generators import DrawnGenerators
+from graphopt.runtime.sent_before import SentBefore
 
 logger = logging.getLogger("graphopt")
 
@@ -193,7 +194,7 @@ class Left:
     flat: list[Any]
     handed_out: Sequence[Any]
     generators: DrawnGenerators
-    sent: Sequence[torch.Tensor] = ()
+    sent: SentBefore = field(default_factory=dict)
     drawn: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:

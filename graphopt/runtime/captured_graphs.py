@@ -114,6 +114,11 @@ class CapturedGraphs(Sequence["BoundStep"]):
         """Forget the graphs that hold for no further call."""
         self._entries = [entry for entry in self._entries if entry.captured.lasting]
 
+    def forget_waiting(self) -> None:
+        """Forget the graphs that hold once what the first call makes is there: it has made
+        nothing."""
+        self._entries = [entry for entry in self._entries if not entry.captured.state]
+
     def land(self) -> None:
         """Flush before another graph runs, which other ranks may not do now."""
         if any(entry.needs_all_ranks for entry in self._entries):

@@ -24,6 +24,7 @@ from graphopt.ranks.asking import Questions
 from graphopt.ranks.failed_runs import sending_explained
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import (
+    FREEZE,
     asks,
     check_same,
     check_same_plans,
@@ -32,6 +33,7 @@ from graphopt.ranks.spmd import (
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Others, Ranks, plans_of
 from graphopt.runtime.collector import collector_paused
+from graphopt.runtime.joint_names import JointNames, is_trained
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import (
@@ -99,7 +101,8 @@ class _AsAgreed(Ranks):
 
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
-        call = _voting(call if call.decided else call.deciding(self.agreed.likely))
+        call = call if call.decided else call.deciding(self.agreed.likely)
+        call = _voting(call, always=self._joint.uneven)
         try:
             with _compat.without_fake_mode(), collector_paused(), existing_kept():
                 captured = self._captured(call, self.agreed.held)
@@ -136,7 +139,7 @@ class _AsAgreed(Ranks):
         before = self.agreement
         needed = Agreement.needed_by(captured.graph_module.graph)
         same = Agreement.of_all([needed.said, before.said]) == before
-        if not same or plans_of(graphs) != self.agreed.plans:
+        if not same or plans_of(graphs, self._parallel) != self.agreed.plans:
             raise NotAsAgreedError
         if self._vote is not None and not self._vote(self.agreed.number):
             raise NotAsAgreedError
@@ -197,10 +200,13 @@ class _Together(Ranks):
 
     def capture(self, call: Call) -> CapturedStep:
         captured: CapturedStep | None = None
-        call = _voting(call) if self._sync else call
+        call = _voting(call, always=self._joint.uneven) if self._sync else call
         while captured is None:
             call, inputs, raw = _first_trace(call, self._communication(None))
             communication = self._communication(self._meet(call, inputs, raw))
+            if self._sync and self._joint.uneven and not call.votes_always:
+                call = _voting(call, always=True)
+                continue
             try:
                 again = raw if self._order == raw.used else trace(call, inputs, communication)
                 captured = finish(call, inputs, communication, again, lasts=True, held=self._held)
@@ -217,24 +223,27 @@ class _Together(Ranks):
 
     def _meet(self, call: Call, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
         """Compare what the ranks have traced. Returns which gradients are averaged."""
+        names = JointNames(call, inputs)
         mine = {
             "sync": [f"averaging {self._sync}"],
-            "tensors": _describe(inputs),
-            "used": raw.used,
-            "held": sorted(held_names(inputs, raw)),
+            "tensors": names.tensors,
+            "besides": names.besides,
+            "used": names.told(raw.used),
+            "held": names.told(sorted(held_names(inputs, raw))),
         }
         everyone = self._meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
-        check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone])
+        check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone], FREEZE)
+        self._joint.uneven |= any(theirs["besides"] != names.besides for theirs in everyone)
         before = [earlier.order(inputs) for earlier in self._earlier]
-        used = [theirs["used"] for theirs in everyone]
+        used = [names.own(theirs["used"]) for theirs in everyone]
         self._order = merged_order([*before, *used])
         self._asks = bool(_left_out(call, inputs, self._order))
-        self._held = frozenset().union(*(theirs["held"] for theirs in everyone))
+        self._held = frozenset().union(*(names.own(theirs["held"]) for theirs in everyone))
         return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
-        self._plans = plans_of(graphs)
+        self._plans = plans_of(graphs, self._parallel)
         needed = Agreement.needed_by(captured.graph_module.graph)
         history = [(record.name, record.launches) for record in records_of(captured.graph_module)]
         planned: dict[str, Any] = {
@@ -281,6 +290,10 @@ class JointCapture:
     Args:
         topic: the same text on all ranks, different for different step functions.
         accumulated: whether gradients of earlier calls alone are averaged as well.
+
+    Attributes:
+        alone: the last capture was one of this rank alone.
+        uneven: ranks have other modules besides those that are trained. These keep their values.
     """
 
     def __init__(self, topic: str, *, accumulated: bool = True) -> None:
@@ -290,7 +303,7 @@ class JointCapture:
         self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
         self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.alone = False  # whether the last capture was one of this rank alone
+        self.alone = self.uneven = False
 
     def marked(
         self, parallel: OverRanks, agreed: AgreedOrder | None = None
@@ -385,7 +398,7 @@ class JointCapture:
             return
         group = _compat.group_or_default(parallel.group)
         for _, root in call.named_roots():
-            if parallel.broadcast:
+            if parallel.broadcast and (is_trained(root) or not self.uneven):
                 with sending_explained(group, 1, "broadcast", "what all ranks start from"):
                     _broadcast([*root.parameters(), *root.buffers()], group)
             self._joined.add(root)
@@ -402,10 +415,14 @@ class JointCapture:
         )
 
 
-def _voting(call: Call) -> Call:
-    """A call in which all ranks say whether what their graphs assume holds."""
+def _voting(call: Call, *, always: bool) -> Call:
+    """A call in which all ranks say whether what their graphs assume holds.
+
+    Args:
+        always: of each decision, also by what begins alike on all ranks.
+    """
     new = copy.copy(call)
-    new.votes = True
+    new.votes, new.votes_always = True, always
     return new
 
 
@@ -413,9 +430,7 @@ def _retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Ca
     """`retried`; where what decides turns out to be a rank's own, with votes on each decision."""
     if not isinstance(error, OwnDecisionError) or not call.votes or call.votes_always:
         return retried(call, inputs, error)
-    new = copy.copy(call)
-    new.votes_always = True
-    return new
+    return _voting(call, always=True)
 
 
 def _first_trace(
@@ -442,14 +457,6 @@ def _left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:
         if any(name in order for name in names):
             left_out += [name for name in names if name not in order]
     return left_out
-
-
-def _describe(inputs: Inputs) -> list[str]:
-    return [
-        f"{entry.kind} {entry.fqn} {entry.tensor.dtype} {list(entry.tensor.shape)}"
-        f"{'' if entry.tensor.requires_grad else ' without gradient'}"
-        for entry in inputs.module_tensors
-    ]
 
 
 def _bare_parameters(call: Call) -> list[torch.Tensor]:

@@ -1,33 +1,52 @@
 """What the collectives of a call have given, for another graph that goes on with the same call.
 
-Where one rank alone finds out that another graph holds for a call, it has sent what all ranks were
-waiting for, and the others have gone on. The other graph begins from the beginning, and has the
-same collectives in the same order: it takes what those before have given, and launches the rest.
+Where some ranks alone find out that another graph holds for a call, they have sent what all ranks
+were waiting for, and the others have gone on. The other graph begins from the beginning, and has
+the same collectives in the same order, in each group: it takes what those before have given, and
+launches the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphopt import _compat
+from graphopt.errors import SpmdMismatchError
+
+
+@dataclass
+class Sent:
+    """A collective that was launched.
+
+    Attributes:
+        what: the operator, what it was given, and its options.
+        given: what it has given, as far as that is there; several tensors where it takes several.
+    """
+
+    what: str
+    given: list[torch.Tensor | None]
+
+
+SentBefore = Mapping[str, Sequence[Sent]]
+"""By the name of a group, what was launched in it, in order."""
 
 
 class CollectiveResults(_compat.TorchDispatchMode):
     """While active, notes what collectives give.
 
     Args:
-        known: what the first of them have given already, which are not launched.
+        known: what the first of them in each group have given already, which are not launched.
     """
 
-    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, known: SentBefore) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._results: list[torch.Tensor | None] = list(known)
-        self._replayed = len(known)
-        self._launched = 0
-        self._pending: dict[int, tuple[int, torch.Tensor]] = {}
+        self._launches = {name: list(sent) for name, sent in known.items()}
+        self._known = {name: iter(sent) for name, sent in known.items()}
+        self._pending: dict[int, tuple[Sent, int, torch.Tensor]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -37,34 +56,52 @@ class CollectiveResults(_compat.TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return self._waited(func, args[0])
-        number, self._launched = self._launched, self._launched + 1
-        if number < self._replayed:
-            return self._given(number, func, args[0])
+        what, name = _described(func, args), str(args[-1])
+        known = next(self._known.get(name, iter(())), None)
+        if known is not None:
+            return _given(known, what, func, args[0])
         result = func(*args, **kwargs)
-        self._results.append(None)
-        self._pending[id(result)] = number, result
+        leaves = _compat.tree_leaves(result)
+        sent = Sent(what, [None] * len(leaves))
+        self._launches.setdefault(name, []).append(sent)
+        self._pending |= {id(leaf): (sent, i, leaf) for i, leaf in enumerate(leaves)}
         return result
 
     def _waited(self, func: Any, launched: torch.Tensor) -> Any:
         result = func(launched)
         if id(launched) in self._pending:
-            number, _ = self._pending.pop(id(launched))
-            self._results[number] = result.clone()
+            sent, index, _ = self._pending.pop(id(launched))
+            sent.given[index] = result.clone()
         return result
 
-    def _given(self, number: int, func: Any, sent: torch.Tensor) -> torch.Tensor:
-        known = self._results[number]
-        assert known is not None
-        written = _compat.schema_of(func).arguments[0].alias_info
-        if written is not None and written.is_write:
-            return sent.copy_(known)
-        return known.clone()
-
-    def results(self) -> list[torch.Tensor]:
-        """What all collectives that were launched have given, in order."""
-        for launched in [launched for _, launched in self._pending.values()]:
-            torch.ops._c10d_functional.wait_tensor(launched)
-        for number, launched in self._pending.values():
-            self._results[number] = launched
+    def results(self, groups: Collection[str] | None = None) -> SentBefore:
+        """What all collectives that were launched have given, or those of some groups."""
+        for sent, index, launched in self._pending.values():
+            sent.given[index] = torch.ops._c10d_functional.wait_tensor(launched)
         self._pending = {}
-        return [result for result in self._results if result is not None]
+        return {n: sent for n, sent in self._launches.items() if groups is None or n in groups}
+
+
+def _described(func: Any, args: Sequence[Any]) -> str:
+    """What ranks see of a launch, whether or not it gives memory that it is given."""
+    tensors = (leaf for leaf in _compat.tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
+    kinds = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors]
+    return f"{func.name().rstrip('_')}({', '.join([*kinds, *map(str, args[1:])])})"
+
+
+def _given(known: Sent, what: str, func: Any, sent: Any) -> Any:
+    """What a collective gives that was launched before."""
+    if known.what != what:
+        raise SpmdMismatchError(
+            "the branch that a decision by value leads to launches other collectives before it than"
+            f" the one that was tried first:\n  launched:  {known.what}\n  now:  {what}\n"
+            "  hint:  let all ranks launch the same collectives, whatever they decide"
+        )
+    found = [tensor for tensor in known.given if tensor is not None]
+    written = _compat.schema_of(func).arguments[0].alias_info
+    if written is not None and written.is_write:
+        for destination, value in zip(_compat.tree_leaves(sent), found, strict=True):
+            destination.copy_(value)
+        return sent
+    copies = [value.clone() for value in found]
+    return copies if isinstance(sent, (list, tuple)) else copies[0]

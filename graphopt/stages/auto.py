@@ -14,7 +14,7 @@ import copy
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,18 +57,21 @@ class AutoPipeline:
     def __init__(self, plans: str | PathLike[str] | None = None) -> None:
         self._plans = None if plans is None else place(plans)
 
-    def decide(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any] | None:
+    def decide(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], apart: Collection[str] = ()
+    ) -> dict[str, Any] | None:
         """Options of the passes for a captured step and those after it; None where it averages
         nothing. All ranks have to capture this step together.
 
         Args:
             inputs: what the graph is about to be called with; they are not changed.
+            apart: names of groups whose ranks do not (`graphopt.ranks.apart`).
 
         Raises:
             SpmdMismatchError: a rank did not come.
             FileError: the file of plans cannot be written.
         """
-        group = _group_of(graph_module)
+        group = _group_of(graph_module, apart)
         return None if group is None else self._decided(graph_module, inputs, group)
 
     def _decided(
@@ -151,10 +154,10 @@ def _measured(gm: fx.GraphModule, inputs: Sequence[Any], group: dist.ProcessGrou
         return calibrate(gm, inputs, group, table=Path(folder) / "costs.json")
 
 
-def _group_of(gm: fx.GraphModule) -> dist.ProcessGroup | None:
+def _group_of(gm: fx.GraphModule, apart: Collection[str]) -> dist.ProcessGroup | None:
     """The group of the gradients, if it has several ranks that can measure."""
     for block in get_all_comm_blocks(gm, "all_reduce"):
-        group = _compat.group_named(block.group)
+        group = None if block.group in apart else _compat.group_named(block.group)
         if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
             return group
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import PipelineSyntaxError
+from graphopt.host.assumptions import assumptions
 from graphopt.host.voted import hear_votes
 from graphopt.ir.metadata import KIND, NAME
 from graphopt.ir.placement import placement_of
@@ -21,6 +23,7 @@ from graphopt.manager.records import PassRecord, count
 from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner, crashes_explained
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.parallel.parallelize import communicates, parallelize
+from graphopt.ranks.apart import groups_apart, keep_launches
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
 from graphopt.runtime.collector import collector_paused
 from graphopt.stages.auto import AutoPipeline
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
     from graphopt.manager import PassManager
 
 
+logger = logging.getLogger("graphopt")
+
+
 def stages_for(
     pipeline: str | Sequence[Any] | PassManager | AutoPipeline = "default",
     lower: str | Options | None = None,
@@ -58,7 +64,8 @@ def stages_for(
         pipeline = AutoPipeline()
     if isinstance(pipeline, AutoPipeline):
         return Stages(manager_for("default", verify), options_for(lower), pipeline)
-    return Stages(manager_for(pipeline, verify), options_for(lower))
+    given = pipeline != "default"
+    return Stages(manager_for(pipeline, verify), options_for(lower), given=given)
 
 
 class Stages:
@@ -70,11 +77,18 @@ class Stages:
         manager: the passes, and how every stage is checked and dumped.
         options: how to lower; None: not at all.
         auto: chooses the options of the default passes; None: they are the manager's.
+        given: the passes are of the user's choice, for ranks that run the same graph.
     """
 
     def __init__(
-        self, manager: PassManager, options: Options | None, auto: AutoPipeline | None = None
+        self,
+        manager: PassManager,
+        options: Options | None,
+        auto: AutoPipeline | None = None,
+        *,
+        given: bool = False,
     ) -> None:
+        self._given = given
         self.manager, self.options, self._auto = manager, options, auto
         self.behind: list[GraphStage] = [Finalize(), Vote()]
         if options is not None:
@@ -103,7 +117,7 @@ class Stages:
 
     def anew(self) -> Stages:
         """The same list, with nothing compiled yet."""
-        return Stages(self.manager, self.options, self._auto)
+        return Stages(self.manager, self.options, self._auto, given=self._given)
 
     @property
     def names(self) -> list[str]:
@@ -206,8 +220,14 @@ class Stages:
             proof: what is known of the calls of the graph.
         """
         module = captured.graph_module = IterGraphModule(captured.graph_module)
-        step = StepInMaking(module, proof)
-        self.manager.run(module, step.passes)
+        step, manager = StepInMaking(module, proof), self.manager
+        apart = groups_apart(module.graph, captured.parallel)
+        if apart and assumptions(module.graph):
+            logger.info("no passes: ranks of other groups may take other branches")
+            manager = manager.with_pipeline([])
+        elif not self._given:
+            keep_launches(module.graph, apart)
+        manager.run(module, step.passes)
         if hear_votes(module.graph):
             module.recompile()
             step.forget()
@@ -219,7 +239,8 @@ class Stages:
             return
         with captured.state_present():
             inputs = captured.live.live_values(call)
-        chosen = self._auto.decide(captured.graph_module, inputs)
+        apart = groups_apart(captured.graph_module.graph, captured.parallel)
+        chosen = self._auto.decide(captured.graph_module, inputs, apart)
         if chosen is not None:
             self.manager, self._auto = self.manager.with_pipeline(pipeline_with(**chosen)), None
 

@@ -1,5 +1,6 @@
-"""Which values of a traced step are the same on all ranks: those computed from parameters,
-optimizer state and what collectives of all ranks have given, and from nothing of a rank's own.
+"""Which values of a traced step are the same on all ranks that average its gradients: those
+computed from parameters, optimizer state and what collectives of these ranks, and of others maybe,
+have given, and from nothing of a rank's own.
 
     x ── local ──▶ loss ── backward ──▶ g ── all_reduce ──▶ mean of all ranks ── norm ──▶ alike
 
@@ -17,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
@@ -26,12 +26,13 @@ from graphopt.host.assumptions import Assumption
 from graphopt.host.voted import VotedAssumption
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import draws, is_marker, operator_of
+from graphopt.parallel.markers import Group
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, ModuleTensor, Storage
 from graphopt.tracing.signature import Signature
 
 _ALIKE = frozenset({"parameter", "optimizer_state"})
-"""Kinds of inputs that all ranks have alike."""
+"""Kinds of inputs that all ranks have alike, where they begin so."""
 _FUNCTIONAL_CHECK = "aten::_amp_foreach_non_finite_check_and_unscale"
 _CHECK = f"{_FUNCTIONAL_CHECK}_"
 _CheckOperands = tuple[list[fx.Node], fx.Node, fx.Node]
@@ -45,7 +46,8 @@ def own_inputs(inputs: Inputs, call: Call, *, broadcast: bool) -> list[bool]:
     Args:
         broadcast: the ranks begin with the same parameters and buffers of modules.
     """
-    own = [kind not in _ALIKE for kind, _ in inputs.kinds_and_names(call)]
+    alike = _ALIKE if broadcast else _ALIKE - {"parameter"}
+    own = [kind not in alike for kind, _ in inputs.kinds_and_names(call)]
     registered = {id(_compat.own_buffers(module)) for _, module in call.named_submodules()}
     for position, holder in enumerate(inputs.placeholders if broadcast else ()):
         members = holder.members if isinstance(holder, Storage) else [holder]
@@ -59,20 +61,21 @@ def _is_in(tables: Set[int], entry: ModuleTensor) -> bool:
     return any(id(owner) in tables for owner, _ in entry.slots)
 
 
-def is_alike(graph: fx.Graph, wanted: fx.Node, own: Sequence[bool]) -> bool:
-    """Whether a node of a trace that is being recorded has the same value on all ranks, where
-    these inputs alone are a rank's own."""
-    return wanted not in _own(graph, own, wanted)
+def is_alike(graph: fx.Graph, wanted: fx.Node, own: Sequence[bool], group: Group) -> bool:
+    """Whether a node of a trace that is being recorded has the same value on all ranks of a group,
+    where these inputs alone are a rank's own."""
+    return wanted not in own_values(graph, own, group, wanted)
 
 
 def first_own(
-    graph: fx.Graph, inputs: Inputs, own: Sequence[bool], signature: Signature
+    graph: fx.Graph, inputs: Inputs, own: Sequence[bool], signature: Signature, group: Group
 ) -> Assumption | None:
     """The first assumption of a captured step by a value that may be another one on each rank.
 
     Args:
-        own: see `own_inputs`. A buffer is a rank's own as well where the step puts another tensor
-            in its place, or computes it from what is a rank's own.
+        group: the ranks.
+        own: see `own_inputs`. What begins alike is a rank's own as well where the step computes it
+            from what is, and a buffer where the step puts another tensor in its place.
     """
     asked = [node for node in graph.nodes if _is_of_all(node.target)]
     if not asked:
@@ -81,9 +84,9 @@ def first_own(
     own = [known or buffers.get(position, False) for position, known in enumerate(own)]
     positions = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     copies = [(positions[copy.args[0]], copy.args[1]) for copy in get_outputs(graph).updates]
-    updates = {position: value for position, value in copies if position in buffers}
+    updates = {position: value for position, value in copies if not own[position]}
     while True:
-        marks = _own(graph, own)
+        marks = own_values(graph, own, group)
         found = [at for at, value in updates.items() if value in marks and not own[at]]
         if not found:
             break
@@ -115,30 +118,34 @@ def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]
             )
 
 
-def _own(graph: fx.Graph, placeholders: Sequence[bool], last: fx.Node | None = None) -> set[Any]:
+def own_values(
+    graph: fx.Graph, placeholders: Sequence[bool], group: Group, last: fx.Node | None = None
+) -> set[Any]:
     """Nodes, and memory, whose values may be others on each rank.
 
     Args:
         placeholders: whether each of them is a rank's own.
+        group: the ranks.
         last: nodes behind it are not looked at.
     """
     own: set[Any] = set()
+    ranks = frozenset(_compat.ranks_of_group(group.name) or ())
     order = iter(placeholders)
     for node in graph.nodes:
         if node.op == "placeholder":
             if next(order):
                 own |= _marks(node)
         elif node.op == "call_function":
-            _note(node, own)
+            _note(node, own, ranks)
         if node is last:
             break
     return own
 
 
-def _note(node: fx.Node, own: set[Any]) -> None:
+def _note(node: fx.Node, own: set[Any], ranks: Set[int]) -> None:
     """Add a node, and what it writes to, to what is a rank's own; or take them out of it."""
     if is_collective(node) or is_marker(node):
-        if not _of_all(node):
+        if not _of_all(node, ranks):
             own |= _marks(node)
         return
     if is_copy(node) and _overwrites_all(node):
@@ -193,12 +200,12 @@ def _overwrites_all(copy: fx.Node) -> bool:
     return bool(value.untyped_storage().nbytes() == value.nbytes)
 
 
-def _of_all(node: fx.Node) -> bool:
-    """Whether a collective, or what a marker stands for, gives all ranks the same."""
+def _of_all(node: fx.Node, ranks: Set[int]) -> bool:
+    """Whether a collective, or what a marker stands for, gives all of these ranks the same."""
     if not operator_of(node).same_on_all and not is_marker(node):
         return False
-    group = _compat.group_named(str(node.args[-1]))
-    return group is not None and group.size() == dist.get_world_size()
+    found = _compat.ranks_of_group(str(node.args[-1]))
+    return found is not None and ranks <= set(found)
 
 
 def _marks(node: fx.Node) -> set[Any]:

@@ -121,12 +121,8 @@ class Call:
 
     def knowing_sizes(self) -> Call | None:
         """The same call, in whose traces more is known of sizes that depend on values; None where
-        nothing more can be: they are numbers already, another rank may have others, or the tensors
-        are fake ones."""
-        alone = self.votes or _compat.rank_among_several() is None
-        if self.sizes is SizesKept.EXACT or not alone:
-            return None
-        if any(map(_compat.is_fake, self.leaves)):
+        nothing more can be: they are numbers already, or the tensors are fake ones."""
+        if self.sizes is SizesKept.EXACT or any(map(_compat.is_fake, self.leaves)):
             return None
         new = copy.copy(self)
         new._using = None

@@ -184,7 +184,8 @@ def _rewritten(
     refuse_shared_updates(call, inputs, functional.updated)
     if communication is not None:
         own = own_inputs(inputs, call, broadcast=communication.parallel.broadcast)
-        assumed = first_own(functional.graph_module.graph, inputs, own, raw.signature)
+        graph, group = functional.graph_module.graph, communication.group
+        assumed = first_own(graph, inputs, own, raw.signature, group)
         if assumed is not None:
             raise another_on_each_rank(assumed.line)
     names = name_placeholders(functional.graph_module.graph, kinds)
@@ -322,7 +323,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     """
     forget_existing()
     if isinstance(error, CaptureError) and _was_guessed_wrong(inputs, error):
-        return call.with_answers((*inputs.answers[:-1], False))
+        return call.with_answers((*inputs.answers[:-1], not inputs.answers[-1]))
     asked = inputs.meets_sizes and error.__cause__ is not None
     knowing = call.knowing_sizes() if asked and isinstance(error, CaptureError) else None
     if knowing is not None:

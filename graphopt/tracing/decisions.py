@@ -58,7 +58,8 @@ class Decider:
         values: of the inputs in this call, which decide.
         own: inputs that may have other values on other ranks; see `alike.own_inputs`.
         alone: no other rank runs the same step.
-        group: the ranks that average gradients; None where none do.
+        group: the ranks that average gradients; None where none do. A rank then goes on with the
+            graph of another branch by itself, whatever it has launched (`graphopt.ranks.apart`).
         voting: every decision may be a rank's own.
     """
 
@@ -74,7 +75,7 @@ class Decider:
         voting: bool = False,
     ) -> None:
         self._group, self._voting = group, voting
-        self._tracer, self._inputs, self._alone = tracer, inputs, alone
+        self._tracer, self._inputs = tracer, inputs
         self._own = own
         self._mode = mode
         self._relations = Relations(AnsweredQuestions(mode))
@@ -93,8 +94,8 @@ class Decider:
         known = self._inputs.answers
         self._refuse_many(line)
         unknown = kind is int and not self._knows(number)
-        if not self._alone and (self._voting or unknown or not self._is_alike(number)):
-            return self._voted(number, kind, line)
+        if self._group is not None and (self._voting or unknown or not self._is_alike(number)):
+            return self._voted(number, kind, line, self._group)
         assumption = Assumption(self._count, str(line))
         asked = self._recorded(assumption, number)
         if self._count == len(known):
@@ -103,24 +104,23 @@ class Decider:
 
     def _is_alike(self, number: Any) -> bool:
         node = _compat.node_of(self._tracer, number)
-        return node is None or is_alike(self._tracer.graph, node, self._own)
+        assert self._group is not None
+        return node is None or is_alike(self._tracer.graph, node, self._own, self._group)
 
     def _knows(self, number: Any) -> bool:
         """Whether the value of a number is known when the step is captured."""
         values, node = self._values, _compat.node_of(self._tracer, number)
         return not isinstance(values, ValuesBeforeCollectives) or values.knows(node)
 
-    def _voted(self, number: Any, kind: type, line: Any) -> Answer:
+    def _voted(self, number: Any, kind: type, line: Any, group: Group) -> Answer:
         """What a number of this rank's own is, which the graph assumes where all ranks find what
         their graphs assume."""
-        if self._group is None:
-            raise another_on_each_rank(line)
         self._voting = True  # from here on, ranks may take other branches
         known, node = self._inputs.answers, _compat.node_of(self._tracer, number)
         if self._count == len(known):
             known.append(cast(Answer, kind(self._values.of(node))))
         assumption = VotedAssumption(self._count, str(line))
-        holds = vote_of(number, known[self._count], self._group)
+        holds = vote_of(number, known[self._count], group)
         _compat.record_call(assumption, [number, holds])
         return self._assumed(assumption)
 
@@ -181,8 +181,6 @@ class Decider:
             return result
         line = current_user_line()
         self._refuse_many(line)
-        if not self._alone and self._group is None:
-            raise another_on_each_rank(line)
         self._voting = True
         places = [place for place, _ in unknown]
         node = next(iter(reversed(self._tracer.graph.nodes)))
@@ -231,28 +229,31 @@ class Decider:
             set_value(node, leaves[0])
             source = cast(fx.Node, node.args[0])
             values = [fx.Proxy(source, self._tracer)]  # the number may be a constant
-        counts = len(values), self._relations, not self._alone
+        counts = len(values), self._relations, self._group is not None
         assumption = SizeAssumption(self._count, line, where, *counts)
         assumption.answer = answer
         self._tracer.create_proxy("call_function", assumption, tuple(values), {})
 
     def _answer(self, number: Any, kind: type, line: Any) -> Answer:
-        """What a number is. On several ranks, where it stands behind collectives, a guess that is
-        the same on all: a wrong one is found out by all of them when the graph first runs, and one
-        that leads to an exception is taken back. A graph of fake tensors does not run here: it
-        gets no guess."""
-        values = self._values
-        if not isinstance(values, ValuesBeforeCollectives) or values.knows(number):
+        """What a number is. Where it depends on collectives, a guess, the same on all ranks that
+        average gradients: a wrong one is found out when the graph first runs. One that leads to an
+        exception is taken back, and so is an answer behind collectives of a step that communicates
+        by itself: other ranks wait for these, so that a graph launches them before that exception.
+        A graph of fake tensors does not run here: it gets no guess."""
+        values, together = self._values, self._group is not None
+        if not isinstance(values, ValuesBeforeCollectives):
             return cast(Answer, kind(values.of(number)))
-        if kind is not bool:
+        known = values.knows(number)
+        if together and not known and kind is not bool:
             raise another_on_each_rank(line)
-        self._inputs.guessed = self._count
-        return True
+        if kind is bool and not (known and (together or not values.launched)):
+            self._inputs.guessed = self._count
+        return True if together and not known else cast(Answer, kind(values.of(number)))
 
     def _refuse(self, line: Any) -> None:
         """One decision too many, or one that is this rank's own."""
         self._refuse_many(line)
-        if not self._alone:
+        if self._group is not None:
             raise another_on_each_rank(line)
 
     def _refuse_many(self, line: Any) -> None:

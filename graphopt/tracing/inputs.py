@@ -201,7 +201,7 @@ class Inputs:
     Attributes:
         conditions: what has to be so of `hyperparameters`.
         answers: to the decisions by value that the step takes, in their order, as far as known.
-        guessed: the position of the last answer that was guessed, if one was.
+        guessed: the position of the last answer that may be taken back, if one may.
         sizes: what is made of sizes that depend on values.
         meets_sizes: a trace has met such a size.
         asked: a library has asked whether it is traced; see `asked`.

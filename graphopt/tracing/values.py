@@ -85,11 +85,16 @@ class Values:
 
 class ValuesBeforeCollectives(Values):
     """Of a trace that collectives are part of: values that depend on none of them are known, others
-    are what they would be if all ranks had what this one has."""
+    are what they would be if all ranks had what this one has.
+
+    Attributes:
+        launched: collectives stand before what has been asked for.
+    """
 
     def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
         super().__init__(tracer, live)
         self._unknown: set[Any] = set()
+        self.launched = False
 
     def knows(self, wanted: Any) -> bool:
         """Whether the value of a node is one of them."""
@@ -98,6 +103,7 @@ class ValuesBeforeCollectives(Values):
 
     def _computed(self, node: fx.Node) -> Any:
         communicates = is_collective(node) or is_marker(node)
+        self.launched |= communicates
         if communicates or depends_on(node, self._unknown):
             self._unknown |= reached_by(node)
         return self._of_own(node) if communicates else super()._computed(node)

@@ -1,0 +1,54 @@
+"""Ranks that run a step by themselves, with others that may run another graph of it.
+
+The ranks that average gradients compare what their graphs launch. Ranks of other groups of the
+step's own (layers of which each rank has a part, communication by hand) compare nothing: one may
+take part in fewer groups, keep an average of the weights, or decide by values. What is launched in
+such a group stays as the program launches it, unless the pipeline is the user's own, who knows.
+
+Where an assumption of a graph fails, the ranks that average gradients leave it together, and run
+the call as the graph of another branch. Others know nothing of it and go on: what they have joined
+is not launched again. The other graph takes what it has given (`graphopt.runtime.sent_before`). So
+no pass moves anything in graphs that assume something and launch in such a group.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import find_nodes, is_collective
+from graphopt.host.assumptions import assumptions
+from graphopt.ir.metadata import keep_launch
+from graphopt.parallel import OverRanks, Parallel
+
+
+def ranks_together(parallel: Parallel) -> frozenset[int]:
+    """The ranks that run a step alike."""
+    if isinstance(parallel, OverRanks):
+        return frozenset(dist.get_process_group_ranks(_compat.group_or_default(parallel.group)))
+    return frozenset({dist.get_rank()})
+
+
+def groups_apart(graph: fx.Graph, parallel: Parallel) -> frozenset[str]:
+    """Names of the groups of a graph in which others are than the ranks that run a step alike."""
+    launches = find_nodes(graph, is_collective)
+    names = {str(node.args[-1]) for node in launches}
+    together = ranks_together(parallel) if names else frozenset()
+    return frozenset(
+        name for name in names if not together.issuperset(_compat.ranks_of_group(name) or ())
+    )
+
+
+def launched_apart(graph: fx.Graph, groups: frozenset[str]) -> bool:
+    """Whether something is launched in one of these groups before the last assumption."""
+    last = assumptions(graph)[-1:] if groups else []
+    launches = find_nodes(graph, is_collective) if last else []
+    return any(str(node.args[-1]) in groups and node < last[0] for node in launches)
+
+
+def keep_launches(graph: fx.Graph, groups: frozenset[str]) -> None:
+    """Let what is launched in these groups stay as the program launches it."""
+    for node in find_nodes(graph, is_collective):
+        if str(node.args[-1]) in groups:
+            keep_launch(node)
