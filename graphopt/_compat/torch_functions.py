@@ -76,10 +76,11 @@ def runs_mode(frame: FrameType) -> bool:
 
 
 def _is_of_program(mode: Any) -> bool:
+    if type(mode).__module__.startswith("graphopt."):
+        return False
     if isinstance(mode, TorchFunctionMode):
-        return type(mode) is not DeviceContext and not type(mode).__module__.startswith("graphopt.")
-    known = getattr(mode, "_mode_key", None) is not None
-    return isinstance(mode, TorchDispatchMode) and not known
+        return type(mode) is not DeviceContext
+    return isinstance(mode, TorchDispatchMode) and getattr(mode, "_mode_key", None) is None
 
 
 def hooks_on_saved_tensors() -> str | None:

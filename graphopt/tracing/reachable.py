@@ -45,7 +45,7 @@ _LARGE = 10_000
 _ATOMIC = frozenset(
     {int, float, bool, complex, str, bytes, type(None), type(...), range, slice, property}
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
-    | {ModuleType, CodeType, GetSetDescriptorType, MemberDescriptorType}
+    | {CodeType, GetSetDescriptorType, MemberDescriptorType}
 )
 _LEFT_ALONE = frozenset(
     {"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"}
@@ -101,6 +101,8 @@ class _Search:
         if type(value) in _WITHOUT_ATTRIBUTES:
             return
         if isinstance(value, (CellType, MethodType, partial, BuiltinFunctionType)):
+            if isinstance(value, partial):
+                yield contents.TABLE, vars(value)
             self.add(_held_by(value))
             if self.bound and isinstance(value, BuiltinFunctionType):
                 self.add([value.__self__])
@@ -108,6 +110,9 @@ class _Search:
             yield from self._visit_function(value)
         elif isinstance(value, type):
             yield from self._visit_class(value)
+        elif isinstance(value, ModuleType):
+            if _is_users_module(value):
+                yield contents.TABLE, vars(value)
         else:
             yield from self._visit_object(value)
 
@@ -123,10 +128,11 @@ class _Search:
         self.add(function.__closure__ or ())
         self.add(function.__defaults__ or ())
         self.add((function.__kwdefaults__ or {}).values())
-        if function.__dict__:
+        users = function.__globals__ is self.namespace or _is_users(function.__code__.co_filename)
+        if users or function.__dict__:
             yield contents.TABLE, function.__dict__
             self.add(function.__dict__.values())
-        if function.__globals__ is self.namespace or _is_users(function.__code__.co_filename):
+        if users:
             yield from self._visit_globals(function)
 
     def _visit_globals(self, function: FunctionType) -> Iterator[Found]:
@@ -137,9 +143,8 @@ class _Search:
             if isinstance(value, ModuleType) and _is_users(getattr(value, "__file__", None)):
                 spaces.append(vars(value))
         for space in spaces:
-            named = tuple(name for name in names if name in space)
-            yield contents.NAMES, Names(named, space.get, space.__setitem__, space.__delitem__)
-            self.add(space[name] for name in named)
+            yield contents.NAMES, Names(names, space.get, space.__setitem__, space.__delitem__)
+            self.add(space[name] for name in names if name in space)
 
     def _visit_class(self, kind: type) -> Iterator[Found]:
         """Attributes of a class of the user's, and what its methods name."""
@@ -274,7 +279,7 @@ def _held_by(value: Any) -> list[object]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
+        return [value.func, value.args, value.keywords, *vars(value).values()]
     return [value.__self__] if isinstance(value.__self__, random.Random) else []
 
 
@@ -303,6 +308,14 @@ def _is_library(kind: type) -> bool:
 def _is_users(file: str | None) -> bool:
     """Whether a file is the user's own, not one of an installed package."""
     return file is not None and not is_installed(file) and not is_library_file(file)
+
+
+def _is_users_module(module: ModuleType) -> bool:
+    """Whether a module is the user's own, be it made by a program."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return module.__spec__ is None and module.__name__ not in sys.builtin_module_names
+    return _is_users(file)
 
 
 def _function_in(attribute: Any) -> Any:

@@ -31,9 +31,9 @@ from graphopt.tracing.outside.places import (
     OutsidePlace,
     filled,
     is_container,
+    is_read,
     is_value,
     key_text,
-    viewed,
 )
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.sums import reads_sum
@@ -63,6 +63,7 @@ _ASKING = frozenset({len, next, getattr, hasattr, setattr, vars, dir, callable, 
 """Functions that take no values from an iterator, or are followed where they do."""
 _PICKLING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 _READING_OBJECTS = (vars, dir)
+_KEYS: type = type({}.keys())
 
 
 class NativeCalls:
@@ -85,6 +86,7 @@ class NativeCalls:
             self.method(callee, line)
             callee, args = callee.__func__, [callee.__self__, *args]
         if isinstance(callee, (types.BuiltinMethodType, types.MethodWrapperType)):
+            self._record.viewed(callee)
             bound = callee.__self__
             if bound is not None and not isinstance(bound, types.ModuleType):
                 self._on(callee.__name__, bound, args, line, discarded)
@@ -169,7 +171,7 @@ class NativeCalls:
     ) -> None:
         """A method of a container or another object without Python code."""
         record = self._record
-        bound = viewed(bound)
+        bound = record.viewed(bound)
         if isinstance(bound, (dict, list)) and name not in _ADDING:
             args = tuple(map(plain, args))  # keys
         self._give(args, line)
@@ -213,6 +215,7 @@ class NativeCalls:
 
     def _native(self, name: str, bound: Any, path: str, line: SourceLine) -> None:
         """A method of an object without Python code that is no container."""
+        self._all([bound], line)
         if native.changes(bound, name):
             self._record.unrepeated.add(path, line)
         elif isinstance(bound, bytearray):
@@ -262,8 +265,13 @@ class NativeCalls:
     def contains(self, container: Any, key: Any, line: SourceLine) -> None:
         """The step asks whether a container has a key."""
         record = self._record
-        if not record.is_outside(container) or not is_container(container):
+        shown = record.viewed(container)
+        if not record.is_outside(shown) or not is_read(shown):
             return
+        if shown is not container and not isinstance(container, (_KEYS, types.MappingProxyType)):
+            record.contents(shown, record.path(shown, type(shown).__name__), line)
+            return
+        container = shown
         path = record.path(container, type(container).__name__)
         record.looks_up(container, key, line)
         if isinstance(container, (dict, set, frozenset)) and isinstance(key, torch.Tensor):
@@ -373,8 +381,8 @@ class NativeCalls:
                 self._record.pin(value)
 
     def _all(self, values: Sequence[Any], line: SourceLine) -> None:
-        for value in map(viewed, values):
-            if is_container(value) and self._record.is_outside(value):
+        for value in map(self._record.viewed, values):
+            if is_read(value) and self._record.is_outside(value):
                 self._record.contents(value, self._record.path(value, type(value).__name__), line)
 
 

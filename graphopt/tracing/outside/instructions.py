@@ -31,7 +31,7 @@ from graphopt.tracing.outside.callees import (
 )
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.native import is_large_array, set_by_c
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, viewed
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import Record
 
 _SLICED = frozenset({list, tuple})
@@ -180,8 +180,8 @@ class Instructions:
     def _item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        container, key = viewed(operands.top(2)), operands.top(1)
-        record = self._record
+        record, key = self._record, operands.top(1)
+        container = record.viewed(operands.top(2))
         other = self._substitute(operator.getitem, (container, key)) if any_known((key,)) else None
         if other is not None:  # the item is found in each call
             operands.put(2, other)
@@ -196,7 +196,7 @@ class Instructions:
             isinstance(container, (list, tuple)) and isinstance(key, int)
         ):
             self._existing_item(container, key, path, line)
-        elif is_container(container):
+        elif is_read(container):
             record.contents(container, path, line)
         else:
             read_method(record, type(container), "__getitem__", line)
@@ -334,8 +334,8 @@ class Instructions:
         self, frame: FrameType, value: Any, line: SourceLine, depth: int = 3
     ) -> None:
         record = self._record
-        value = viewed(value)
-        if is_container(value) and record.is_outside(value):
+        value = self._record.viewed(value)
+        if is_read(value) and record.is_outside(value):
             record.read_container(id(frame), value)
             record.contents(value, record.path(value, _called(frame, value)), line, depth)
 

@@ -12,7 +12,7 @@ import torch
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.existing import existing_now
-from graphopt.tracing.outside.places import OutsidePlace, is_value
+from graphopt.tracing.outside.places import OutsidePlace, is_value, viewed
 
 
 class KnownObjects:
@@ -47,6 +47,14 @@ class KnownObjects:
         """Whether an object existed before the step."""
         known = id(value) in self._paths or isinstance(value, type)
         return known or id(value) in self._namespaces or value in self._existing
+
+    def viewed(self, value: Any) -> Any:
+        """The dictionary that a view of one shows, which the step gets to by it; other objects
+        themselves."""
+        shown = viewed(value)
+        if shown is not value and self.is_outside(value):
+            self.reached(shown, self.path(value, type(value).__name__))
+        return shown
 
     def is_own(self, table: Any) -> bool:
         return id(table) in self._own

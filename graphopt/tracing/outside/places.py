@@ -249,18 +249,31 @@ _VIEWS: tuple[type, ...] = (
 )
 
 
+_HOLDING = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
+
+
 def is_container(value: Any) -> bool:
     """Whether `contents` looks into a value."""
-    return isinstance(value, (dict, list, tuple, set, frozenset, types.MappingProxyType)) or (
-        type(value).__module__ in ("numpy", "collections", "array")
+    return isinstance(value, _HOLDING) or (
+        type(value).__module__ in ("numpy", "array")
         and not isinstance(value, type)
         and hasattr(value, "__len__")
         and getattr(value, "ndim", 1) != 0
     )
 
 
+def is_read(value: Any) -> bool:
+    """Whether `contents` says what a step reads of a value: a container, or bytes that change."""
+    return is_container(value) or isinstance(value, (bytearray, memoryview))
+
+
 def viewed(value: Any) -> Any:
-    """The dictionary that a view of one shows; other objects themselves."""
+    """The container that a view of one shows, and that a method of one without Python code is of;
+    other objects themselves."""
     if isinstance(value, _VIEWS):
         return next(iter(gc.get_referents(value)), value)
+    if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+        return value.__self__ if is_container(value.__self__) else value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("flatiter", "void"):
+        return value if value.base is None else value.base
     return value

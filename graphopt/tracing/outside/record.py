@@ -182,8 +182,8 @@ class Record(ContainerChanges):
         elif isinstance(container, (list, tuple)):
             self.size(container, path, line)
             keys = range(len(container))
-        elif hasattr(container, "tobytes"):
-            if getattr(container, "nbytes", 0) <= _WHOLE_BYTES:
+        elif hasattr(container, "tobytes") or isinstance(container, bytearray):
+            if _bytes_in(container) <= _WHOLE_BYTES:
                 self.read(OutsidePlace("whole", container), path, line)
             return
         else:
@@ -272,6 +272,10 @@ class Record(ContainerChanges):
             line = users(line)
             self.unrepeated.note(place.holder, path or self._path_of(place, owner), line)
         self._read_each(self.loads.take_of(identity))  # it is what was there before
+        if counting and identity not in self._written and place.now() is MISSING:
+            counting = False  # it counts from what its class, or the module, has for the name
+            if identity in self._begun:
+                self.read(*self._begun[identity])
         self.times_written[identity] += 1
         self._goes_through(place.holder)
         if place.is_written and identity not in self._places:
@@ -440,3 +444,8 @@ def _is_symbolic(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(_is_symbolic, value))
     return isinstance(value, SYMBOLIC)
+
+
+def _bytes_in(container: Any) -> int:
+    known = getattr(container, "nbytes", None)
+    return len(container) * getattr(container, "itemsize", 1) if known is None else int(known)
