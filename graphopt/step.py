@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from graphopt import _compat
 from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
 from graphopt.runtime.budget import Cause
 from graphopt.runtime.captured_graphs import CapturedGraphs
@@ -103,6 +104,8 @@ class TrainStep:
         from graphopt.tracing.call import Call
         from graphopt.tracing.casts import check_casts
 
+        if _compat.is_traced():  # by the step that calls it, whose graph has it
+            return self._fn(*args, **kwargs)
         self._calls += 1
         call = Call(self._fn, args, kwargs)
         if self._fallback.active:

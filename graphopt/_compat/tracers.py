@@ -40,6 +40,13 @@ def current_tracer() -> Any:
     return mode.tracer
 
 
+def is_traced() -> bool:
+    """Whether `make_fx` records what this thread computes."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
 def add_input(tracer: Any, mode: Any, value: torch.Tensor, name: str) -> torch.Tensor:
     """Another input of the graph that is being recorded, behind what is there already; what stands
     for it. A trace without inputs has a mode of its own."""
