@@ -147,7 +147,7 @@ class Record(ContainerChanges):
             self.counted = self.counted or self._made(place, value, path, line)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
-        if _compat.is_fake(value) or is_host_number(value):
+        if _is_stand_in(value):
             return value
         if id(place.holder) in self._mutated and identity not in self.reads:
             self._read_before(place, value, path, line)
@@ -433,6 +433,13 @@ def _contents(container: Any) -> OutsidePlace:
 
 def _of_none(container: Any) -> None:
     """The lengths that a graph takes which takes none."""
+
+
+def _is_stand_in(value: Any) -> bool:
+    """Whether a value stands for an input of the graph, or is a tuple of such."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_is_stand_in, value))
+    return _compat.is_fake(value) or is_host_number(value)
 
 
 def _is_symbolic(value: Any) -> bool:
