@@ -38,6 +38,7 @@ from graphopt.tracing.outside.places import (
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.sums import reads_sum
 from graphopt.tracing.replace import original
+from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.source import is_library_file
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
@@ -400,7 +401,8 @@ class _Variable:
 
 
 def _is_traced_number(value: Any) -> bool:
-    return is_host_number(value) or issubclass(type(value), (ReadFloat, ReadInt))
+    numbers = (ReadFloat, ReadInt, ScheduledSetting)
+    return is_host_number(value) or issubclass(type(value), numbers)
 
 
 def is_untraced(function: types.FunctionType) -> bool:
