@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
@@ -209,19 +209,35 @@ class Record(ContainerChanges):
         self._goes_through(container)
         length = self.length_of(container)
         if length is not None:
+            self.reads_behind(container, path, line)
             if is_host_number(length):
                 length.exactly()
         elif not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
 
+    def asks_length(self, container: Any, path: str, line: SourceLine) -> Any:
+        """The step asks how long a container is. Returns the length, where the graph takes it."""
+        length = self.length_of(container)
+        if length is None:
+            self.size(container, path, line)
+        else:
+            self.reads_behind(container, path, line)
+        return length
+
+    def reads_behind(self, container: Any, path: str, line: SourceLine) -> None:
+        """The step reads what the graph takes of a container: where a function on the host has been
+        called, it is not to change it."""
+        if self.behind is not None:
+            self.behind.reads(OutsidePlace("whole", container), None, path, line)
+
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
-        """Lengths and sums of lists that the step changes by single items, and of which it reads
-        nothing else."""
+        """Lengths of lists and queues that the step changes by single items, and what it computes
+        of them (`kept_lists`), where it reads nothing else of them."""
         for each in self._changes.values():
             reads = [r for r in self.reads.values() if r.place.holder is each.container]
-            if type(each.container) is not list or not self.is_changed_by_items(each.container):
+            if isinstance(each.container, set) or not self.is_changed_by_items(each.container):
                 continue
-            if all(read.place.kind in ("size", "sum") for read in reads):
+            if all(read.place.kind in ("size", "sum", "min", "max", "last") for read in reads):
                 yield from ((read.path, read.place) for read in reads)
 
     def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
@@ -230,13 +246,24 @@ class Record(ContainerChanges):
         Returns:
             Whether it was made of that.
         """
-        loads = self.loads.take(store)
+        loads = [self._of_item(each, place) for each in self.loads.take(store)]
         others = [each for each in loads if place is None or each[0].identity != place.identity]
         self._read_each(others)
         own = [each for each in loads if each not in others]
         if own:
             self._begun.setdefault(own[0][0].identity, own[0])
         return bool(own)
+
+    def _of_item(self, load: Load, place: OutsidePlace | None) -> Load:
+        """A load of an item counted from the end, where the step stores into that very item."""
+        found, path, line = load
+        if place is None or found.kind != "last" or found.holder is not place.holder:
+            return load
+        index = len(found.holder) - found.key[0]
+        if place.key not in (index, -found.key[0]):
+            return load
+        self.size(found.holder, path, line)
+        return OutsidePlace("item", found.holder, index), path, line
 
     def read_container(self, frame: int, container: Any) -> None:
         """The step changes a container in place, which it has loaded and puts back: each call has
@@ -268,6 +295,9 @@ class Record(ContainerChanges):
         identity = place.identity
         if self.unrepeated.is_of_others():
             return
+        if self._is_its_own(place):
+            self.mutated(place.holder, line or SourceLine("", 0, ""))
+            return
         if line is not None:
             line = users(line)
             self.unrepeated.note(place.holder, path or self._path_of(place, owner), line)
@@ -287,6 +317,13 @@ class Record(ContainerChanges):
         else:
             self._derived.discard(identity)
         self._written.add(identity)
+
+    def _is_its_own(self, place: OutsidePlace) -> bool:
+        """Whether a place is an item of a list that the step has put there itself."""
+        before = self._mutated.get(id(place.holder))
+        if place.kind != "item" or not isinstance(before, (list, deque)):
+            return False
+        return type(place.key) is int and place.key >= len(before)
 
     def holds(self, place: OutsidePlace, value: Any, path: str, line: SourceLine | None) -> None:
         """The step leaves a value in a place, which no later call puts there: it has to be there
