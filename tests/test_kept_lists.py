@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +113,23 @@ def differences(kept: Any, loss: Tensor) -> None:
     kept.table["step"] = kept.rows[-1] - kept.rows[-2] if len(kept.rows) > 1 else 0.0
 
 
+def largest_by_default(kept: Any, loss: Tensor) -> Any:
+    best = max(kept.rows, default=0.5)
+    kept.rows.append(loss.item())
+    return best
+
+
+def of_the_first(kept: Any, loss: Tensor) -> Any:
+    kept.rows.append(loss.item())
+    return kept.rows[-1] / kept.rows[0] if kept.rows[0] else None
+
+
+def begun_in_a_table(kept: Any, loss: Tensor) -> Any:
+    kept.sums["loss"] += loss.item()
+    kept.sums["count"] += 1
+    return kept.sums["loss"] / kept.sums["count"]
+
+
 def alike(kept: Any, loss: Tensor) -> None:
     of_all(kept, loss)
     kept.rows.reverse()
@@ -128,7 +145,7 @@ def run(
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
     kept = SimpleNamespace(rows=[], mean=0.0, window=deque(maxlen=3), queue=deque(), table={})
-    kept.stops = False
+    kept.stops, kept.sums = False, defaultdict(float)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: Tensor, value: Tensor | None) -> Any:
@@ -192,6 +209,7 @@ OTHERS = [
     (of_a_queue, queue_cleared),
     (several_into_a_queue, nothing),
     (taken_from_a_queue, nothing),
+    (begun_in_a_table, nothing),
 ]
 
 
@@ -206,6 +224,7 @@ def test_it_is_that_of_the_call(effect: Effect, between: Effect) -> None:
 OF_ANY_VALUES = [
     *(smallest, largest_so_far, last, of_a_queue, taken_from_a_queue),
     *(mixed_with_integers, into_the_last, differences),
+    *(largest_by_default, of_the_first),
 ]
 
 
@@ -255,7 +274,7 @@ def test_a_function_on_the_host_may_not_change_what_is_read_behind_it(
 def test_a_list_that_is_used_otherwise_is_refused() -> None:
     def adds(kept: Any, loss: Tensor) -> None:
         smallest(kept, loss)
-        kept.first = kept.rows[0]
+        kept.first = sorted(kept.rows)
 
     with pytest.raises(CaptureError, match="outside"):
         run(adds, True, nothing)

@@ -69,7 +69,7 @@ class Lengths:
             return _given(length if callee is len or length is None else bool(length))
         if callee is operator.getitem:
             return _given(self._item(*args)) if self._kept else None
-        return _given(self._fold(callee, args[0])) if self._kept and len(args) == 1 else None
+        return self._fold(callee, args)
 
     def _item(self, container: Any, key: Any) -> Any:
         kept = kept_lists.item(self._record, container, key)
@@ -77,20 +77,24 @@ class Lengths:
             return None
         return self._kept.get(kept.place.identity)
 
-    def _fold(self, callee: Any, container: Any) -> Any:
-        kept = kept_lists.folded(self._record, callee, container)
+    def _fold(self, callee: Any, args: Sequence[Any]) -> Any:
+        kept = kept_lists.folded(self._record, callee, args)
         if kept is None:
             return None
         found = [] if kept.place is None else [self._kept.get(kept.place.identity)]
         if found == [None]:
             return None
-        if kept_lists.FOLDS[original(callee)] == "sum":
-            return sum(kept.added, *found)
-        return callee([*found, *kept.added])
+
+        def fold(container: Any, **default: Any) -> Any:
+            if kept_lists.FOLDS[original(callee)] == "sum":
+                return sum(kept.added, *found)
+            return callee([*found, *kept.added], **default)
+
+        return fold
 
 
 class _Gives:
-    """Gives a number to whoever calls it, or takes an item out of it."""
+    """Gives a number to whoever asks for a length, or takes an item out of it."""
 
     def __init__(self, number: Any) -> None:
         self._number = number

@@ -139,7 +139,7 @@ class NativeCalls:
         elif callee is len or (callee is bool and is_container(args[0])):
             if record.is_outside(args[0]):
                 record.asks_length(args[0], record.path(args[0], type(args[0]).__name__), line)
-        elif len(args) == 1 and self._folds(callee, args[0], line):
+        elif self._folds(callee, args, line):
             pass
         elif callee is next:
             self._advance(args[0], line)
@@ -152,10 +152,10 @@ class NativeCalls:
         else:
             self._all(args, line)
 
-    def _folds(self, callee: Any, container: Any, line: SourceLine) -> bool:
-        kept = kept_lists.folded(self._record, callee, container)
+    def _folds(self, callee: Any, args: Sequence[Any], line: SourceLine) -> bool:
+        kept = kept_lists.folded(self._record, callee, args)
         if kept is not None:
-            kept_lists.reads(self._record, kept, container, f"{callee.__name__}({{}})", line)
+            kept_lists.reads(self._record, kept, args[0], f"{callee.__name__}({{}})", line)
         return kept is not None
 
     def store(

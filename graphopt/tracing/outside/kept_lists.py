@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import builtins
 import sys
+from collections.abc import Sequence
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 from graphopt.ir.source import SourceLine
@@ -41,17 +43,22 @@ class Kept(NamedTuple):
     taken: int = 0
 
 
-def folded(record: Record, callee: Any, container: Any) -> Kept | None:
-    """What is asked by a function of all items; None where it is not made of both, or no number."""
-    kind = FOLDS.get(original(callee))
+def folded(record: Record, callee: Any, args: Sequence[Any]) -> Kept | None:
+    """What is asked by a function of all items, of which the smallest and the largest may be given
+    another value by default; None where it is not made of both, or no number."""
+    container, *default = args or [None]
+    function: Any = original(callee)
+    kind = FOLDS.get(function) if type(function) is BuiltinFunctionType else None
+    if default and (kind == "sum" or len(default) > 1 or not _is_number(default[0])):
+        return None
     rest = None if kind is None else _rest(record, container)
     if rest is None or kind is None:
         return None
     before, taken, added = rest
-    if not all(type(each) in (int, float) or isinstance(each, SYMBOLIC) for each in added):
+    if not all(map(_is_number, added)):
         return None
     if len(before) == taken and kind != "sum":
-        return Kept(None, added, exact=True) if added else None
+        return Kept(None, added, exact=True) if added or default else None
     found = OutsidePlace(kind, before, taken).now()
     if found is MISSING or (kind == "sum" and type(found) is float and not _FROM_LEFT_TO_RIGHT):
         return None
@@ -72,6 +79,10 @@ def item(record: Record, container: Any, key: Any) -> Kept | None:
     if OutsidePlace("last", before, behind).now() is MISSING:
         return None
     return Kept(OutsidePlace("last", container, behind), [])
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or isinstance(value, SYMBOLIC)
 
 
 def _rest(record: Record, container: Any) -> tuple[Any, int, list[Any]] | None:

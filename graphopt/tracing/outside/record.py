@@ -98,6 +98,7 @@ class Record(ContainerChanges):
         self.behind: Behind | None = None
         self.length_of: Callable[[Any], Any] = _of_none
         self._left_in: dict[int, Any] = {}
+        self._gone_over: set[int] = set()
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
@@ -143,7 +144,7 @@ class Record(ContainerChanges):
         if self.is_own(place.holder):
             self.reached(value, path)
             return value
-        if identity in self._derived:
+        if identity in self._derived and not self._begins_in(identity):
             self.counted = self.counted or self._made(place, value, path, line)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
@@ -152,7 +153,7 @@ class Record(ContainerChanges):
         if id(place.holder) in self._mutated and identity not in self.reads:
             self._read_before(place, value, path, line)
             return value
-        if identity in self.reads and self.reads[identity].value is MISSING:
+        if self._begins_in(identity):
             return value  # which the step has put there, or a default dictionary
         if value is not MISSING:
             self.reached(value, path)
@@ -163,6 +164,10 @@ class Record(ContainerChanges):
             elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
                 self.contents(value, path, line)
         return value
+
+    def _begins_in(self, identity: tuple[Any, ...]) -> bool:
+        """Whether the graph holds where nothing is in a place."""
+        return identity in self.reads and self.reads[identity].value is MISSING
 
     def _read_before(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
         """What the step makes of a container depends on what the container held before."""
@@ -180,6 +185,7 @@ class Record(ContainerChanges):
             self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
             keys: Iterable[Any] = list(container)
         elif isinstance(container, (list, tuple)):
+            self._gone_over.add(id(container))
             self.size(container, path, line)
             keys = range(len(container))
         elif hasattr(container, "tobytes"):
@@ -237,8 +243,10 @@ class Record(ContainerChanges):
             reads = [r for r in self.reads.values() if r.place.holder is each.container]
             if isinstance(each.container, set) or not self.is_changed_by_items(each.container):
                 continue
-            if all(read.place.kind in ("size", "sum", "min", "max", "last") for read in reads):
-                yield from ((read.path, read.place) for read in reads)
+            if id(each.container) in self._gone_over:
+                continue
+            if all(read.place.kind in _OF_LISTS or _is_of_number(read) for read in reads):
+                yield from ((r.path, r.place) for r in reads if r.value is not MISSING)
 
     def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
         """A value is stored: read what it was made of, other than what was in `place` itself.
@@ -417,7 +425,11 @@ class Record(ContainerChanges):
         """Lists, queues and sets that the step has changed, and neither read nor replaced; those
         that it has changed otherwise than by what can be done again have no changes.
         Nothing else remembers what it has put there from then on."""
-        read = {id(each.place.holder) for each in self.reads.values()}
+        read = {
+            id(each.place.holder)
+            for each in self.reads.values()
+            if not (each.value is MISSING and isinstance(each.place.holder, (list, deque)))
+        }
         read |= {
             id(each.value) for each in self.reads.values() if each.place.now() is not each.value
         }
@@ -462,6 +474,16 @@ class Record(ContainerChanges):
         if self.stands_for and place.kind in ("keys", "whole") and isinstance(value, _SEVERAL):
             value = type(value)(map(self._original, value))
         return Read(self._outside(place), value, path, line)
+
+
+_OF_LISTS = frozenset({"size", "sum", "min", "max", "last"})
+"""What is computed of a list, and known to a graph as a number."""
+
+
+def _is_of_number(read: Read) -> bool:
+    """Whether an item of a list is read that is a number, or that is not there."""
+    is_item = read.place.kind == "item" and type(read.place.key) is int
+    return is_item and (read.value is MISSING or type(read.value) in (int, float))
 
 
 def _contents(container: Any) -> OutsidePlace:
