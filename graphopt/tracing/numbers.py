@@ -124,7 +124,15 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return result
     if function in GIVING_INTEGERS and len(args) == 1:
         return as_read(_compat.record_integer(function, args))
-    return as_read(_compat.record_number(function, args))
+    result = as_read(_compat.record_number(function, args))
+    if function is not float and any(map(may_be_of_numpy, args)):
+        result.of_numpy = True
+    return result
+
+
+def may_be_of_numpy(value: Any) -> bool:
+    """Whether a traced number may be numpy's kind of float when the graph runs."""
+    return isinstance(value, torch.SymFloat) and "of_numpy" in vars(value)
 
 
 class Notes(Protocol):
@@ -172,6 +180,17 @@ def _refuse_text(self: Any, *spec: str) -> str:
         location=str(current_user_line()),
         hint="let a function do it that is called in every step: graphopt.callback(print, loss), or"
         " return the value from the step and print it outside",
+    )
+    made = _made.get()
+    raise error if made is None else made.refuse(error)
+
+
+def _refuse_array(self: Any, *args: Any, **options: Any) -> Any:
+    error = CaptureError(
+        "numpy is given the value of a tensor",
+        location=str(current_user_line()),
+        hint="compute with tensors, or with functions of math; numpy's mean, sum, std, var, median,"
+        " max and min of a list of floats may be asked for",
     )
     made = _made.get()
     raise error if made is None else made.refuse(error)
@@ -369,3 +388,4 @@ for _number in _READ.values():
         setattr(_number, _name, _refuse_text)
     for _name in ("__copy__", "__deepcopy__"):
         setattr(_number, _name, _itself)
+    _number.__array__ = _refuse_array  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
@@ -325,6 +326,7 @@ class StepRun:
 
             def called(callee: Any, args: Sequence[Any]) -> Any:
                 other = computing(callee, args) or converting(callee, args)
+                other = other or of_list(callee, args)
                 other = other or lengths.asked(callee, args)
                 other = other or arrays.maker(callee, args) or substitute(callee, args)
                 return other or stand_in_of_collective(callee, args)

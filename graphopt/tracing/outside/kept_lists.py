@@ -24,7 +24,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 
 _FROM_LEFT_TO_RIGHT = sys.version_info < (3, 12)
-FOLDS = {builtins.sum: "sum", builtins.min: "min", builtins.max: "max"}
+FOLDS: dict[Any, str] = {builtins.sum: "sum", builtins.min: "min", builtins.max: "max"}
 """Functions of all items, one after the other, each with the kind of place of what it gives."""
 
 
