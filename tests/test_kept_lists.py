@@ -271,6 +271,24 @@ def test_a_function_on_the_host_may_not_change_what_is_read_behind_it(
         run(checked, True, stops)
 
 
+def test_an_item_that_the_step_puts_there_and_changes_is_refused() -> None:
+    def begins(kept: Any, loss: Tensor) -> None:
+        if not kept.rows:
+            kept.rows.append(0.0)
+        kept.rows[-1] += loss.item()
+
+    def begun(kept: Any, loss: Tensor) -> None:
+        if kept.rows or kept.stops:
+            begins(kept, loss)
+
+    def between(kept: Any, index: Tensor) -> None:
+        kept.rows[:], kept.stops = [1.0][: int(index < 2)], True
+
+    for effect in (begins, begun):
+        with pytest.raises(CaptureError, match="keeps a number"):
+            run(effect, True, between)
+
+
 def test_a_list_that_is_used_otherwise_is_refused() -> None:
     def adds(kept: Any, loss: Tensor) -> None:
         smallest(kept, loss)

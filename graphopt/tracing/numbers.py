@@ -172,28 +172,29 @@ def noting(made: Notes) -> Iterator[None]:
         _made.reset(token)
 
 
+def refusal(reason: str, hint: str) -> CaptureError:
+    """The refusal of a step, even if it swallows the error."""
+    error = CaptureError(reason, location=str(current_user_line()), hint=hint)
+    made = _made.get()
+    return error if made is None else made.refuse(error)
+
+
 def _refuse_text(self: Any, *spec: str) -> str:
     if is_torch_file(sys._getframe(1).f_code.co_filename):
         return f"{type(self).__name__}({self.node})"  # messages and logs of torch's own
-    error = CaptureError(
+    raise refusal(
         "the value of a tensor is turned into text",
-        location=str(current_user_line()),
-        hint="let a function do it that is called in every step: graphopt.callback(print, loss), or"
+        "let a function do it that is called in every step: graphopt.callback(print, loss), or"
         " return the value from the step and print it outside",
     )
-    made = _made.get()
-    raise error if made is None else made.refuse(error)
 
 
 def _refuse_array(self: Any, *args: Any, **options: Any) -> Any:
-    error = CaptureError(
+    raise refusal(
         "numpy is given the value of a tensor",
-        location=str(current_user_line()),
-        hint="compute with tensors, or with functions of math; numpy's mean, sum, std, var, median,"
-        " max and min of a list of floats may be asked for",
+        "compute with tensors, or with functions of math; numpy's mean, sum, std, var, median, max"
+        " and min of a list of floats may be asked for",
     )
-    made = _made.get()
-    raise error if made is None else made.refuse(error)
 
 
 class ReadFloat(TracedFloat):

@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from graphopt import _compat
-from graphopt.errors import CaptureError
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_functions import OF_FLOATS_IN_NUMPY, numpy_float64
-from graphopt.tracing.numbers import ReadFloat, TracedFloat, as_read, current_notes, record
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.numbers import ReadFloat, TracedFloat, as_read, record, refusal
 
 
 def of_list(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
@@ -45,15 +43,10 @@ def is_instance_of_numpy(number: Any, kinds: Any) -> bool:
     """`isinstance` of what numpy gives for a list, or of what is computed from it."""
     answers = [isinstance(each, kinds) for each in (numpy_float64(0.0), 0.0)]
     if answers[0] != answers[1] and not hasattr(number, "item"):
-        made, error = (
-            current_notes(),
-            CaptureError(
-                "it asks whether a number that it computes from one of numpy's is one itself",
-                location=str(current_user_line()),
-                hint="ask isinstance(number, float), or take float(number) first",
-            ),
+        raise refusal(
+            "it asks whether a number that it computes from one of numpy's is one itself",
+            "ask isinstance(number, float), or take float(number) first",
         )
-        raise error if made is None else made.refuse(error)
     return answers[0]
 
 

@@ -178,7 +178,7 @@ _READERS: Mapping[str, Any] = {
 def _write_item(holder: Any, key: Any, value: Any) -> None:
     if value is not MISSING:
         holder[key] = value
-    elif key in holder:
+    elif not isinstance(holder, (list, collections.deque)) and key in holder:
         del holder[key]
 
 
