@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -173,8 +175,27 @@ def steps_once_more(trained: Trained, log: Log) -> Any:
     return trained.scheduler.get_last_lr()
 
 
+def computes(trained: Trained, log: Log) -> Any:
+    rates = trained.scheduler.get_last_lr()
+    group = trained.optimizer.param_groups[0]
+    log.rates.append({"rate": round(rates[0], 6), "percent": 100 * group["lr"] / 0.3})
+    log.figures["mean"] = sum(rates) / len(rates) - sum(each["lr"] for each in [group] * 4)
+    return max(rates), min(group["lr"], 0.02), math.log10(rates[0] + 1e-8), float(-rates[0]) ** 2
+
+
+def asks_for_a_float(trained: Trained, log: Log) -> Any:
+    rate = trained.optimizer.param_groups[0]["lr"]
+    return rate / 2 if isinstance(rate / 2, (float, int)) else log
+
+
+def keeps_of_group_between(trained: Trained, log: Log) -> Any:
+    log.figures["first"] = trained.optimizer.param_groups[0]["lr"] if log.last else 0.0
+    trained.scheduler.step()
+    return trained.optimizer.param_groups[0]["lr"]
+
+
 KEEPING = [appends, appends_a_row, appends_of_group, extends, keeps, returns, shows_a_callback,
-           steps_once_more]  # fmt: skip
+           steps_once_more, computes, asks_for_a_float, keeps_of_group_between]  # fmt: skip
 
 
 @pytest.mark.sliced(2)
@@ -206,16 +227,35 @@ def sets_rate_before(trained: Trained, x: Tensor) -> Any:
     return trained.step(x)
 
 
-def reads_rate(trained: Trained, x: Tensor) -> Any:
-    return trained.step(x), trained.optimizer.param_groups[0]["lr"] * 2
+def decides_by_rate(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x), trained.optimizer.param_groups[0]["lr"] * 2 > 0.1
+
+
+def scales_by_rate(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x) * trained.optimizer.param_groups[0]["lr"]
+
+
+def logs_with_loss(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x).item() * trained.optimizer.param_groups[0]["lr"]
+
+
+def makes_an_array(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x), numpy.mean(trained.scheduler.get_last_lr())
+
+
+def formats_rate(trained: Trained, x: Tensor) -> Any:
+    return trained.step(x), format(trained.scheduler.get_last_lr()[0], ".6f")
+
+
+def keeps_of_group_between_steps(trained: Trained, x: Tensor) -> Any:
+    loss = trained.step(x)
+    rate = trained.optimizer.param_groups[0]["lr"] * 2
+    trained.scheduler.step()
+    return loss, rate
 
 
 def shows_rate(trained: Trained, x: Tensor) -> Any:
     return trained.step(x), f"{trained.optimizer.param_groups[0]['lr']}"
-
-
-def asks_scheduler(trained: Trained, x: Tensor) -> Any:
-    return trained.step(x), 2 * trained.scheduler.get_last_lr()[0]
 
 
 def keeps_between(trained: Trained, x: Tensor) -> Any:
@@ -246,8 +286,9 @@ def sets_rate(trained: Trained, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "step",
-    [reads_rate, shows_rate, asks_scheduler, keeps_between, counts_epochs, asks_inner, steps_again,
-     sets_rate],
+    [decides_by_rate, scales_by_rate, logs_with_loss, makes_an_array, formats_rate,
+     keeps_of_group_between_steps, shows_rate, keeps_between, counts_epochs, asks_inner,
+     steps_again, sets_rate],
 )  # fmt: skip
 def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> None:
     trained = Trained("adam", "sequential" if step is asks_inner else "step")

@@ -177,9 +177,9 @@ def check_supported(call: Call) -> None:
     for name, tensor in call.besides.tensors:
         _check_used(name, tensor)
     for name, place, _ in call.besides.carried:
-        value = place.now()
-        if isinstance(value, torch.Tensor):
-            _check_used(name, value)
+        for value in _compat.tree_leaves(place.now()):
+            if isinstance(value, torch.Tensor):
+                _check_used(name, value)
 
 
 def _check_modes() -> None:

@@ -31,7 +31,7 @@ from graphopt.tracing.inputs import (
     is_number,
     may_be_input,
 )
-from graphopt.tracing.number_tuples import leaves_of
+from graphopt.tracing.number_tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
 from graphopt.tracing.outside.places import CellTable, OutsidePlace
@@ -95,9 +95,8 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
     for prefix, module in modules:
         for key in _compat.own_buffers(module):
             add("buffer", _join(prefix, key), _compat.own_buffers(module), key)
-    for path, place, _ in _alone(call.besides.carried, found):
-        table = CellTable(place.holder) if place.kind == "cell" else place.holder
-        add("buffer", path, table, place.key)
+    for path, table, key in _alone(call.besides.carried, found):
+        add("buffer", path, table, key)
     for name, tensor in bare_tensors(call):
         kind: Kind = "parameter" if tensor.requires_grad else "buffer"
         found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
@@ -111,7 +110,8 @@ def _module_tensors(call: Call) -> list[ModuleTensor]:
         if id(table[key]) not in found:
             attributes.add(id(table[key]))
         add("buffer", name, table, key)
-    attributes.update(id(each.place.now()) for each in call.besides.carried)
+    for each in call.besides.carried:
+        attributes.update(id(table[key]) for _, table, key in _tensors_at(each))
     entries = list(found.values())
     for entry in entries:
         entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
@@ -128,15 +128,32 @@ def _marks(entries: Iterable[ModuleTensor]) -> Iterator[tuple[str, dict[str, Any
                     yield f"{entry.fqn}.{key}", table, key
 
 
-def _alone(carried: Sequence[CarriedPlace], found: Collection[int]) -> Iterator[CarriedPlace]:
-    """Places that hold a tensor which is nowhere else: others are found by reading them."""
-    places = {each.place.identity: each for each in carried if each.place.may_carry}
-    values = [each.place.now() for each in places.values()]
+_Slot = tuple[str, MutableMapping[Any, Any], Any]
+"""A name, a table and a key in it."""
+
+
+def _alone(carried: Sequence[CarriedPlace], found: Collection[int]) -> Iterator[_Slot]:
+    """Where a tensor stands which is nowhere else: others are found by reading them."""
+    places = {each.place.identity: each for each in carried}
+    slots = list(chain.from_iterable(map(_tensors_at, places.values())))
+    values = [table[key] for _, table, key in slots]
     counts = Counter(map(id, values))
-    for each, value in zip(places.values(), values, strict=True):
-        alone = counts[id(value)] == 1 and id(value) not in found
-        if alone and isinstance(value, torch.Tensor) and not value.requires_grad:
-            yield each
+    for slot, value in zip(slots, values, strict=True):
+        if counts[id(value)] == 1 and id(value) not in found and not value.requires_grad:
+            yield slot
+
+
+def _tensors_at(carried: CarriedPlace) -> Iterator[_Slot]:
+    """The tensor in a place, or those of the tuple that is there."""
+    path, place, _ = carried
+    if not place.may_carry:
+        return
+    value = place.now()
+    if isinstance(value, torch.Tensor):
+        yield path, CellTable(place.holder) if place.kind == "cell" else place.holder, place.key
+    leaves, spec = leaves_of(value, is_tensor) or ([], None)
+    table = TupleTable(place, spec)
+    yield from ((f"{path}[{position}]", table, position) for position in range(len(leaves)))
 
 
 def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:

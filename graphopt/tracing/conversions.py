@@ -23,9 +23,11 @@ from graphopt.tracing.numbers import (
     ReadInt,
     TakenInt,
     TracedFloat,
+    may_be_of_numpy,
     record,
     taken,
 )
+from graphopt.tracing.numpy_lists import is_instance_of_numpy
 
 _STANDING_FOR: dict[type, Any] = {ReadFloat: 0.0, ReadInt: 0, TakenInt: 0, ReadBool: False}
 """Classes of numbers that were read, each with a number of the class that it stands for."""
@@ -60,6 +62,8 @@ def _is_known_to_trace(value: Any) -> bool:
 
 
 def _is_instance(number: Any, kinds: Any) -> bool:
+    if may_be_of_numpy(number):
+        return is_instance_of_numpy(number, kinds)
     return isinstance(number, kinds) or isinstance(_STANDING_FOR[type(number)], kinds)
 
 

@@ -99,6 +99,11 @@ class HostNumber(TracedFloat):
             return NotImplemented
         return self.notes.on_host(function, args, options)
 
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        """Of the number itself, for which the graph holds alone: numpy would add objects otherwise
+        than floats."""
+        return sys.modules["numpy"].asarray(self.handed_out(), *args, **options)
+
     def exactly(self) -> Any:
         """The number, which the graph holds for alone from now on."""
         if isinstance(self.expression, (Leaf, Application)):

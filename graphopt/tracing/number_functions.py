@@ -57,6 +57,48 @@ def numpy_int64(number: int) -> Any:
     return sys.modules["numpy"].int64(number)
 
 
+def numpy_mean(*numbers: float) -> Any:
+    """The mean of floats as numpy computes it, which is numpy's kind of float."""
+    return sys.modules["numpy"].mean(numbers)
+
+
+def numpy_sum(*numbers: float) -> Any:
+    """The sum of floats as numpy computes it."""
+    return sys.modules["numpy"].sum(numbers)
+
+
+def numpy_std(*numbers: float) -> Any:
+    """The standard deviation of floats as numpy computes it."""
+    return sys.modules["numpy"].std(numbers)
+
+
+def numpy_var(*numbers: float) -> Any:
+    """The variance of floats as numpy computes it."""
+    return sys.modules["numpy"].var(numbers)
+
+
+def numpy_median(*numbers: float) -> Any:
+    """The median of floats as numpy computes it."""
+    return sys.modules["numpy"].median(numbers)
+
+
+def numpy_max(*numbers: float) -> Any:
+    """The largest of some floats, as numpy finds it."""
+    return sys.modules["numpy"].max(numbers)
+
+
+def numpy_min(*numbers: float) -> Any:
+    """The smallest of some floats, as numpy finds it."""
+    return sys.modules["numpy"].min(numbers)
+
+
+OF_FLOATS_IN_NUMPY: dict[str, Any] = {
+    **{f.__name__.removeprefix("numpy_"): f
+       for f in (numpy_mean, numpy_sum, numpy_std, numpy_var, numpy_median, numpy_max, numpy_min)},
+    "average": numpy_mean, "amax": numpy_max, "amin": numpy_min,
+}  # fmt: skip
+"""Functions of the floats of a list, by what numpy calls them."""
+
 SCALARS_OF_NUMPY = {f.__name__.removeprefix("numpy_"): f
                     for f in (numpy_float64, numpy_float32, numpy_int64)}  # fmt: skip
 """What gives a scalar of numpy's, by the name of its kind."""
@@ -65,7 +107,7 @@ SCALARS_OF_NUMPY = {f.__name__.removeprefix("numpy_"): f
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
     {*MATH, *GIVING_INTEGERS, *OF_INTEGERS, *BITWISE, *CHOICES, *TESTS, builtins.float,
      operator.neg, operator.pos, operator.abs, operator.invert,
-     operator.floordiv, operator.mod, *SCALARS_OF_NUMPY.values()}
+     operator.floordiv, operator.mod, *SCALARS_OF_NUMPY.values(), *OF_FLOATS_IN_NUMPY.values()}
 )  # fmt: skip
 """What nodes of numbers may call besides `numbers.ARITHMETIC`."""
 

@@ -1,21 +1,25 @@
-"""Tuples of numbers that a step finds in a place outside, and leaves others of:
+"""Tuples of numbers, or of tensors, that a step finds in a place outside, and leaves others of:
 
 self.state = self.state._replace(count=self.state.count + 1)
+self.hidden = cell(x, self.hidden)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+import torch
+
 from graphopt import _compat
+from graphopt.tracing.outside.places import OutsidePlace
 
 
-def leaves_of(value: Any, is_number: Callable[[Any], bool]) -> tuple[list[Any], Any] | None:
-    """The numbers in a tuple or a named tuple, of such perhaps, and how they are nested.
+def leaves_of(value: Any, is_one: Callable[[Any], bool]) -> tuple[list[Any], Any] | None:
+    """What is in a tuple or a named tuple, of such perhaps, and how it is nested.
 
     Args:
-        is_number: whether a leaf is one.
+        is_one: whether a leaf is one of those that are looked for.
 
     Returns:
         None for everything else, and where there are other leaves.
@@ -23,11 +27,50 @@ def leaves_of(value: Any, is_number: Callable[[Any], bool]) -> tuple[list[Any], 
     if not isinstance(value, tuple):
         return None
     leaves, spec = _compat.tree_flatten(value)
-    return (leaves, spec) if leaves and all(map(is_number, leaves)) else None
+    return (leaves, spec) if leaves and all(map(is_one, leaves)) else None
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a leaf is a tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+class TupleTable(MutableMapping[Any, Any]):
+    """The tensors of a tuple in a place, by their positions; none where another tuple is there.
+
+    Args:
+        place: in which each call may find another tuple.
+        spec: how the tuple is nested.
+    """
+
+    def __init__(self, place: OutsidePlace, spec: Any) -> None:
+        self._place, self._spec = place, spec
+
+    def _leaves(self) -> list[Any]:
+        found = leaves_of(self._place.now(), is_tensor)
+        return [] if found is None or found[1] != self._spec else found[0]
+
+    def __getitem__(self, position: int) -> Any:
+        leaves = self._leaves()
+        if not leaves:
+            raise KeyError(position)
+        return leaves[position]
+
+    def __setitem__(self, position: int, tensor: Any) -> None:
+        self._place.write(with_leaf(self._place.now(), position, tensor))
+
+    def __delitem__(self, position: int) -> None:
+        raise TypeError("a tuple keeps its items")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._leaves())
 
 
 def with_leaf(value: Any, position: int, leaf: Any) -> Any:
-    """Such a tuple with another number in a position."""
+    """Such a tuple with another leaf in a position."""
     leaves, spec = _compat.tree_flatten(value)
     leaves[position] = leaf
     return _compat.tree_unflatten(leaves, spec)

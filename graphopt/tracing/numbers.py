@@ -124,7 +124,15 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return result
     if function in GIVING_INTEGERS and len(args) == 1:
         return as_read(_compat.record_integer(function, args))
-    return as_read(_compat.record_number(function, args))
+    result = as_read(_compat.record_number(function, args))
+    if function is not float and any(map(may_be_of_numpy, args)):
+        result.of_numpy = True
+    return result
+
+
+def may_be_of_numpy(value: Any) -> bool:
+    """Whether a traced number may be numpy's kind of float when the graph runs."""
+    return isinstance(value, torch.SymFloat) and "of_numpy" in vars(value)
 
 
 class Notes(Protocol):
@@ -164,17 +172,29 @@ def noting(made: Notes) -> Iterator[None]:
         _made.reset(token)
 
 
+def refusal(reason: str, hint: str) -> CaptureError:
+    """The refusal of a step, even if it swallows the error."""
+    error = CaptureError(reason, location=str(current_user_line()), hint=hint)
+    made = _made.get()
+    return error if made is None else made.refuse(error)
+
+
 def _refuse_text(self: Any, *spec: str) -> str:
     if is_torch_file(sys._getframe(1).f_code.co_filename):
         return f"{type(self).__name__}({self.node})"  # messages and logs of torch's own
-    error = CaptureError(
+    raise refusal(
         "the value of a tensor is turned into text",
-        location=str(current_user_line()),
-        hint="let a function do it that is called in every step: graphopt.callback(print, loss), or"
+        "let a function do it that is called in every step: graphopt.callback(print, loss), or"
         " return the value from the step and print it outside",
     )
-    made = _made.get()
-    raise error if made is None else made.refuse(error)
+
+
+def _refuse_array(self: Any, *args: Any, **options: Any) -> Any:
+    raise refusal(
+        "numpy is given the value of a tensor",
+        "compute with tensors, or with functions of math; numpy's mean, sum, std, var, median, max"
+        " and min of a list of floats may be asked for",
+    )
 
 
 class ReadFloat(TracedFloat):
@@ -375,3 +395,4 @@ for _number in _READ.values():
         setattr(_number, _name, _refuse_text)
     for _name in ("__copy__", "__deepcopy__"):
         setattr(_number, _name, _itself)
+    _number.__array__ = _refuse_array  # type: ignore[attr-defined]

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -28,7 +29,7 @@ from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact
-from graphopt.tracing.number_tuples import leaves_of
+from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
@@ -248,14 +249,26 @@ def _is_traced(value: Any, numbers: bool = False, tensors: bool = True) -> bool:
 
 
 def _is_found(record: Record, item: WrittenPlace) -> bool:
-    """Whether the step uses the tensor that it finds where it leaves another one, and finds it
-    nowhere else."""
+    """Whether the step uses the tensor, or a tuple of tensors, that it finds where it leaves
+    another one, and finds it nowhere else."""
     before = item.before
-    if not isinstance(before, torch.Tensor) or _compat.is_fake(before):
+    tensors, _ = leaves_of(before, is_tensor) or ([before], None)
+    if not all(isinstance(each, torch.Tensor) for each in tensors) or not item.place.may_carry:
         return False
-    if not item.place.may_carry:
+    if any(map(_compat.is_fake, tensors)):
         return False
+    own = {id(item.place.holder)} | set(map(id, _tuples_in(before)))
     places = record.places_of(before)
-    return all(place.identity == item.place.identity for place in places) and (
-        bool(places) or record.path_to(before) is not None
-    )
+    of_tensors = chain.from_iterable(map(record.places_of, tensors))
+    if not all(place.identity == item.place.identity for place in places):
+        return False
+    if not all(id(place.holder) in own for place in of_tensors if tensors[0] is not before):
+        return False
+    return bool(places) or record.path_to(before) is not None
+
+
+def _tuples_in(value: Any) -> Iterator[tuple[Any, ...]]:
+    """A tuple, and those within it."""
+    if isinstance(value, tuple):
+        yield value
+        yield from chain.from_iterable(map(_tuples_in, value))

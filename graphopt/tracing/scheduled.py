@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import builtins
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import BuiltinFunctionType
+from typing import Any, NoReturn
 
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, GraphOptError
+from graphopt.tracing.number_functions import MATH, ROUNDING
+from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_user_line
 
 
@@ -38,45 +44,205 @@ class OfGroup:
         return self.scheduler.optimizer.param_groups[self.group][self.key]
 
 
-class ScheduledSetting:
-    """What stands for a setting that a scheduler changes in this step: it can be kept and returned.
+@dataclass(frozen=True)
+class OfSettings:
+    """Gives what a function of such settings, and of numbers, gives.
 
     Attributes:
-        is_outdated: a scheduler has been stepped since; what it was then, nobody knows in the end.
+        scheduler: one of those that change them.
+    """
+
+    scheduler: Any
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        kinds = (OfScheduler, OfGroup, OfSettings, AsFloat)
+        given = [arg() if isinstance(arg, kinds) else arg for arg in self.args]
+        return self.function(*given)
+
+
+@dataclass(frozen=True)
+class AsFloat:
+    """Gives a setting of which the step has asked whether it is a float, and been told so.
+
+    Attributes:
+        key: of the parameter group.
+    """
+
+    scheduler: Any
+    read: Callable[[], Any]
+    key: str
+
+    def __call__(self) -> Any:
+        value = self.read()
+        if not isinstance(value, float):
+            raise GraphOptError(
+                f"the step has asked whether {self.key!r} of a parameter group is a float, which it"
+                f" was when the step was captured; a {type(self.scheduler).__name__} has made it a"
+                f" {type(value).__name__}"
+            )
+        return value
+
+
+Reader = OfScheduler | OfGroup | OfSettings | AsFloat
+
+
+class ScheduledSetting:
+    """What stands for a setting that a scheduler changes in this step, or for a number that is
+    computed from such: it can be computed with, kept and returned, when the graph has run.
 
     Args:
         key: of the parameter group.
         scheduler: the class of what changes it.
         read: gives it when the graph has run.
+        of: the settings that it is computed from.
+        is_float: it is a float where the step finds it.
     """
 
-    def __init__(self, key: str, scheduler: str, read: OfScheduler | OfGroup) -> None:
-        self.__key, self.__scheduler, self.__read = key, scheduler, read
-        self.is_outdated = False
+    def __init__(
+        self,
+        key: str,
+        scheduler: str,
+        read: Reader,
+        of: tuple[ScheduledSetting, ...] = (),
+        is_float: bool = False,
+    ) -> None:
+        self.__key, self.__scheduler, self.__read, self.__of = key, scheduler, read, of
+        self.__is_float, self.__asked = is_float, False
+        self._is_outdated = False
 
-    def read_later(self) -> OfScheduler | OfGroup:
+    def is_instance(self, kinds: Any) -> bool:
+        """`isinstance(rate, float)` in a step gets the answer that it gets for the number."""
+        if not self.__is_float:
+            self._used()
+        self.__asked = True
+        return isinstance(0.0, kinds)
+
+    def outdate(self) -> None:
+        """A scheduler has been stepped since; what it was then, nobody knows in the end."""
+        self._is_outdated = True
+
+    def read_later(self) -> Reader:
         """What gives it when the graph has run."""
-        if self.is_outdated:
-            raise used(
-                f"keeps {self.__key!r} of a parameter group, which is changed again,",
-                self.__scheduler,
-            )
-        return self.__read
+        for each in (self, *self.__of):
+            if each._is_outdated:
+                raise used(
+                    f"keeps {self.__key!r} of a parameter group, which is changed again,",
+                    self.__scheduler,
+                )
+        read = self.__read
+        return AsFloat(read.scheduler, read, self.__key) if self.__asked else read
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         self._used()
 
-    def _used(self, *args: Any, **kwargs: Any) -> Any:
+    def _used(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise used(f"uses {self.__key!r} of a parameter group", self.__scheduler)
 
+    def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """`function(*args)` of settings, of which this is one, and numbers."""
+        settings = tuple(arg for arg in args if is_scheduled(arg))
+        if not all(is_scheduled(arg) or type(arg) in _PLAIN for arg in args):
+            self._used()
+        if function is float and self.__is_float:
+            return self
+        of = tuple(each for setting in settings for each in (setting, *setting.__of))
+        readers = tuple(arg.read_later() if is_scheduled(arg) else arg for arg in args)
+        read = OfSettings(self.__read.scheduler, function, readers)
+        floats = function in _GIVING_FLOATS and all(each.__is_float for each in settings)
+        return ScheduledSetting(self.__key, self.__scheduler, read, of, floats)
 
+
+_PLAIN = (int, float, bool)
+_COMPENSATES = sys.version_info >= (3, 12)
+"""Whether `sum` adds floats otherwise than one by one."""
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_GIVING_FLOATS = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.abs, float}
+)
+"""What gives a float wherever one of its arguments is one."""
+
+
+def is_scheduled(value: object) -> bool:
+    """Whether a value stands for a setting that a scheduler changes in this step."""
+    return type(value) is ScheduledSetting
+
+
+def computing(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What is called in place of a function that is given such a setting; None where that is the
+    function itself."""
+    callee = original(callee)
+    if callee is sum and _COMPENSATES and args and isinstance(args[0], Iterator):
+        return _sum_of_iterator
+    setting = next(filter(is_scheduled, _among(args)), None)
+    if setting is None:
+        return None
+    if callee is isinstance:
+        return ScheduledSetting.is_instance if is_scheduled(args[0]) else None
+    if type(callee) not in (type, BuiltinFunctionType) or callee not in _FUNCTIONS:
+        return None
+
+    def compute(*given: Any, **options: Any) -> Any:
+        if options:
+            setting._used()
+        return setting.computed(_FUNCTIONS[callee], tuple(_among(given)))
+
+    return compute
+
+
+def _sum_of_iterator(values: Iterator[Any], *start: Any, **options: Any) -> Any:
+    """`sum` of what is found out by taking it."""
+    listed = list(values)
+    return (computing(sum, (listed,)) or sum)(listed, *start, **options)
+
+
+def _sum(*values: Any) -> Any:
+    return sum(values)
+
+
+def _largest(*values: Any) -> Any:
+    return max(values)
+
+
+def _smallest(*values: Any) -> Any:
+    return min(values)
+
+
+def _among(args: Sequence[Any]) -> Sequence[Any]:
+    """What a function of several numbers, or of a list of them, is given."""
+    listed = len(args) == 1 and type(args[0]) in (list, tuple)
+    return args[0] if listed else args
+
+
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: self.computed(function, (self, *others))
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: self.computed(function, (other, self))
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **{each: each for each in (builtins.float, builtins.int, *MATH, *ROUNDING)},
+    sum: _sum,
+    max: _largest,
+    min: _smallest,
+}
+"""Functions of numbers that cannot be told what to do with other objects, each with one of several
+numbers."""
+
+for _name in _OPERATORS:
+    setattr(ScheduledSetting, f"__{_name}__", _forward(getattr(operator, _name)))
+    setattr(ScheduledSetting, f"__r{_name}__", _reflected(getattr(operator, _name)))
+for _name, _function in (("neg", operator.neg), ("pos", operator.pos), ("abs", operator.abs),
+                         ("round", builtins.round)):  # fmt: skip
+    setattr(ScheduledSetting, f"__{_name}__", _forward(_function))
 for _operation in (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv"),
-    *("mod", "rmod", "pow", "rpow", "neg", "pos", "abs", "float", "int", "index", "round", "bool"),
-    *("lt", "le", "gt", "ge", "eq", "ne", "hash", "str", "repr", "format", "iter", "getitem"),
-    *("len", "complex", "trunc", "floor", "ceil"),
+    *("float", "int", "index", "bool", "lt", "le", "gt", "ge", "eq", "ne", "hash", "str", "repr"),
+    *("format", "iter", "getitem", "len", "complex", "trunc", "floor", "ceil", "divmod", "array"),
 ):
     setattr(ScheduledSetting, f"__{_operation}__", ScheduledSetting._used)
 
@@ -87,5 +253,6 @@ def used(what: str, scheduler: str) -> CaptureError:
     return CaptureError(
         f"it {what} behind the step of a {scheduler}, which is not traced",
         location=None if line is None else str(line),
-        hint="step the scheduler last, and compute with its rates before, or outside the step",
+        hint="step the scheduler last, and use its rates before, or outside the step; behind it"
+        " they may be computed with, kept and returned",
     )

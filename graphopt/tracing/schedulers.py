@@ -137,13 +137,14 @@ class _Stepped:
     def add(self, scheduler: Any) -> None:
         """From now on neither a scheduler nor what it changes can be read."""
         for setting in self._given:
-            setting.is_outdated = True
-        if id(scheduler) in self._schedulers:
-            return
+            setting.outdate()
+        self._given.clear()
         self.name = type(scheduler).__name__
-        for index, group in enumerate(scheduler.optimizer.param_groups):
+        for index, group in enumerate(vars(scheduler)["optimizer"].param_groups):
             for key in (key for key in _SCHEDULED if key in group):
                 self._hide(group, key, OfGroup(scheduler, index, key))
+        if id(scheduler) in self._schedulers:
+            return
         self._schedulers[id(scheduler)] = scheduler
         for value in vars(scheduler).values():
             for each in value if isinstance(value, (list, tuple)) else ():
@@ -156,16 +157,25 @@ class _Stepped:
 
     def rates(self, scheduler: Any, read: Callable[[Any], list[Any]]) -> list[ScheduledSetting]:
         """The rates that a scheduler will have set, by parameter group."""
-        count = len(vars(scheduler)["optimizer"].param_groups)
-        rates = [OfScheduler(scheduler, index, read) for index in range(count)]
-        given = [ScheduledSetting("lr", type(scheduler).__name__, rate) for rate in rates]
+        name, groups = type(scheduler).__name__, vars(scheduler)["optimizer"].param_groups
+        rates = [OfScheduler(scheduler, index, read) for index in range(len(groups))]
+        floats = {id(g) for g, key, was, _ in self._settings if key == "lr" and type(was) is float}
+        given = [
+            ScheduledSetting("lr", name, rate, is_float=id(group) in floats)
+            for rate, group in zip(rates, groups, strict=True)
+        ]
         self._given += given
         return given
 
     def _hide(self, group: dict[str, Any], key: str, read: OfGroup) -> None:
         value = group[key]
-        if isinstance(value, ScheduledSetting):
-            return
+        for number, (of, name, before, unknown) in enumerate(self._settings):
+            if of is group and name == key:  # changed once more
+                if value is unknown:
+                    fresh = self._unknown(key, read, before)
+                    self._settings[number] = (group, key, before, fresh)
+                    dict.__setitem__(group, key, fresh)
+                return
         if isinstance(value, torch.Tensor):
             raise CaptureError(
                 f"it steps a {self.name}, which changes {key!r} of a parameter group, a tensor",
@@ -179,9 +189,14 @@ class _Stepped:
                 location=str(current_user_line()),
                 hint="set it in the scheduler, or outside the step",
             )
-        unknown = ScheduledSetting(key, self.name, read)
+        unknown = self._unknown(key, read, value)
         self._settings.append((group, key, value, unknown))
         dict.__setitem__(group, key, unknown)
+
+    def _unknown(self, key: str, read: OfGroup, before: Any) -> ScheduledSetting:
+        unknown = ScheduledSetting(key, self.name, read, is_float=isinstance(before, float))
+        self._given.append(unknown)
+        return unknown
 
     def put_back(self) -> str | None:
         """Everything is as it was. Returns a setting that the step has set itself."""

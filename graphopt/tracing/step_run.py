@@ -40,6 +40,7 @@ from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
@@ -56,6 +57,7 @@ from graphopt.tracing.result_collector import (
     plain_objects,
 )
 from graphopt.tracing.scaling import traced_scaling
+from graphopt.tracing.scheduled import computing
 from graphopt.tracing.schedulers import traced_schedulers
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.source import current_user_line, user_line_of
@@ -323,7 +325,9 @@ class StepRun:
             stack.enter_context(viewed_by(self.view))
 
             def called(callee: Any, args: Sequence[Any]) -> Any:
-                other = converting(callee, args) or lengths.asked(callee, args)
+                other = computing(callee, args) or converting(callee, args)
+                other = other or of_list(callee, args)
+                other = other or lengths.asked(callee, args)
                 other = other or arrays.maker(callee, args) or substitute(callee, args)
                 return other or stand_in_of_collective(callee, args)
 

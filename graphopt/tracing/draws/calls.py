@@ -35,7 +35,8 @@ _LEGACY = frozenset(
 )
 _MAKERS = frozenset({torch.from_numpy, torch.tensor, torch.as_tensor, torch.asarray})
 _MADE = ("array", "asarray", "asanyarray", "ascontiguousarray", "full", "float32", "float64",
-         "int32", "int64")  # fmt: skip
+         "int32", "int64", "mean", "sum", "std", "var", "median", "max", "amax", "min", "amin",
+         "average", "prod", "percentile", "nanmean")  # fmt: skip
 """Functions and classes of numpy that make arrays and scalars, and are no functions that arrays
 may answer themselves."""
 

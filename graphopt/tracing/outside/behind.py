@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 from graphopt.ir.source import SourceLine
 
-_KINDS = frozenset(
-    {"item", "attribute", "cell", "class", "has", "size", "length", "sum", "keys", "whole"}
-)
+_KINDS = frozenset({"item", "attribute", "cell", "class", "has", "size", "length", "keys", "whole"})
 _PROGRAM = (
     types.FunctionType,
     types.BuiltinFunctionType,

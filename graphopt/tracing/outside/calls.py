@@ -17,7 +17,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import plain
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import ReadFloat, ReadInt
-from graphopt.tracing.outside import native
+from graphopt.tracing.outside import kept_lists, native
 from graphopt.tracing.outside.attributes import (
     attribute_place,
     attributes_of,
@@ -36,8 +36,8 @@ from graphopt.tracing.outside.places import (
     key_text,
 )
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.outside.sums import reads_sum
 from graphopt.tracing.replace import original
+from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.source import is_library_file
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
@@ -138,10 +138,10 @@ class NativeCalls:
             read_attribute(record, args[0], args[1], path, line)
         elif callee is setattr:
             self.store(attribute_place(args[0], args[1]), args[0], line)
-        elif callee is len:
-            if record.is_outside(args[0]) and record.length_of(args[0]) is None:
-                record.size(args[0], record.path(args[0], type(args[0]).__name__), line)
-        elif callee is sum and len(args) == 1 and reads_sum(record, args[0], line):
+        elif callee is len or (callee is bool and is_container(args[0])):
+            if record.is_outside(args[0]):
+                record.asks_length(args[0], record.path(args[0], type(args[0]).__name__), line)
+        elif self._folds(callee, args, line):
             pass
         elif callee is next:
             self._advance(args[0], line)
@@ -153,6 +153,12 @@ class NativeCalls:
             self.contains(args[0], args[1], line)
         else:
             self._all(args, line)
+
+    def _folds(self, callee: Any, args: Sequence[Any], line: SourceLine) -> bool:
+        kept = kept_lists.folded(self._record, callee, args)
+        if kept is not None:
+            kept_lists.reads(self._record, kept, args[0], f"{callee.__name__}({{}})", line)
+        return kept is not None
 
     def store(
         self,
@@ -408,7 +414,8 @@ class _Variable:
 
 
 def _is_traced_number(value: Any) -> bool:
-    return is_host_number(value) or issubclass(type(value), (ReadFloat, ReadInt))
+    numbers = (ReadFloat, ReadInt, ScheduledSetting)
+    return is_host_number(value) or issubclass(type(value), numbers)
 
 
 def is_untraced(function: types.FunctionType) -> bool:

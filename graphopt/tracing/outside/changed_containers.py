@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from graphopt.tracing.outside.unrepeated import Unrepeated
 _TAKING_FIRST = (
     Change("pop", (0,), takes=False),
     Change("__delitem__", (0,), takes=False),
+    Change("popleft", (), takes=False),
 )
 
 
@@ -112,9 +114,12 @@ class ContainerChanges(KnownObjects):
         return not changed.otherwise and all(how.is_of_one_item for how, _ in changed.changes)
 
     def rest(self, container: Any) -> tuple[Any, int, list[Any]] | None:
-        """A list as it was before, how many items the step has taken from its front, and what it
-        has added at its end; None where it has done anything else with it."""
-        changed = self._changes.get(id(container))
+        """A list or a queue as it was before, how many items the step has taken from its front, or
+        that have made room for others, and what it has added at its end; None where it has done
+        anything else with it."""
+        if type(container) not in (list, deque):
+            return None
+        changed, room = self._changes.get(id(container)), getattr(container, "maxlen", None)
         if changed is None:
             return None if id(container) in self._mutated else (container, 0, [])
         if changed.otherwise:
@@ -123,11 +128,18 @@ class ContainerChanges(KnownObjects):
         for change, value in changed.changes:
             if change.method == "append":
                 added.append(value)
-            elif change in _TAKING_FIRST and taken < len(changed.before):
+                full = room is not None and len(changed.before) - taken + len(added) > room
+                taken += int(full)
+            elif change in _TAKING_FIRST:
                 taken += 1
             else:
                 return None
-        return changed.before, taken, added
+        return (changed.before, taken, added) if taken <= len(changed.before) else None
+
+    def additions(self, container: Any) -> int:
+        """How many items the step has put into a container."""
+        changed = self._changes.get(id(container))
+        return 0 if changed is None else sum(how.is_addition for how, _ in changed.changes)
 
     def changed_containers(self) -> Iterator[ChangedContainer]:
         """Lists, queues and sets that the step has changed so far by what can be done again."""

@@ -20,6 +20,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import any_known, plain
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
 from graphopt.tracing.outside.callees import (
@@ -187,6 +188,13 @@ class Instructions:
             operands.put(2, other)
             return
         key = plain(key)
+        kept = kept_lists.item(record, container, key)
+        if kept is not None:
+            kept_lists.reads(record, kept, container, f"{{}}[{key}]", line)
+            other = self._substitute(operator.getitem, (container, key))
+            if other is not None:
+                operands.put(2, other)
+            return
         if not record.is_outside(container) or (
             isinstance(key, slice) and self._is_trimmed(frame, container)
         ):
@@ -309,11 +317,9 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         value = operands.top(1)
-        length = self._record.length_of(value)
-        if length is not None:
-            bool(length)
-        elif is_container(value) and self._record.is_outside(value):
-            self._record.size(value, self._record.path(value, _called(frame, value)), line)
+        if is_container(value) and self._record.is_outside(value):
+            path = self._record.path(value, _called(frame, value))
+            bool(self._record.asks_length(value, path, line))
 
     def _next(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine

@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import enum
 import gc
+import itertools
 import math
 import types
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import CellType
 from typing import Any, NamedTuple
@@ -33,8 +34,9 @@ class OutsidePlace:
     Attributes:
         kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
             has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "length"
-            of an item; "sum" of the numbers of a list, but for so many at its front; "keys" of a
-            dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
+            of an item; "sum", "min" and "max" of the numbers of a list, but for so many at its
+            front; "last", the number so many from its end, where there are so many more; "keys" of
+            a dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
             that is known of it but its values; "target" of a weak reference; "remembers", whether a
             function with a cache has not been made to forget since the cache was so full.
     """
@@ -126,10 +128,19 @@ def _remembers(holder: Any, key: Any) -> Any:
     return all(now >= before for now, before in zip(filled(holder), key, strict=True))
 
 
-def _sum(holder: list[Any], key: int) -> Any:
-    if len(holder) < key or not all(type(each) in (int, float) for each in holder):
-        return MISSING
-    return sum(holder[key:])
+def _fold(function: Callable[[Iterable[Any]], Any]) -> Callable[[Any, int], Any]:
+    def fold(holder: Any, key: int) -> Any:
+        if len(holder) < key or not all(type(each) in (int, float) for each in holder):
+            return MISSING
+        return function(itertools.islice(holder, key, None))
+
+    return fold
+
+
+def _last(holder: Any, key: tuple[int, int]) -> Any:
+    behind, taken = key
+    found = holder[-behind] if behind + taken <= len(holder) else MISSING
+    return found if type(found) in (int, float) else MISSING
 
 
 def _cell(holder: CellType, key: Any) -> Any:
@@ -151,7 +162,10 @@ _READERS: Mapping[str, Any] = {
     "type": lambda holder, key: type(holder),
     "size": lambda holder, key: len(holder),
     "length": lambda holder, key: len(holder[key]),
-    "sum": _sum,
+    "sum": _fold(sum),
+    "min": _fold(min),
+    "max": _fold(max),
+    "last": _last,
     "keys": lambda holder, key: tuple(holder),
     "cell": _cell,
     "whole": _whole,
@@ -164,7 +178,7 @@ _READERS: Mapping[str, Any] = {
 def _write_item(holder: Any, key: Any, value: Any) -> None:
     if value is not MISSING:
         holder[key] = value
-    elif key in holder:
+    elif not isinstance(holder, (list, collections.deque)) and key in holder:
         del holder[key]
 
 

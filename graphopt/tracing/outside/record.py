@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
@@ -98,6 +98,7 @@ class Record(ContainerChanges):
         self.behind: Behind | None = None
         self.length_of: Callable[[Any], Any] = _of_none
         self._left_in: dict[int, Any] = {}
+        self._gone_over: set[int] = set()
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
@@ -143,16 +144,16 @@ class Record(ContainerChanges):
         if self.is_own(place.holder):
             self.reached(value, path)
             return value
-        if identity in self._derived:
+        if identity in self._derived and not self._begins_in(identity):
             self.counted = self.counted or self._made(place, value, path, line)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
-        if _compat.is_fake(value) or is_host_number(value):
+        if _is_stand_in(value):
             return value
         if id(place.holder) in self._mutated and identity not in self.reads:
             self._read_before(place, value, path, line)
             return value
-        if identity in self.reads and self.reads[identity].value is MISSING:
+        if self._begins_in(identity):
             return value  # which the step has put there, or a default dictionary
         if value is not MISSING:
             self.reached(value, path)
@@ -163,6 +164,10 @@ class Record(ContainerChanges):
             elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
                 self.contents(value, path, line)
         return value
+
+    def _begins_in(self, identity: tuple[Any, ...]) -> bool:
+        """Whether the graph holds where nothing is in a place."""
+        return identity in self.reads and self.reads[identity].value is MISSING
 
     def _read_before(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
         """What the step makes of a container depends on what the container held before."""
@@ -180,6 +185,7 @@ class Record(ContainerChanges):
             self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
             keys: Iterable[Any] = list(container)
         elif isinstance(container, (list, tuple)):
+            self._gone_over.add(id(container))
             self.size(container, path, line)
             keys = range(len(container))
         elif hasattr(container, "tobytes") or isinstance(container, bytearray):
@@ -209,20 +215,38 @@ class Record(ContainerChanges):
         self._goes_through(container)
         length = self.length_of(container)
         if length is not None:
+            self.reads_behind(container, path, line)
             if is_host_number(length):
                 length.exactly()
         elif not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
 
+    def asks_length(self, container: Any, path: str, line: SourceLine) -> Any:
+        """The step asks how long a container is. Returns the length, where the graph takes it."""
+        length = self.length_of(container)
+        if length is None:
+            self.size(container, path, line)
+        else:
+            self.reads_behind(container, path, line)
+        return length
+
+    def reads_behind(self, container: Any, path: str, line: SourceLine) -> None:
+        """The step reads what the graph takes of a container: where a function on the host has been
+        called, it is not to change it."""
+        if self.behind is not None:
+            self.behind.reads(OutsidePlace("whole", container), None, path, line)
+
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
-        """Lengths and sums of lists that the step changes by single items, and of which it reads
-        nothing else."""
+        """Lengths of lists and queues that the step changes by single items, and what it computes
+        of them (`kept_lists`), where it reads nothing else of them."""
         for each in self._changes.values():
             reads = [r for r in self.reads.values() if r.place.holder is each.container]
-            if type(each.container) is not list or not self.is_changed_by_items(each.container):
+            if isinstance(each.container, set) or not self.is_changed_by_items(each.container):
                 continue
-            if all(read.place.kind in ("size", "sum") for read in reads):
-                yield from ((read.path, read.place) for read in reads)
+            if id(each.container) in self._gone_over:
+                continue
+            if all(read.place.kind in _OF_LISTS or _is_of_number(read) for read in reads):
+                yield from ((r.path, r.place) for r in reads if r.value is not MISSING)
 
     def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
         """A value is stored: read what it was made of, other than what was in `place` itself.
@@ -230,13 +254,24 @@ class Record(ContainerChanges):
         Returns:
             Whether it was made of that.
         """
-        loads = self.loads.take(store)
+        loads = [self._of_item(each, place) for each in self.loads.take(store)]
         others = [each for each in loads if place is None or each[0].identity != place.identity]
         self._read_each(others)
         own = [each for each in loads if each not in others]
         if own:
             self._begun.setdefault(own[0][0].identity, own[0])
         return bool(own)
+
+    def _of_item(self, load: Load, place: OutsidePlace | None) -> Load:
+        """A load of an item counted from the end, where the step stores into that very item."""
+        found, path, line = load
+        if place is None or found.kind != "last" or found.holder is not place.holder:
+            return load
+        index = len(found.holder) - found.key[0]
+        if place.key not in (index, -found.key[0]):
+            return load
+        self.size(found.holder, path, line)
+        return OutsidePlace("item", found.holder, index), path, line
 
     def read_container(self, frame: int, container: Any) -> None:
         """The step changes a container in place, which it has loaded and puts back: each call has
@@ -268,6 +303,9 @@ class Record(ContainerChanges):
         identity = place.identity
         if self.unrepeated.is_of_others():
             return
+        if self._is_its_own(place):
+            self.mutated(place.holder, line or SourceLine("", 0, ""))
+            return
         if line is not None:
             line = users(line)
             self.unrepeated.note(place.holder, path or self._path_of(place, owner), line)
@@ -291,6 +329,13 @@ class Record(ContainerChanges):
         else:
             self._derived.discard(identity)
         self._written.add(identity)
+
+    def _is_its_own(self, place: OutsidePlace) -> bool:
+        """Whether a place is an item of a list that the step has put there itself."""
+        before = self._mutated.get(id(place.holder))
+        if place.kind != "item" or not isinstance(before, (list, deque)):
+            return False
+        return type(place.key) is int and place.key >= len(before)
 
     def holds(self, place: OutsidePlace, value: Any, path: str, line: SourceLine | None) -> None:
         """The step leaves a value in a place, which no later call puts there: it has to be there
@@ -384,7 +429,11 @@ class Record(ContainerChanges):
         """Lists, queues and sets that the step has changed, and neither read nor replaced; those
         that it has changed otherwise than by what can be done again have no changes.
         Nothing else remembers what it has put there from then on."""
-        read = {id(each.place.holder) for each in self.reads.values()}
+        read = {
+            id(each.place.holder)
+            for each in self.reads.values()
+            if not (each.value is MISSING and isinstance(each.place.holder, (list, deque)))
+        }
         read |= {
             id(each.value) for each in self.reads.values() if each.place.now() is not each.value
         }
@@ -431,12 +480,29 @@ class Record(ContainerChanges):
         return Read(self._outside(place), value, path, line)
 
 
+_OF_LISTS = frozenset({"size", "sum", "min", "max", "last"})
+"""What is computed of a list, and known to a graph as a number."""
+
+
+def _is_of_number(read: Read) -> bool:
+    """Whether an item of a list is read that is a number, or that is not there."""
+    is_item = read.place.kind == "item" and type(read.place.key) is int
+    return is_item and (read.value is MISSING or type(read.value) in (int, float))
+
+
 def _contents(container: Any) -> OutsidePlace:
     return OutsidePlace("keys" if isinstance(container, dict) else "whole", container)
 
 
 def _of_none(container: Any) -> None:
     """The lengths that a graph takes which takes none."""
+
+
+def _is_stand_in(value: Any) -> bool:
+    """Whether a value stands for an input of the graph, or is a tuple of such."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_is_stand_in, value))
+    return _compat.is_fake(value) or is_host_number(value)
 
 
 def _is_symbolic(value: Any) -> bool:

@@ -1,0 +1,60 @@
+"""Functions of numpy's that are given a list of numbers which the step has read from tensors.
+
+    np.mean([loss.item(), …])    a node that calls `numpy.mean` with the numbers of each call
+
+Numpy itself would make an array of objects, and add these one by one, otherwise than floats.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from graphopt import _compat
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.number_functions import OF_FLOATS_IN_NUMPY, numpy_float64
+from graphopt.tracing.numbers import ReadFloat, TracedFloat, as_read, record, refusal
+
+
+def of_list(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What is called in place of a function of numpy's; None where that is the function itself."""
+    if len(args) != 1 or type(args[0]) not in (list, tuple):
+        return None
+    numpy = sys.modules.get("numpy")
+    name = getattr(callee, "__name__", None) if numpy is not None else None
+    function: Any = OF_FLOATS_IN_NUMPY.get(name) if isinstance(name, str) else None
+    if function is None or getattr(numpy, str(name), None) is not callee:
+        return None
+    if not all(map(_is_float, args[0])) or not any(map(_is_read, args[0])):
+        return None
+
+    def compute(numbers: Sequence[Any]) -> Any:
+        found = as_read(_compat.record_number(function, tuple(numbers)))
+        found.of_numpy = True
+        found.item = functools.partial(record, float, as_read(found))
+        return found
+
+    return compute
+
+
+def is_instance_of_numpy(number: Any, kinds: Any) -> bool:
+    """`isinstance` of what numpy gives for a list, or of what is computed from it."""
+    answers = [isinstance(each, kinds) for each in (numpy_float64(0.0), 0.0)]
+    if answers[0] != answers[1] and not hasattr(number, "item"):
+        raise refusal(
+            "it asks whether a number that it computes from one of numpy's is one itself",
+            "ask isinstance(number, float), or take float(number) first",
+        )
+    return answers[0]
+
+
+def _is_float(value: Any) -> bool:
+    if is_host_number(value):
+        return type(value.value) is float
+    return type(value) is float or issubclass(type(value), TracedFloat)
+
+
+def _is_read(value: Any) -> bool:
+    return type(value) is ReadFloat
