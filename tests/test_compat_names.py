@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.pipelining import microbatch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -83,6 +84,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
         ("name", "target", "_args", "_kwargs", "_input_nodes"), lambda: fx.Graph().placeholder("x")
     ),
     "_lineno_map": lambda: fx.symbolic_trace(nn.ReLU()),
+    "_mode_key": FakeTensorMode,
     "_modules": nn.Module,
     "_non_persistent_buffers_set": nn.Module,
     "_per_optimizer_states": lambda: torch.amp.GradScaler("cpu"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -34,9 +33,11 @@ def function_asked(func: Any) -> Any:
     To be called by that method itself."""
     if type(func) is not FunctionType or func.__code__.co_filename.startswith(_TORCH):
         return func
-    caller = sys._getframe(2)
-    asking = caller.f_back
-    if caller.f_code is not _TELLS or asking is None:
+    frame = inspect.currentframe()
+    method = None if frame is None else frame.f_back
+    caller = None if method is None else method.f_back
+    asking = None if caller is None else caller.f_back
+    if caller is None or asking is None or caller.f_code is not _TELLS:
         return func
     return _functions().get(asking.f_code) or _function_of(asking)
 

@@ -70,9 +70,9 @@ def read_function(record: Record, function: types.FunctionType, line: SourceLine
     for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
         record.read(OutsidePlace("attribute", function, attribute), f"{name}.{attribute}", line)
     if function.__defaults__ is not None:
-        record.contents(function.__defaults__, f"{name}.__defaults__", line, depth=1)
+        record.contents(function.__defaults__, f"{name}.__defaults__", line, nested=False)
     if function.__kwdefaults__ is not None:
-        record.contents(function.__kwdefaults__, f"{name}.__kwdefaults__", line, depth=1)
+        record.contents(function.__kwdefaults__, f"{name}.__kwdefaults__", line, nested=False)
     for cell in function.__closure__ or ():
         record.reached(cell, f"{name}.__closure__")
         record.owned(cell, function)

@@ -215,7 +215,7 @@ class NativeCalls:
         elif name == "__len__":
             record.size(bound, path, line)
         else:
-            record.contents(bound, path, line, 1 if name in _GIVING_ITEMS else 3)
+            record.contents(bound, path, line, name not in _GIVING_ITEMS)
             if name in _CHANGING or (hasattr(bound, "tobytes") and native.is_changing_arrays(name)):
                 record.mutated(bound, line)
 
@@ -320,8 +320,8 @@ class NativeCalls:
             path = record.path(callee, "partial")
             for name in ("func", "args", "keywords"):
                 record.read(OutsidePlace("attribute", callee, name), f"{path}.{name}", line)
-            record.contents(callee.args, f"{path}.args", line, depth=1)
-            record.contents(callee.keywords, f"{path}.keywords", line, depth=1)
+            record.contents(callee.args, f"{path}.args", line, nested=False)
+            record.contents(callee.keywords, f"{path}.keywords", line, nested=False)
         self.call(callee.func, [*callee.args, *args, *callee.keywords.values()], line)
 
     def _object(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
@@ -387,9 +387,16 @@ class NativeCalls:
                 self._record.pin(value)
 
     def _all(self, values: Sequence[Any], line: SourceLine) -> None:
-        for value in map(self._record.viewed, values):
+        read = (value for value in values if not _changes(value))
+        for value in map(self._record.viewed, read):
             if is_read(value) and self._record.is_outside(value):
                 self._record.contents(value, self._record.path(value, type(value).__name__), line)
+
+
+def _changes(value: Any) -> bool:
+    """Whether a value is a method of a container that changes it."""
+    named = isinstance(value, types.BuiltinMethodType)
+    return named and value.__name__ in _ADDING | _CHANGING
 
 
 class _Variable:

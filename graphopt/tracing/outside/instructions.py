@@ -262,7 +262,7 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         """The step gets the items, and what it reads in them is seen."""
-        self._read_contents(frame, operands.top(1), line, depth=1)
+        self._read_contents(frame, operands.top(1), line, nested=False)
 
     def _two(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -337,13 +337,13 @@ class Instructions:
             read_attribute(self._record, value, name, path, line)
 
     def _read_contents(
-        self, frame: FrameType, value: Any, line: SourceLine, depth: int = 3
+        self, frame: FrameType, value: Any, line: SourceLine, nested: bool = True
     ) -> None:
         record = self._record
         value = self._record.viewed(value)
         if is_read(value) and record.is_outside(value):
             record.read_container(id(frame), value)
-            record.contents(value, record.path(value, _called(frame, value)), line, depth)
+            record.contents(value, record.path(value, _called(frame, value)), line, nested)
 
     # ------------------------------------------------------------------ calls
 

@@ -109,7 +109,18 @@ def _whole(holder: Any, key: Any) -> Any:
         return frozenset(holder) if isinstance(holder, set) else bytes(holder)
     if hasattr(holder, "tobytes"):
         return (getattr(holder, "shape", ()), str(getattr(holder, "dtype", "")), holder.tobytes())
-    return tuple(map(id, holder))
+    return _identities(holder.values() if isinstance(holder, dict) else holder)
+
+
+def _identities(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Values as they are, which keeps them alive, and other objects by their identity."""
+    values = list(values)
+    if set(map(type, values)) <= _NUMBERS_AND_TEXT:
+        return tuple(values)
+    return tuple(value if is_value(value) else id(value) for value in values)
+
+
+_NUMBERS_AND_TEXT = {int, float, bool, str, type(None)}
 
 
 def _item(holder: Any, key: Any) -> Any:
@@ -279,6 +290,19 @@ def is_container(value: Any) -> bool:
 def is_read(value: Any) -> bool:
     """Whether `contents` says what a step reads of a value: a container, or bytes that change."""
     return is_container(value) or isinstance(value, (bytearray, memoryview))
+
+
+def is_bytes(value: Any) -> bool:
+    """Whether what a value holds are numbers in memory, and no objects."""
+    return isinstance(value, (bytearray, memoryview)) or (
+        hasattr(value, "tobytes") and getattr(getattr(value, "dtype", None), "kind", "") != "O"
+    )
+
+
+def bytes_in(value: Any) -> int:
+    """How many bytes a container of numbers has."""
+    known = getattr(value, "nbytes", None)
+    return len(value) * getattr(value, "itemsize", 1) if known is None else int(known)
 
 
 def viewed(value: Any) -> Any:

@@ -6,6 +6,7 @@ import copy
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Set
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +24,20 @@ from graphopt.tracing.outside.places import (
     MISSING,
     OutsidePlace,
     Read,
-    is_container,
+    bytes_in,
+    is_bytes,
+    is_read,
     key_text,
     same,
 )
 from graphopt.tracing.outside.unrepeated import users
 
-_WHOLE = 1000
-"""Containers with more items are guarded by their identity and size."""
-_WHOLE_BYTES = 1 << 16
+_SINGLY = 1000
+"""The items of larger containers are guarded together."""
+_AT_MOST = 100_000
+_BYTES_AT_MOST = 1 << 24
+"""Larger ones are refused, where a step reads all that is in them."""
+_TABLES = (dict, types.MappingProxyType)
 _SEVERAL = (tuple, frozenset)
 
 
@@ -176,32 +182,72 @@ class Record(ContainerChanges):
             self.reached(value, path)
         self.reads[place.identity] = self._made(place, before, path, line)
 
-    def contents(self, container: Any, path: str, line: SourceLine, depth: int = 3) -> None:
-        """The step reads all that a container holds, and containers within it."""
-        if not self.is_outside(container) or depth == 0:
+    def contents(
+        self, container: Any, path: str, line: SourceLine, nested: bool = True, within: Any = ()
+    ) -> None:
+        """The step reads all that a container holds.
+
+        Args:
+            nested: of containers within it as well.
+            within: containers that this one is in, by id.
+        """
+        if not self.is_outside(container) or id(container) in within:
             return
         self._goes_through(container)
+        if is_bytes(container):
+            self._reads_bytes(container, path, line)
+            return
+        items = self._items_of(container, path, line)
+        if not nested:
+            return
+        within = {*within, id(container)}
+        for key, value in items:
+            if is_read(value):
+                inner = f"{path}[{key_text(key)}]"
+                self.reached(value, inner)
+                self.contents(value, inner, line, within=within)
+
+    def _items_of(self, container: Any, path: str, line: SourceLine) -> list[tuple[Any, Any]]:
+        """Read the items of a container; of a large one, all at once."""
         if isinstance(container, (dict, types.MappingProxyType)):
             self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
-            keys: Iterable[Any] = list(container)
+            keys: Iterable[Any] | None = list(container)
         elif isinstance(container, (list, tuple)):
             self._gone_over.add(id(container))
             self.size(container, path, line)
             keys = range(len(container))
-        elif hasattr(container, "tobytes") or isinstance(container, bytearray):
-            if _bytes_in(container) <= _WHOLE_BYTES:
-                self.read(OutsidePlace("whole", container), path, line)
-            return
         else:
-            if len(container) <= _WHOLE:
-                self.read(OutsidePlace("whole", container), path, line)
+            keys = None
+        if keys is not None and len(container) <= _SINGLY:
+            return [(key, self.item(container, key, path, line)) for key in keys]
+        if not isinstance(container, tuple):
+            self._reads_whole(container, path, line)
+        values = container.values() if isinstance(container, _TABLES) else container
+        return list(zip(count() if keys is None else keys, values, strict=False))
+
+    def _reads_whole(self, container: Any, path: str, line: SourceLine) -> None:
+        if len(container) > _AT_MOST:
+            self._refuse_large(f"{len(container):,} items", path, line)
+        else:
+            self.read(OutsidePlace("whole", container), path, line)
+
+    def _reads_bytes(self, container: Any, path: str, line: SourceLine) -> None:
+        flags = getattr(container, "flags", None)
+        if flags is not None and not flags.writeable:
             return
-        if len(container) > _WHOLE:
-            return
-        for key in keys:
-            value = self.item(container, key, path, line)
-            if is_container(value):
-                self.contents(value, f"{path}[{key_text(key)}]", line, depth - 1)
+        if bytes_in(container) > _BYTES_AT_MOST:
+            self._refuse_large(f"{bytes_in(container) >> 20} MB", path, line)
+        else:
+            self.read(OutsidePlace("whole", container), path, line)
+
+    def _refuse_large(self, size: str, path: str, line: SourceLine) -> None:
+        """What it costs to look in each call whether anything has changed is more than a step."""
+        self.refused = self.refused or CaptureError(
+            f"it reads all of {path}, {size} outside its arguments",
+            location=str(users(line)),
+            hint="make it a tensor of the model (register_buffer), or what cannot change: a tuple,"
+            " an array with flags.writeable = False; or read it outside the step",
+        )
 
     def item(self, container: Any, key: Any, path: str, line: SourceLine) -> Any:
         """The step reads one item of an outside container."""
@@ -510,8 +556,3 @@ def _is_symbolic(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(_is_symbolic, value))
     return isinstance(value, SYMBOLIC)
-
-
-def _bytes_in(container: Any) -> int:
-    known = getattr(container, "nbytes", None)
-    return len(container) * getattr(container, "itemsize", 1) if known is None else int(known)
