@@ -1,0 +1,282 @@
+"""The places outside a step that one trace of it reads, with what is there."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Set
+from itertools import count
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.behind import Behind
+from graphopt.tracing.outside.changed_containers import ContainerChanges
+from graphopt.tracing.outside.loads import Load, Loads, Store
+from graphopt.tracing.outside.places import (
+    MISSING,
+    OutsidePlace,
+    Read,
+    bytes_in,
+    is_bytes,
+    is_read,
+    key_text,
+)
+from graphopt.tracing.outside.unrepeated import users
+
+_SINGLY = 1000
+"""The items of larger containers are guarded together."""
+_AT_MOST = 100_000
+_BYTES_AT_MOST = 1 << 24
+"""Larger ones are refused, where a step reads all that is in them."""
+_TABLES = (dict, types.MappingProxyType)
+_SEVERAL = (tuple, frozenset)
+
+
+class Reads(ContainerChanges):
+    """What one trace reads outside. A value that only goes into the next value of its own place
+    (`self.n += 1`) is not read; but whoever reads that next value reads the outside one.
+
+    Args:
+        inputs: places that are inputs of the graph, by their identities.
+
+    Attributes:
+        refused: why no later call could do what it does to a container.
+        loads: what it has loaded to count with; read unless it is stored where it comes from.
+        length_of: the length of a list, where that is an input of the graph; else None.
+        behind: what it reads behind calls of functions on the host; None before the first.
+    """
+
+    def __init__(self, own: Iterable[dict[str, Any]], inputs: Set[Any]) -> None:
+        super().__init__(own)
+        self._inputs = inputs
+        self.refused: CaptureError | None = None
+        self._written: set[tuple[Any, ...]] = set()
+        self._derived: set[tuple[Any, ...]] = set()
+        self._begun: dict[tuple[Any, ...], Load] = {}
+        self.reads: dict[tuple[Any, ...], Read] = {}
+        self.counted: Read | None = None
+        self.advanced: tuple[str, SourceLine] | None = None
+        self.pending: list[Load] | None = None
+        self.loads = Loads()
+        self.behind: Behind | None = None
+        self.length_of: Callable[[Any], Any] = of_none
+        self._gone_over: set[int] = set()
+
+    def read(self, place: OutsidePlace, path: str, line: SourceLine) -> Any:
+        """The step reads a place. Returns what is there."""
+        value = place.now()
+        identity = place.identity
+        if self.behind is not None:
+            self.behind.reads(place, value, path, line)
+        if self.pending is not None:
+            self.pending.append((place, path, line))
+            return value
+        if identity in self._inputs and (identity in self._written or _is_symbolic(value)):
+            return value
+        if self.is_own(place.holder):
+            self.reached(value, path)
+            return value
+        if identity in self._derived and not self._begins_in(identity):
+            self.counted = self.counted or self._made(place, value, path, line)
+        if identity in self._written or id(place.holder) in self._emptied:
+            return value
+        if _is_stand_in(value):
+            return value
+        if id(place.holder) in self._mutated and identity not in self.reads:
+            self._read_before(place, value, path, line)
+            return value
+        if self._begins_in(identity):
+            return value  # which the step has put there, or a default dictionary
+        if value is not MISSING:
+            self.reached(value, path)
+        if identity not in self.reads:
+            self.reads[identity] = self._made(place, value, path, line)
+            if isinstance(value, torch.Tensor):
+                self.read(OutsidePlace("kind", value), path, line)
+            elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+                self.contents(value, path, line)
+        return value
+
+    def _begins_in(self, identity: tuple[Any, ...]) -> bool:
+        """Whether the graph holds where nothing is in a place."""
+        return identity in self.reads and self.reads[identity].value is MISSING
+
+    def _read_before(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
+        """What the step makes of a container depends on what the container held before."""
+        before = OutsidePlace(place.kind, self._mutated[id(place.holder)], place.key).now()
+        if before is value:
+            self.reached(value, path)
+        self.reads[place.identity] = self._made(place, before, path, line)
+
+    def contents(
+        self, container: Any, path: str, line: SourceLine, nested: bool = True, within: Any = ()
+    ) -> None:
+        """The step reads all that a container holds.
+
+        Args:
+            nested: of containers within it as well.
+            within: containers that this one is in, by id.
+        """
+        if not self.is_outside(container) or id(container) in within:
+            return
+        self._goes_through(container)
+        if is_bytes(container):
+            self._reads_bytes(container, path, line)
+            return
+        items = self._items_of(container, path, line)
+        if not nested:
+            return
+        within = {*within, id(container)}
+        for key, value in items:
+            if is_read(value):
+                inner = f"{path}[{key_text(key)}]"
+                self.reached(value, inner)
+                self.contents(value, inner, line, within=within)
+
+    def _items_of(self, container: Any, path: str, line: SourceLine) -> list[tuple[Any, Any]]:
+        """Read the items of a container; of a large one, all at once."""
+        if isinstance(container, (dict, types.MappingProxyType)):
+            self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
+            keys: Iterable[Any] | None = list(container)
+        elif isinstance(container, (list, tuple)):
+            self._gone_over.add(id(container))
+            self.size(container, path, line)
+            keys = range(len(container))
+        else:
+            keys = None
+        if keys is not None and len(container) <= _SINGLY:
+            return [(key, self.item(container, key, path, line)) for key in keys]
+        if not isinstance(container, tuple):
+            self._reads_whole(container, path, line)
+        values = container.values() if isinstance(container, _TABLES) else container
+        return list(zip(count() if keys is None else keys, values, strict=False))
+
+    def _reads_whole(self, container: Any, path: str, line: SourceLine) -> None:
+        if len(container) > _AT_MOST:
+            self._refuse_large(f"{len(container):,} items", path, line)
+        else:
+            self.read(OutsidePlace("whole", container), path, line)
+
+    def _reads_bytes(self, container: Any, path: str, line: SourceLine) -> None:
+        flags = getattr(container, "flags", None)
+        if flags is not None and not flags.writeable:
+            return
+        if bytes_in(container) > _BYTES_AT_MOST:
+            self._refuse_large(f"{bytes_in(container) >> 20} MB", path, line)
+        else:
+            self.read(OutsidePlace("whole", container), path, line)
+
+    def _refuse_large(self, size: str, path: str, line: SourceLine) -> None:
+        """What it costs to look in each call whether anything has changed is more than a step."""
+        self.refused = self.refused or CaptureError(
+            f"it reads all of {path}, {size} outside its arguments",
+            location=str(users(line)),
+            hint="make it a tensor of the model (register_buffer), or what cannot change: a tuple,"
+            " an array with flags.writeable = False; or read it outside the step",
+        )
+
+    def item(self, container: Any, key: Any, path: str, line: SourceLine) -> Any:
+        """The step reads one item of an outside container."""
+        if isinstance(container, list) and isinstance(key, int) and key < 0:
+            self.size(container, path, line)
+            key += len(container)
+        self.looks_up(container, key, line)
+        return self.read(OutsidePlace("item", container, key), f"{path}[{key_text(key)}]", line)
+
+    def size(self, container: Any, path: str, line: SourceLine) -> None:
+        self._goes_through(container)
+        length = self.length_of(container)
+        if length is not None:
+            self.reads_behind(container, path, line)
+            if is_host_number(length):
+                length.exactly()
+        elif not isinstance(container, (tuple, str, bytes)):
+            self.read(OutsidePlace("size", container), f"len({path})", line)
+
+    def asks_length(self, container: Any, path: str, line: SourceLine) -> Any:
+        """The step asks how long a container is. Returns the length, where the graph takes it."""
+        length = self.length_of(container)
+        if length is None:
+            self.size(container, path, line)
+        else:
+            self.reads_behind(container, path, line)
+        return length
+
+    def reads_behind(self, container: Any, path: str, line: SourceLine) -> None:
+        """The step reads what the graph takes of a container: where a function on the host has been
+        called, it is not to change it."""
+        if self.behind is not None:
+            self.behind.reads(OutsidePlace("whole", container), None, path, line)
+
+    def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
+        """A value is stored: read what it was made of, other than what was in `place` itself.
+
+        Returns:
+            Whether it was made of that.
+        """
+        loads = [self._of_item(each, place) for each in self.loads.take(store)]
+        others = [each for each in loads if place is None or each[0].identity != place.identity]
+        self._read_each(others)
+        own = [each for each in loads if each not in others]
+        if own:
+            self._begun.setdefault(own[0][0].identity, own[0])
+        return bool(own)
+
+    def _of_item(self, load: Load, place: OutsidePlace | None) -> Load:
+        """A load of an item counted from the end, where the step stores into that very item."""
+        found, path, line = load
+        if place is None or found.kind != "last" or found.holder is not place.holder:
+            return load
+        index = len(found.holder) - found.key[0]
+        if place.key not in (index, -found.key[0]):
+            return load
+        self.size(found.holder, path, line)
+        return OutsidePlace("item", found.holder, index), path, line
+
+    def read_container(self, frame: int, container: Any) -> None:
+        """The step changes a container in place, which it has loaded and puts back: each call has
+        to find this one there."""
+        for place in self.loads.places(frame):
+            if place.now() is container:
+                self._read_each(self.loads.take_of(place.identity))
+
+    def read_left(self) -> None:
+        """Read what has been loaded and not been stored."""
+        self._read_each(self.loads.take_all())
+
+    def _read_each(self, loads: list[Load]) -> None:
+        for each in loads:
+            self.read(*each)
+
+    def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
+        """The step takes values from an iterator, which are gone then."""
+        if self.is_outside(iterator) and self.advanced is None:
+            self.advanced = (path, line)
+
+    def _made(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> Read:
+        if self.stands_for and place.kind in ("keys", "whole") and isinstance(value, _SEVERAL):
+            value = type(value)(map(self._original, value))
+        return Read(self._outside(place), value, path, line)
+
+
+def of_none(container: Any) -> None:
+    """The lengths that a graph takes which takes none."""
+
+
+def _is_stand_in(value: Any) -> bool:
+    """Whether a value stands for an input of the graph, or is a tuple of such."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_is_stand_in, value))
+    return _compat.is_fake(value) or is_host_number(value)
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Whether a value is a number of the trace, or a tuple of such."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_is_symbolic, value))
+    return isinstance(value, SYMBOLIC)
