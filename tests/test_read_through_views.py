@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor, nn
 
-import graphopt
+from test_large_and_nested import losses_of
 
 
 def table() -> dict[str, float]:
@@ -120,29 +118,12 @@ CASES: dict[str, Case] = {
 }
 
 
-def losses_of(name: str, compiled: bool) -> list[float]:
-    make, read, change = CASES[name]
-    torch.manual_seed(0)
-    model, box = nn.Linear(4, 4), make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x * read(box.shown)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    used: Any = graphopt.compile(step) if compiled else step
-    losses = []
-    for number in range(4):
-        losses.append(used(torch.ones(3, 4)).item())
-        if number % 2:
-            change(box)
-    return losses
-
-
 @pytest.mark.sliced(12)
 @pytest.mark.parametrize("name", CASES)
 def test_as_eager(name: str) -> None:
-    assert losses_of(name, True) == losses_of(name, False)
+    make, read, change = CASES[name]
+    eager, captured = (
+        losses_of(make(), lambda box: read(box.shown), change, compiled)
+        for compiled in (False, True)
+    )
+    assert captured == eager
