@@ -96,6 +96,11 @@ def costs_in(path: str | PathLike[str], graph: fx.Graph) -> CostModel:
     Raises:
         FileError: the file cannot be read.
         CostTableError: it does not hold costs.
+
+    >>> from graphopt.cost import CostModel, costs_in
+    >>> CostModel.preset().save("costs.json")
+    >>> graphopt.simulate(gm, costs_in("costs.json", gm.graph), world_size=2).step_seconds > 0
+    True
     """
     model = CostModel.load(path)
     here = machine_name(_device([known_value(n) for n in graph.find_nodes(op="placeholder")]))
