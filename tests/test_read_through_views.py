@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
 import functools
 import operator
 import types
@@ -59,6 +60,7 @@ USERS = shown_of(lambda: collections.UserDict(k=2.0), lambda held: held)
 LISTED = shown_of(lambda: collections.UserList([2.0]), lambda held: held)
 BYTES = shown_of(lambda: bytearray([2, 3]), memoryview)
 NUMBERS = shown_of(lambda: array.array("f", [2.0]), memoryview)
+NUMBERS_OF_C = shown_of(lambda: (ctypes.c_double * 2)(2.0, 1.0), lambda held: held)
 ARRAY = shown_of(lambda: np.array([2.0]), lambda held: held.flat)
 ROWS = shown_of(
     lambda: np.array([(2.0, 1)], dtype=[("a", "f8"), ("b", "i4")]), lambda held: held[0]
@@ -96,6 +98,8 @@ CASES: dict[str, Case] = {
     "bytes listed": (BYTES, lambda s: float(max(list(s))), first_raised),
     "bytes copied": (BYTES, lambda s: float(s.tobytes()[0]), first_raised),
     "number": (NUMBERS, lambda s: s[0], first_raised),
+    "number of C": (NUMBERS_OF_C, lambda s: s[0], first_raised),
+    "numbers of C": (NUMBERS_OF_C, sum, first_raised),
     "flat": (ARRAY, lambda s: float(s[0]), first_raised),
     "row": (ROWS, lambda s: float(s["a"]), row_raised),
     "method get": (seen_by(lambda held: held.get), lambda s: s("k"), raised),

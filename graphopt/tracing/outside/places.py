@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import enum
 import gc
 import itertools
@@ -107,6 +108,8 @@ class CellTable(MutableMapping[Any, Any]):
 def _whole(holder: Any, key: Any) -> Any:
     if isinstance(holder, _COPIED):
         return frozenset(holder) if isinstance(holder, set) else bytes(holder)
+    if isinstance(holder, ctypes.Array):
+        return bytes(holder)
     if hasattr(holder, "tobytes"):
         return (getattr(holder, "shape", ()), str(getattr(holder, "dtype", "")), holder.tobytes())
     return _identities(holder.values() if isinstance(holder, dict) else holder)
@@ -274,6 +277,7 @@ _VIEWS: tuple[type, ...] = (
 )
 
 
+_BYTES = (bytearray, memoryview, ctypes.Array)
 _HOLDING = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 
 
@@ -289,18 +293,20 @@ def is_container(value: Any) -> bool:
 
 def is_read(value: Any) -> bool:
     """Whether `contents` says what a step reads of a value: a container, or bytes that change."""
-    return is_container(value) or isinstance(value, (bytearray, memoryview))
+    return is_container(value) or isinstance(value, _BYTES)
 
 
 def is_bytes(value: Any) -> bool:
     """Whether what a value holds are numbers in memory, and no objects."""
-    return isinstance(value, (bytearray, memoryview)) or (
+    return isinstance(value, _BYTES) or (
         hasattr(value, "tobytes") and getattr(getattr(value, "dtype", None), "kind", "") != "O"
     )
 
 
 def bytes_in(value: Any) -> int:
     """How many bytes a container of numbers has."""
+    if isinstance(value, ctypes.Array):
+        return ctypes.sizeof(value)
     known = getattr(value, "nbytes", None)
     return len(value) * getattr(value, "itemsize", 1) if known is None else int(known)
 
