@@ -9,7 +9,6 @@ in the place of one, the mode is told of that one, which has run already, and ru
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from types import CellType, CodeType, FrameType, FunctionType
@@ -39,17 +38,17 @@ def function_asked(func: Any) -> Any:
     asking = None if caller is None else caller.f_back
     if caller is None or asking is None or caller.f_code is not _TELLS:
         return func
-    return _functions().get(asking.f_code) or _function_of(asking)
+    return _FUNCTIONS.get(asking.f_code) or _function_of(asking)
 
 
-@functools.cache
-def _functions() -> dict[CodeType, FunctionType]:
+def _written_in_python() -> dict[CodeType, FunctionType]:
     owners = (torch.Tensor, torch.nn.functional, torch.functional, torch.autograd)
     values = [value for owner in owners for value in vars(owner).values()]
     return {value.__code__: value for value in values if isinstance(value, FunctionType)}
 
 
-_functions()  # as they are before a program has replaced any
+_FUNCTIONS = _written_in_python()
+"""Functions of torch by their code, as they are before a program has replaced any."""
 
 
 def _function_of(frame: FrameType) -> FunctionType:

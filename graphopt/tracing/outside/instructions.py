@@ -340,7 +340,7 @@ class Instructions:
         self, frame: FrameType, value: Any, line: SourceLine, nested: bool = True
     ) -> None:
         record = self._record
-        value = self._record.viewed(value)
+        value = record.viewed(value)
         if is_read(value) and record.is_outside(value):
             record.read_container(id(frame), value)
             record.contents(value, record.path(value, _called(frame, value)), line, nested)

@@ -49,8 +49,7 @@ class KnownObjects:
         return known or id(value) in self._namespaces or value in self._existing
 
     def viewed(self, value: Any) -> Any:
-        """The dictionary that a view of one shows, which the step gets to by it; other objects
-        themselves."""
+        """`places.viewed`; the step gets to that container by the view or the method."""
         shown = viewed(value)
         if shown is not value and self.is_outside(value):
             self.reached(shown, self.path(value, type(value).__name__))

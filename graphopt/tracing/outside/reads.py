@@ -114,16 +114,23 @@ class Reads(ContainerChanges):
         self.reads[place.identity] = self._made(place, before, path, line)
 
     def contents(
-        self, container: Any, path: str, line: SourceLine, nested: bool = True, within: Any = ()
+        self,
+        container: Any,
+        path: str,
+        line: SourceLine,
+        nested: bool = True,
+        seen: set[int] | None = None,
     ) -> None:
         """The step reads all that a container holds.
 
         Args:
             nested: of containers within it as well.
-            within: containers that this one is in, by id.
+            seen: those that have been gone through, by id; one may be within several others.
         """
-        if not self.is_outside(container) or id(container) in within:
+        seen = set() if seen is None else seen
+        if not self.is_outside(container) or id(container) in seen:
             return
+        seen.add(id(container))
         self._goes_through(container)
         if is_bytes(container):
             self._reads_bytes(container, path, line)
@@ -131,12 +138,11 @@ class Reads(ContainerChanges):
         items = self._items_of(container, path, line)
         if not nested:
             return
-        within = {*within, id(container)}
         for key, value in items:
             if is_read(value):
                 inner = f"{path}[{key_text(key)}]"
                 self.reached(value, inner)
-                self.contents(value, inner, line, within=within)
+                self.contents(value, inner, line, seen=seen)
 
     def _items_of(self, container: Any, path: str, line: SourceLine) -> list[tuple[Any, Any]]:
         """Read the items of a container; of a large one, all at once."""

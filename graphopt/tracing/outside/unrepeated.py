@@ -58,9 +58,7 @@ class Unrepeated:
         if self.remembering and self._is_remembered():
             self.refuse(path, line)
             self.once = True
-        elif any(
-            map(_compat.runs_mode, frames(sys._getframe(1)))
-        ):  # a graph calls others than its trace
+        elif self._is_in_mode():
             self.refuse(path, line)
         if id(holder) not in self._lines:
             self._lines[id(holder)] = path, users(line)
@@ -70,6 +68,10 @@ class Unrepeated:
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is not None:
             self.remembering.add(code)
+
+    def _is_in_mode(self) -> bool:
+        """Whether a mode does this, which a graph shows other calls than its trace."""
+        return any(map(_compat.runs_mode, frames(sys._getframe(1))))
 
     def _is_remembered(self) -> bool:
         """Whether this happens within a function that runs once, and whose cache stays filled when
