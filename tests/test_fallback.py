@@ -203,8 +203,10 @@ def test_parameters_that_one_rank_alone_uses(two_ranks: Pool) -> None:
 
 
 def one_rank_refuses(rank: int) -> tuple[list[Tensor], str]:
-    step = graphopt.compile(by_value if rank else plain, fallback="eager")
-    step._fn.__qualname__ = "step"
+    def function(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        return by_value(model, optimizer, x) if rank else plain(model, optimizer, x)
+
+    step = graphopt.compile(function, fallback="eager")
     return trained(step, seeded(net, rank), rank)[4:], step._fallback.reason
 
 
@@ -215,6 +217,37 @@ def test_all_ranks_fall_back_together(two_ranks: Pool) -> None:
     assert all(torch.equal(left[i], right[i]) for i in weights)
     assert "rank 1 could not capture the step" in theirs and "map(float" in theirs
     assert "the step cannot be captured" in own
+
+
+def with_average(rank: int, frozen: bool, function: Any) -> list[bool] | str:
+    """As `as_ddp`; rank 0 alone keeps an average of the weights, with buffers, and asks it."""
+    average = seeded(net).requires_grad_(not frozen) if rank == 0 else None
+
+    def averaged(
+        model: nn.Module, optimizer: Optimizer, x: Tensor, average: nn.Module | None
+    ) -> Tensor:
+        loss: Tensor = function(model, optimizer, x)
+        if average is not None:
+            with torch.no_grad():
+                average(x)
+                for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.1)
+        return loss
+
+    step = graphopt.compile(averaged, fallback="eager")
+    try:
+        mine = trained(lambda *args: step(*args, average), seeded(net, rank), rank)
+    except graphopt.SpmdMismatchError as error:
+        return str(error)
+    wrapped = DistributedDataParallel(seeded(net, rank))
+    return [same(mine, trained(function, wrapped, rank)), step.captures == ()]
+
+
+@pytest.mark.slow
+def test_a_module_of_one_rank(two_ranks: Pool) -> None:
+    assert two_ranks.run(with_average, True, by_value) == [[True, True]] * 2
+    for said in two_ranks.run(with_average, False, by_value):
+        assert "has to be frozen" in said
 
 
 def accumulates(rank: int) -> list[bool]:

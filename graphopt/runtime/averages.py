@@ -6,7 +6,7 @@ Here nothing is wrapped: hooks on the parameters, removed after each call, do th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,12 +39,15 @@ class Averages:
         call: the call; parameters of its modules and of its optimizers are averaged.
         group: the ranks.
         step: which call of the step it is, counted from 1; for errors.
+        shared: modules of the call that all ranks have, whose buffers they share.
     """
 
-    def __init__(self, call: Call, group: dist.ProcessGroup, step: int) -> None:
+    def __init__(
+        self, call: Call, group: dist.ProcessGroup, step: int, shared: Sequence[nn.Module]
+    ) -> None:
         self._group, self._step = group, step
         self._named = Group(group.group_name, group.size())
-        self._roots = [root for _, root in call.named_roots() if not _communicates(root)]
+        self._roots = [root for root in shared if not _communicates(root)]
         theirs = _averaged_by_others(call)
         self._parameters = [p for p in _trained(call) if id(p) not in theirs]
         self._positions = {id(p): index for index, p in enumerate(self._parameters)}

@@ -14,6 +14,8 @@ from graphopt.parallel import OverRanks, Parallel, resolve
 from graphopt.ranks.processes import announce
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from graphopt.runtime.agreed import Others, Ranks
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.tracing.call import Call
@@ -97,9 +99,10 @@ class Communication:
         found = self._joint_capture and self._joint_capture.asking(call, mode)
         return partial(found.alike, step=step) if found else None
 
-    def join(self, call: Call, parallel: OverRanks) -> None:
-        """Make all ranks start from the same values, once for each module."""
-        self._joint().join(call, parallel)
+    def join(self, call: Call, parallel: OverRanks) -> list[nn.Module]:
+        """Make all ranks start from the same values, once for each module, in a call that runs
+        eagerly. Returns the modules that all ranks have."""
+        return self._joint().join_eagerly(call, parallel)
 
     @property
     def alone(self) -> bool:

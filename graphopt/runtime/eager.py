@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from graphopt.errors import (
     CaptureError,
@@ -27,8 +28,8 @@ logger = logging.getLogger("graphopt")
 
 OFF = "GRAPHOPT_OFF"
 
-Join = Callable[["Call", DataParallel], None]
-"""Makes all ranks start from the same values, once for each module."""
+Join = Callable[["Call", DataParallel], "list[nn.Module]"]
+"""Makes all ranks start from the same values, once for each module; gives those that all have."""
 
 
 class Fallback:
@@ -93,6 +94,7 @@ class Fallback:
         Raises:
             CaptureError: nothing among the arguments says what to average.
             CollectiveError: another rank has failed.
+            SpmdMismatchError: other ranks have other modules that are trained.
         """
         from graphopt._compat import tree_map
 
@@ -112,8 +114,8 @@ class Fallback:
                     hint="pass the model and the optimizer to the step",
                 )
             call = self._with_trained(call)
-            join(call, parallel)
-            averaging = _averaging(call, parallel, sync, step)
+            shared = join(call, parallel)
+            averaging = _averaging(call, parallel, sync, step, shared)
         with averaging:
             returned = call.fn(*args, **kwargs)
         return tree_map(_without_history, returned)
@@ -141,14 +143,16 @@ class Fallback:
         return found or call
 
 
-def _averaging(call: Call, parallel: DataParallel, sync: bool, step: int) -> Any:
+def _averaging(
+    call: Call, parallel: DataParallel, sync: bool, step: int, shared: list[nn.Module]
+) -> Any:
     from graphopt import _compat
     from graphopt.runtime.averages import Averages
 
     group = _compat.group_or_default(parallel.group)
     if not sync or group.size() == 1:
         return nullcontext()
-    return Averages(call, group, step).active(parallel.broadcast_buffers)
+    return Averages(call, group, step, shared).active(parallel.broadcast_buffers)
 
 
 def _without_history(value: Any) -> Any:

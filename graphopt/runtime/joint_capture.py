@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -43,7 +43,7 @@ from graphopt.tracing.capture import (
     first_trace,
     retried,
 )
-from graphopt.tracing.collecting import bare_tensors
+from graphopt.tracing.collecting import bare_tensors, module_tensors
 from graphopt.tracing.decisions import OwnDecisionError
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.input_notes import held_names
@@ -223,7 +223,7 @@ class _Together(Ranks):
 
     def _meet(self, call: Call, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
         """Compare what the ranks have traced. Returns which gradients are averaged."""
-        names = JointNames(call, inputs)
+        names = JointNames(call, inputs.module_tensors)
         mine = {
             "sync": [f"averaging {self._sync}"],
             "tensors": names.tensors,
@@ -233,8 +233,7 @@ class _Together(Ranks):
         }
         everyone = self._meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
-        check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone], FREEZE)
-        self._joint.uneven |= any(theirs["besides"] != names.besides for theirs in everyone)
+        self._joint.compare(everyone)
         before = [earlier.order(inputs) for earlier in self._earlier]
         used = [names.own(theirs["used"]) for theirs in everyone]
         self._order = merged_order([*before, *used])
@@ -408,9 +407,44 @@ class JointCapture:
                 _broadcast(bare, group)
         self._joined_bare.update((id(each), weakref.ref(each)) for each in bare)
 
+    def join_eagerly(self, call: Call, parallel: OverRanks) -> list[nn.Module]:
+        """`join` in a call that runs as it is, for which no trace is compared: what is trained is,
+        once for each module.
+
+        Returns:
+            The modules that all ranks have, those of the arguments and besides.
+
+        Raises:
+            SpmdMismatchError: ranks have other modules that are trained, or one did not come.
+        """
+        roots = [root for _, root in call.named_roots()]
+        if not self._have_joined(filter(is_trained, roots), call):
+            names = JointNames(call, module_tensors(call))
+            mine = {"tensors": names.tensors, "besides": names.besides}
+            group = _compat.group_or_default(parallel.group)
+            if _compat.fake_world_size() is None:  # else there is nobody to ask
+                topic = f"{self.topic} as it is"
+                self.compare(Channel(group, topic, parallel.timeout).exchange(mine))
+            self.join(call, parallel)
+        even = () if self.uneven else self._joined
+        return [root for root in roots if is_trained(root) or root in even]
+
+    def compare(self, everyone: Sequence[Mapping[str, list[str]]]) -> None:
+        """Learn whether ranks have modules besides those that are trained, which have to be alike.
+
+        Args:
+            everyone: `tensors` and `besides` of the `JointNames` of each rank.
+        """
+        check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone], FREEZE)
+        besides = [theirs["besides"] for theirs in everyone]
+        self.uneven |= any(theirs != besides[0] for theirs in besides)
+
     def _has_joined(self, call: Call) -> bool:
+        return self._have_joined((root for _, root in call.named_roots()), call)
+
+    def _have_joined(self, roots: Iterable[nn.Module], call: Call) -> bool:
         known = self._joined_bare
-        return all(root in self._joined for _, root in call.named_roots()) and all(
+        return all(root in self._joined for root in roots) and all(
             id(each) in known and known[id(each)]() is each for each in _bare_parameters(call)
         )
 

@@ -10,17 +10,20 @@ two modules, names begin with that of the module; with one they do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs, ModuleTensor
+from graphopt.tracing.inputs import ModuleTensor
 
 
 class JointNames:
     """The names of one call on one rank.
+
+    Args:
+        entries: all tensors of the call's modules.
 
     Attributes:
         tensors: what all ranks have to have alike, one line each. Tensors besides modules that
@@ -29,16 +32,16 @@ class JointNames:
             they begin with the same values.
     """
 
-    def __init__(self, call: Call, inputs: Inputs) -> None:
+    def __init__(self, call: Call, entries: Sequence[ModuleTensor]) -> None:
         roots = list(call.named_roots())
         trained = [(name, root) for name, root in roots if is_trained(root)]
         prefix = f"{trained[0][0]}." if len(trained) == 1 and trained[0][0] else ""
-        told = {entry.fqn.removeprefix(prefix): entry.fqn for entry in inputs.module_tensors}
-        self._prefix = prefix if len(told) == len(inputs.module_tensors) else ""
+        told = {entry.fqn.removeprefix(prefix): entry.fqn for entry in entries}
+        self._prefix = prefix if len(told) == len(entries) else ""
         self._own = told if self._prefix else {}
         of_trained = {id(tensor) for _, root in trained for tensor in _tensors(root)}
         frozen = {id(tensor) for _, root in roots for tensor in _tensors(root)} - of_trained
-        shared = [e for e in inputs.module_tensors if e.tensor.requires_grad or not e.bare]
+        shared = [e for e in entries if e.tensor.requires_grad or not e.bare]
         self.tensors = [self._line(e) for e in shared if id(e.tensor) not in frozen]
         self.besides = [self._line(e) for e in shared if id(e.tensor) in frozen]
 

@@ -43,7 +43,7 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
     Args:
         known: those of the call before, found a moment ago.
     """
-    tensors = _module_tensors(call)
+    tensors = module_tensors(call)
     gradients = [
         GradientInput(entry, f"{entry.fqn}.grad") for entry in tensors if has_gradient(entry.tensor)
     ]
@@ -78,7 +78,8 @@ def _held(inputs: Inputs, call: Call, known: frozenset[str]) -> frozenset[str]:
     return found if any(entry.fqn not in found for entry in inputs.parameters) else frozenset()
 
 
-def _module_tensors(call: Call) -> list[ModuleTensor]:
+def module_tensors(call: Call) -> list[ModuleTensor]:
+    """Of the call's modules, and those besides that are trained or kept; parameters first."""
     found: dict[int, ModuleTensor] = {}
 
     def add(kind: Kind, fqn: str, owner: MutableMapping[str, Any], key: str) -> None:
