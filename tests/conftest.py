@@ -118,10 +118,10 @@ def _left_to_itself() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _imports_left_out() -> Iterator[None]:
-    """As for a file, after a test that has imported something."""
+def _rest_left_out() -> Iterator[None]:
+    """As for a file, after a test that has imported something or left much."""
     yield
-    frozen.set_imports_aside()
+    frozen.set_rest_aside()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import sys
 
 _count = gc.get_freeze_count
 _modules = 0
+_MANY = 20_000
 
 
 def set_aside() -> None:
@@ -25,7 +26,11 @@ def set_aside() -> None:
     gc.get_freeze_count = lambda: frozen
 
 
-def set_imports_aside() -> None:
-    """Freeze again, if modules were imported since."""
+def set_rest_aside() -> None:
+    """Freeze again, if modules were imported since, or tests have left much: captures look at all
+    objects several times."""
     if len(sys.modules) > _modules:
         set_aside()
+    elif len(gc.get_objects()) > _MANY:
+        gc.collect()
+        gc.freeze()
