@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.fx.node import has_side_effect
@@ -22,8 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
-from graphopt.host.held import Held, containers_in, refuse_changed_containers
+from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
+
+if TYPE_CHECKING:
+    from graphopt.host.votes import Agreement, Votes
+    from graphopt.ranks.asking import Questions
+    from graphopt.ranks.unused import UnusedParameters
 
 _METADATA = frozenset(
     {"dim", "element_size", "get_device", "is_complex", "is_floating_point", "ndimension", "numel"}
@@ -33,46 +38,13 @@ _PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "i
 _READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES)
 
 
-class Votes(Protocol):
-    """How ranks agree; see `graphopt.host.votes`."""
-
-    def say(self, step: int, error: BaseException | None) -> None:
-        """Tell all ranks that this one goes on, or why it does not."""
-
-    def hear(self) -> None:
-        """Wait for what all ranks have said last; raise where one does not go on."""
-
-
-class Unused(Protocol):
-    """Which parameters other ranks use; see `graphopt.ranks.unused`."""
-
-    def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
-
-
-class Questions(Protocol):
-    """What ranks ask one another; see `graphopt.ranks.asking`."""
-
-    def alike(self, number: int, step: int) -> bool:
-        """Whether all ranks say the same number, and not 0."""
-
-
-class Agreement(Protocol):
-    """When ranks agree; see `graphopt.host.votes`."""
-
-    @property
-    def before_updates(self) -> bool: ...
-    @property
-    def at_end(self) -> bool: ...
-
-
 class Called(Protocol):
     """The call of a function, see `graphopt.host.HostCall`."""
 
     fn: Callable[..., Any]
     last: bool
     outside: Outside
-    held: Held | None
+    held: HeldByFunction | None
 
     def made_anew(self, arguments: Sequence[Any]) -> list[Any]: ...
 
@@ -146,7 +118,7 @@ class HostRun:
         agreement: Agreement | None = None,
         mixed: Callable[[], bool] = bool,
         given: Any = ((), {}),
-        unused: Unused | None = None,
+        unused: UnusedParameters | None = None,
         questions: Questions | None = None,
     ) -> None:
         self._questions = questions

@@ -18,6 +18,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError, CollectiveError, SpmdMismatchError
 from graphopt.host.used import Used
 from graphopt.host.votes import Agreement, Votes
+from graphopt.host.voting import agreement_needed_by
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
 from graphopt.ranks.asking import Questions
@@ -137,7 +138,7 @@ class _AsAgreed(Ranks):
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         assert self.agreed is not None
         before = self.agreement
-        needed = Agreement.needed_by(captured.graph_module.graph)
+        needed = agreement_needed_by(captured.graph_module.graph)
         same = Agreement.of_all([needed.said, before.said]) == before
         if not same or plans_of(graphs, self._parallel) != self.agreed.plans:
             raise NotAsAgreedError
@@ -244,7 +245,7 @@ class _Together(Ranks):
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         self._plans = plans_of(graphs, self._parallel)
-        needed = Agreement.needed_by(captured.graph_module.graph)
+        needed = agreement_needed_by(captured.graph_module.graph)
         history = [(record.name, record.launches) for record in records_of(captured.graph_module)]
         planned: dict[str, Any] = {
             "plans": list(self._plans.items()),
