@@ -612,6 +612,7 @@ def _votes_on_rank(rank: int, step: Callable[..., Any], kind: graphopt.DataParal
     return sum(isinstance(target, VotedAssumption) for target in targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "unsent", "sent"),
     [
@@ -631,6 +632,7 @@ def test_ranks_vote_on_buffers_that_are_their_own(
         assert two_ranks.run(_votes_on_rank, step, kind) == [expected] * 2
 
 
+@pytest.mark.slow
 def test_ranks_vote_on_buffers_that_do_not_begin_alike(two_ranks: Pool) -> None:
     kind = graphopt.DataParallel(broadcast=False, broadcast_buffers=False)
     assert two_ranks.run(_votes_on_rank, counts, kind) == [1, 1]

@@ -318,6 +318,7 @@ def trained(body: Body, compiled: bool) -> list[Any]:
     return found
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", SEEN)
 def test_functions_find_what_the_program_has_left(name: str) -> None:
     assert trained(SEEN[name], True) == trained(SEEN[name], False)

@@ -114,6 +114,7 @@ LARGER: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LARGER)
 def test_what_costs_too_much_to_look_at_is_refused(name: str) -> None:
     make, read = LARGER[name]

@@ -116,6 +116,7 @@ def _left_on_rank(rank: int) -> tuple[list[Any], int]:
     return _left("fused", "lambda", compiled=True, data=rank)
 
 
+@pytest.mark.slow
 def test_on_ranks(two_ranks: Pool) -> None:
     """Rates are the same on all ranks, and updates may be late."""
     (one, captures), (other, _) = two_ranks.run(_left_on_rank)
@@ -198,6 +199,7 @@ KEEPING = [appends, appends_a_row, appends_of_group, extends, keeps, returns, sh
            steps_once_more, computes, asks_for_a_float, keeps_of_group_between]  # fmt: skip
 
 
+@pytest.mark.quick(3)
 @pytest.mark.sliced(2)
 @pytest.mark.parametrize("keep", KEEPING)
 @pytest.mark.parametrize("scheduler", ["sequential", "chained", "one cycle"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.fx.node import has_side_effect
@@ -25,17 +25,45 @@ from graphopt.errors import GraphOptError
 from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
 
-if TYPE_CHECKING:
-    from graphopt.host.votes import Agreement, Votes
-    from graphopt.ranks.asking import Questions
-    from graphopt.ranks.unused import UnusedParameters
-
 _METADATA = frozenset(
     {"dim", "element_size", "get_device", "is_complex", "is_floating_point", "ndimension", "numel"}
     | {"nelement", "size", "stride", "storage_offset", "is_contiguous"}
 )
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf")
 _READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES)
+
+
+class VotesOnErrors(Protocol):
+    """How ranks agree; see `graphopt.host.votes`."""
+
+    def say(self, step: int, error: BaseException | None) -> None:
+        """Tell all ranks that this one goes on, or why it does not."""
+
+    def hear(self) -> None:
+        """Wait for what all ranks have said last; raise where one does not go on."""
+
+
+class UsedElsewhere(Protocol):
+    """Which parameters other ranks use; see `graphopt.ranks.unused`."""
+
+    def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
+
+
+class AsksOthers(Protocol):
+    """What ranks ask one another; see `graphopt.ranks.asking`."""
+
+    def alike(self, number: int, step: int) -> bool:
+        """Whether all ranks say the same number, and not 0."""
+
+
+class VotesDue(Protocol):
+    """When ranks agree; see `graphopt.host.votes`."""
+
+    @property
+    def before_updates(self) -> bool: ...
+    @property
+    def at_end(self) -> bool: ...
 
 
 class Called(Protocol):
@@ -114,12 +142,12 @@ class HostRun:
         storages: Callable[[], frozenset[int]],
         rank: int | None,
         step: int = 0,
-        votes: Votes | None = None,
-        agreement: Agreement | None = None,
+        votes: VotesOnErrors | None = None,
+        agreement: VotesDue | None = None,
         mixed: Callable[[], bool] = bool,
         given: Any = ((), {}),
-        unused: UnusedParameters | None = None,
-        questions: Questions | None = None,
+        unused: UsedElsewhere | None = None,
+        questions: AsksOthers | None = None,
     ) -> None:
         self._questions = questions
         self._given, self._unused = given, unused

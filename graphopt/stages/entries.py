@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt.executable import finalize
-from graphopt.host.voting import with_agreement
+from graphopt.host.votes import with_agreement
 from graphopt.manager.stages import DerivedGraph, GraphStage
 
 
