@@ -16,7 +16,7 @@ import graphopt
 from graphopt.executable import finalize
 from graphopt.graph_utils import find_nodes, get_outputs, is_operator, is_wait, set_outputs
 from graphopt.stages import stages_for
-from graphopt.verify import check_dependencies, stages
+from graphopt.verify import check_dependencies, check_finalized, stages
 from graphopt.verify.equivalence import Proof
 from mutation_trials import two_ranks
 from zoo import MODELS, OPTIMIZERS, train_step
@@ -226,6 +226,21 @@ def test_a_wrong_graph_is_refused(edit: Callable[[fx.Graph], None]) -> None:
     edit(after.graph)
     report = check_dependencies(before, after)
     assert not report.ok, after.graph
+
+
+HARMLESS = [
+    *(read_before_wait, read_what_was_sent),  # by another name of the memory, behind the wait
+    overlapping,  # what metadata says of a node that computes what it did
+]
+
+
+@pytest.mark.parametrize("edit", [edit for edit in WRONG if edit not in HARMLESS])
+def test_the_proof_refuses_what_changes_a_result(edit: Callable[[fx.Graph], None]) -> None:
+    """So dependencies are not looked at beside it."""
+    before = small_step()
+    after = finalize(before)
+    edit(after.graph)
+    assert not check_finalized(before, after).ok, after.graph
 
 
 @pytest.mark.parametrize("which", ["main", "drain"])
