@@ -62,6 +62,40 @@ def test_what_finalize_makes_keeps_every_dependency(
         check_dependencies(graph, finalize(graph)).raise_for_failure()
 
 
+class ReadsAll(torch.nn.Module):
+    """Reads a view of all of a parameter, behind the update of the iteration before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 3))
+        self.rest = torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: torch.Tensor = self.rest(x + self.weight[: x.shape[0]])
+        return seen
+
+
+def test_a_view_of_all_of_a_parameter_stands_for_itself() -> None:
+    model = ReadsAll()
+    args = (model, torch.optim.AdamW(model.parameters(), fused=True), torch.ones(4, 3))
+
+    def step(model: torch.nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step(*args)
+    captured = graphopt.capture(step, *args, parallel=graphopt.DataParallel())
+    way = stages_for(LATE, None, "off")
+    made = way.apply_passes(captured)
+    way.derive(made)
+    assert "slice" in str(made.graphs["main"].graph)
+    for graph in made.graphs.values():
+        check_dependencies(graph, finalize(graph)).raise_for_failure()
+
+
 # ------------------------------------------------------------------------------------ wrong edits
 
 
