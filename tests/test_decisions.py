@@ -318,6 +318,7 @@ def fresh_kept() -> Kept:
     return {"list": [], "count": 0, "set": set(), "bytes": bytearray()}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "keep",
     [

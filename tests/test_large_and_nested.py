@@ -109,8 +109,8 @@ def test_a_change_is_seen(name: str) -> None:
 
 
 LARGER: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "list": (lambda: [1.0] * 200_000, lambda held: max(each for each in held)),
     "array": (lambda: np.ones(3 << 20), lambda held: float(held.max())),
+    "list": (lambda: [1.0] * 200_000, lambda held: max(each for each in held)),
 }
 
 

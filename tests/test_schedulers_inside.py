@@ -102,6 +102,7 @@ def _left(optimizer: str, scheduler: str, compiled: bool, data: int = 0) -> tupl
     return found, len(run.captures) if compiled else 0
 
 
+@pytest.mark.quick(3)
 @pytest.mark.sliced(2)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
