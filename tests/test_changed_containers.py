@@ -347,7 +347,6 @@ def replaced(log: Log, call: int) -> None:
     log.by_name["rows"], log.rows, log.seen = call, [call], {call}
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", LEFT)
 def test_each_call_leaves_what_the_step_puts_somewhere(name: str) -> None:
     def leaves(log: Log, loss: Tensor) -> None:

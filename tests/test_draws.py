@@ -468,7 +468,6 @@ def keeping(keep: Callable[[list[Any], Private], None], compiled: bool) -> tuple
     return losses, kept, list(map(type, kept)), states(), private.states()
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", KEEPS)
 def test_numbers_are_kept_in_a_list(name: str) -> None:
     found = [keeping(KEEPS[name], compiled) for compiled in (True, False)]

@@ -207,7 +207,6 @@ def named(pair: tuple[Build, Build]) -> str:
     return pair[1].__name__
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("pair", RIGHT, ids=named)
 @settings(max_examples=examples(24), deadline=None)
 @given(

@@ -156,7 +156,6 @@ DECIDING: dict[str, Effect] = {
 }
 
 
-@pytest.mark.quick(3)
 @pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", DECIDING)
 def test_a_decision_by_it_is_eagers(name: str) -> None:

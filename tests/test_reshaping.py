@@ -65,7 +65,6 @@ def trained(use: Callable[[Tensor], Any], shape: tuple[int, ...], compiled: bool
     return left, (strides, identical), len(run.captures) if compiled else 1
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", USES)
 def test_arguments_are_those_of_eager(name: str) -> None:
     use, shape = USES[name]

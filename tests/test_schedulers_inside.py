@@ -102,7 +102,6 @@ def _left(optimizer: str, scheduler: str, compiled: bool, data: int = 0) -> tupl
     return found, len(run.captures) if compiled else 0
 
 
-@pytest.mark.quick(3)
 @pytest.mark.sliced(2)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -200,7 +199,6 @@ KEEPING = [appends, appends_a_row, appends_of_group, extends, keeps, returns, sh
            steps_once_more, computes, asks_for_a_float, keeps_of_group_between]  # fmt: skip
 
 
-@pytest.mark.quick(3)
 @pytest.mark.sliced(2)
 @pytest.mark.parametrize("keep", KEEPING)
 @pytest.mark.parametrize("scheduler", ["sequential", "chained", "one cycle"])

@@ -267,7 +267,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], Effect]] = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_later_call_would_do_is_refused(name: str) -> None:
     make, effect = REFUSED[name]
