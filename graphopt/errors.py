@@ -246,6 +246,15 @@ def _pretend_error(reason: str, hint: str | None) -> PretendError:
     return PretendError(reason, hint=hint)
 
 
+class ScheduleError(GraphOptError, ValueError):
+    """An order that a graph or the stages of a pipeline cannot have, or one that does not exist.
+
+    >>> from graphopt.schedule import ScheduleError
+    >>> issubclass(ScheduleError, graphopt.GraphOptError)
+    True
+    """
+
+
 class IterationError(GraphOptError, ValueError):
     """Nodes cannot run one iteration late.
 

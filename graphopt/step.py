@@ -13,6 +13,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
+from graphopt.runtime.binding import Binding
 from graphopt.runtime.budget import Cause
 from graphopt.runtime.captured_graphs import CapturedGraphs
 from graphopt.runtime.communication import Communication
@@ -21,13 +22,12 @@ from graphopt.runtime.recaptures import Recaptures
 from graphopt.stages import stages_for
 
 if TYPE_CHECKING:
-    from graphopt.host.counts import TimesReached
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, Report
     from graphopt.parallel import Parallel
-    from graphopt.runtime.agreed import Agreed, Others
+    from graphopt.runtime.agreed import Others
     from graphopt.runtime.bound_step import BoundStep, Tries
     from graphopt.runtime.branch import Begun
     from graphopt.runtime.sent_before import SentBefore
@@ -78,7 +78,7 @@ class TrainStep:
         self._stages = stages_for(pipeline, lower, verify)
         self._fallback = Fallback(self._name, fallback)
         self._communication = Communication(fn, parallel)
-        self._counts: TimesReached | None = None
+        self._binding = Binding()
         self.reset()
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class TrainStep:
         self._fallback.forget()
         self._stages = self._stages.anew()
         self._captured = 0
-        self._held: frozenset[str] = frozenset()
+        self._binding.forget()
         self._communication.forget()
         self._retried: Tries | None = None
 
@@ -333,7 +333,8 @@ class TrainStep:
         from graphopt.runtime.agreed import NotAsAgreedError, Others
         from graphopt.tracing.draws.generators import undisturbed
 
-        cause = self._say_why(call, mode, branch)
+        last = self._entries[0].guards if self._entries else None
+        cause = self._recaptures.cause(call, mode, branch, last)
         self._entries.keep_lasting()
         settled = {entry.captured.fingerprint for entry in self._entries}
         ways = self._communication.ways(call, mode, settled, others or Others())
@@ -348,55 +349,14 @@ class TrainStep:
         with undisturbed():
             captured, agreed = self._stages.compile(call, ways)
         call = call.using(captured.besides) or call
-        entry = self._bound(call, mode, captured, agreed)
+        self._captured += 1
+        entry = self._binding.bound(call, mode, captured, agreed, self._captured)
         entry.cause = cause
         self._entries.add(entry)
         for position in call.modules:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
-
-    def _say_why(self, call: Call, mode: tuple[Any, ...], branch: Cause | None) -> Cause | None:
-        """Say why a step is captured. Returns that, where it has been captured before."""
-        if branch is not None:
-            self._recaptures.of_branch(branch)
-            return branch
-        if not self._entries:
-            self._recaptures.first()
-            return None
-        return self._recaptures.of_call(call, mode, self._entries[0].guards)
-
-    def _bound(
-        self, call: Call, mode: tuple[Any, ...], captured: CapturedStep, agreed: Agreed | None
-    ) -> BoundStep:
-        """What was captured for a call, ready to be called."""
-        from graphopt.host import share_counts
-        from graphopt.host.counts import TimesReached
-        from graphopt.iter_graph import IterGraphModule
-        from graphopt.runtime.bound_step import BoundStep
-        from graphopt.tracing.guards import Guards
-
-        module = captured.graph_module
-        assert isinstance(module, IterGraphModule)
-        self._counts = self._counts or TimesReached()
-        share_counts(module.graph, self._counts)
-        captured.effects.apply()
-        with captured.state_present():
-            guards = Guards(call, captured.live, mode, captured.signature, captured.outside)
-        if agreed is not None:
-            agreed.guards = guards
-        self._captured += 1
-        self._warn_of_held(captured, agreed is not None)
-        return BoundStep(captured, module, guards, agreed, self._captured)
-
-    def _warn_of_held(self, captured: CapturedStep, communicates: bool) -> None:
-        from graphopt.runtime.late import warn_of_held
-
-        new = captured.live.held - self._held
-        if new and communicates:
-            self._held |= new
-            names = ", ".join(sorted(new))
-            warn_of_held(names, "its update stays in its own step until reset() of this step")
 
 
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:

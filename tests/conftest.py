@@ -53,11 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Longest files first: workers take one after another, and one that takes minutes would be
     left alone at the end. What takes long is `slow`. Of a test's cases, some are `full`
-    (`sliced`), and some are left out (`covering`)."""
+    (`sliced`), some are `slow` (`quick`), and some are left out (`covering`)."""
     seconds = durations.listed()
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if _function(item) in seconds:
+        if _function(item) in seconds and item.get_closest_marker("quick") is None:
             item.add_marker("slow")
         cases[item.nodeid.partition("[")[0]].append(item)
     left_out = [item for each in cases.values() for item in _left_out(each, config)]
@@ -79,15 +79,16 @@ def _function(item: pytest.Item) -> str:
 
 
 def _left_out(cases: list[pytest.Item], config: pytest.Config) -> list[pytest.Item]:
-    """Of the cases of one test, those that no run has with this seed; marks those that are
-    `full`."""
-    normal = [item for item in cases if item.get_closest_marker("full") is None]
-    mark = cases[0].get_closest_marker("sliced")
-    if mark is not None:
-        chosen = slices.spread([_parameters(item) for item in normal], *mark.args)
-        for number, item in enumerate(normal):
-            if number not in chosen:
-                item.add_marker("full")
+    """Of the cases of one test, those that no run has with this seed; marks those that are `full`,
+    and of the others those that are `slow`."""
+    for name, of_others in (("sliced", "full"), ("quick", "slow")):
+        mark = cases[0].get_closest_marker(name)
+        if mark is not None:
+            normal = [item for item in cases if item.get_closest_marker("full") is None]
+            chosen = slices.spread([_parameters(item) for item in normal], *mark.args)
+            for number, item in enumerate(normal):
+                if number not in chosen:
+                    item.add_marker(of_others)
     mark = cases[0].get_closest_marker("covering")
     if mark is None:
         return []
@@ -118,10 +119,10 @@ def _left_to_itself() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _imports_left_out() -> Iterator[None]:
-    """As for a file, after a test that has imported something."""
+def _rest_left_out() -> Iterator[None]:
+    """As for a file, after a test that has imported something or left much."""
     yield
-    frozen.set_imports_aside()
+    frozen.set_rest_aside()
 
 
 @pytest.fixture(scope="session")

@@ -6,26 +6,25 @@ from __future__ import annotations
 import gc
 import sys
 
-_count = gc.get_freeze_count
 _modules = 0
+_MANY = 20_000
 
 
 def set_aside() -> None:
-    """Freeze all objects that there are now, and count them once.
+    """Freeze all objects that there are now.
 
-    `gc.get_freeze_count` goes through all of them, which takes a tenth of the time of a small
-    capture. Objects are frozen and freed all the time without any effect on whether there are some,
-    which is all that anybody asks.
+    `gc.get_freeze_count` goes through all of them, which takes a tenth of a second, and all that
+    anybody asks is whether there are some: it says 1 from then on.
     """
     global _modules
     gc.collect()
     gc.freeze()
     _modules = len(sys.modules)
-    frozen = _count()
-    gc.get_freeze_count = lambda: frozen
+    gc.get_freeze_count = lambda: 1
 
 
-def set_imports_aside() -> None:
-    """Freeze again, if modules were imported since."""
-    if len(sys.modules) > _modules:
+def set_rest_aside() -> None:
+    """Freeze again, if modules were imported since, or tests have left much: captures look at all
+    objects several times."""
+    if len(sys.modules) > _modules or len(gc.get_objects()) > _MANY:
         set_aside()

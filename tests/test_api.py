@@ -80,6 +80,7 @@ def names() -> list[Any]:
     ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.sliced(7)
 @pytest.mark.parametrize("name", names())
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,6 +318,7 @@ def fresh_kept() -> Kept:
     return {"list": [], "count": 0, "set": set(), "bytes": bytearray()}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "keep",
     [
@@ -612,6 +613,7 @@ def _votes_on_rank(rank: int, step: Callable[..., Any], kind: graphopt.DataParal
     return sum(isinstance(target, VotedAssumption) for target in targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "unsent", "sent"),
     [
@@ -631,6 +633,7 @@ def test_ranks_vote_on_buffers_that_are_their_own(
         assert two_ranks.run(_votes_on_rank, step, kind) == [expected] * 2
 
 
+@pytest.mark.slow
 def test_ranks_vote_on_buffers_that_do_not_begin_alike(two_ranks: Pool) -> None:
     kind = graphopt.DataParallel(broadcast=False, broadcast_buffers=False)
     assert two_ranks.run(_votes_on_rank, counts, kind) == [1, 1]

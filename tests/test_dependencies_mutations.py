@@ -24,8 +24,8 @@ from graphopt.graph_utils import (
     is_random,
     same_kind,
 )
+from graphopt.ir.operators import operator_of
 from graphopt.verify import check_dependencies, dependency_graph
-from graphopt.verify.traits import traits_of
 from graphs import inputs_of, training_step
 from rewrites import fuse, in_order, reduced, snapshot
 from slices import examples
@@ -177,13 +177,13 @@ def test_another_input_is_found_if_a_dependency_is_lost(model: str, data: st.Dat
 
 def _is_collected(node: fx.Node) -> bool:
     """Whether a node stands for pieces of others: its own place in the graph says nothing."""
-    traits = traits_of(node)
+    traits = operator_of(node)
     return traits.item or traits.collective or traits.wait or traits.elements == "split"
 
 
 def _is_alias(node: fx.Node) -> bool:
     """Whether a node may share the storage of a placeholder, which must not be read later."""
-    return is_operator(node.target, "aten::copy_") or traits_of(node).view
+    return is_operator(node.target, "aten::copy_") or operator_of(node).view
 
 
 @pytest.mark.sliced(2)

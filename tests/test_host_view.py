@@ -318,17 +318,20 @@ def trained(body: Body, compiled: bool) -> list[Any]:
     return found
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", SEEN)
 def test_functions_find_what_the_program_has_left(name: str) -> None:
     assert trained(SEEN[name], True) == trained(SEEN[name], False)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_step_would_not_see_is_an_error(name: str) -> None:
     with pytest.raises(GraphOptError, match="on the host"):
         trained(REFUSED[name], True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fails", [0, 2])
 def test_after_an_error_everything_is_as_before(fails: int) -> None:
     """What stands before the last update has not happened; what the step has left for the function

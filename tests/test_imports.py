@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -232,6 +233,16 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     ]
     found = (" ".join(name.removeprefix("graphopt.") for name in circle) for circle in circles)
     assert sorted(found) == made_by_methods
+
+
+def test_no_class_name_stands_twice() -> None:
+    """A name says what a class is: two of one name are two things, or one thing done twice."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{module}:{node.lineno}")
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
 def dotted(node: ast.expr, local: dict[str, str]) -> str | None:

@@ -109,11 +109,12 @@ def test_a_change_is_seen(name: str) -> None:
 
 
 LARGER: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "list": (lambda: [1.0] * 200_000, lambda held: max(each for each in held)),
     "array": (lambda: np.ones(3 << 20), lambda held: float(held.max())),
+    "list": (lambda: [1.0] * 200_000, lambda held: max(each for each in held)),
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LARGER)
 def test_what_costs_too_much_to_look_at_is_refused(name: str) -> None:
     make, read = LARGER[name]

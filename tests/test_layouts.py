@@ -168,6 +168,7 @@ def _rounding_lists(dtype: torch.dtype) -> Iterator[Case]:
             )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("cases", [_rounding, _rounding_lists])
 def test_rounding_in_place_and_out_of_it(cases: Any, dtype: torch.dtype) -> None:

@@ -116,6 +116,7 @@ def _left_on_rank(rank: int) -> tuple[list[Any], int]:
     return _left("fused", "lambda", compiled=True, data=rank)
 
 
+@pytest.mark.slow
 def test_on_ranks(two_ranks: Pool) -> None:
     """Rates are the same on all ranks, and updates may be late."""
     (one, captures), (other, _) = two_ranks.run(_left_on_rank)

@@ -19,7 +19,10 @@ import graphopt
 from graphopt.commands.stages import run_stages
 from graphopt.executable import finalize
 from graphopt.graph_utils import find_nodes, get_outputs, is_collective, is_operator, set_outputs
+from graphopt.host.votes import Agreement
 from graphopt.iter_graph import IterGraphModule
+from graphopt.lowering import stages as lowering_stages
+from graphopt.lowering.boxed import boxed
 from graphopt.lowering.partial import Lowering
 from graphopt.saved import load_graph
 from graphopt.stages import entries, stages_for
@@ -252,6 +255,43 @@ def test_a_lowering_that_drops_a_write_is_refused(folder: Path, monkeypatch: Any
     step = compiled(SMALL_BUCKETS, lower="inductor")
     args = (*trained(optimizer="sgd-momentum-loop"), *MODELS["mlp"].batch(1))
     refused(lambda: step(*args), "lower", "is not updated any more")
+
+
+def test_a_box_with_another_input_is_refused(folder: Path, monkeypatch: Any) -> None:
+    box = lowering_stages.box_calls
+
+    def mixing(gm: fx.GraphModule) -> fx.GraphModule:
+        first = find_nodes(box(gm).graph, lambda node: node.target is boxed)[0]
+        alike = [n for n in first.args if n.meta["val"].shape == (16,)]  # type: ignore[union-attr]
+        swapped = {alike[0]: alike[1], alike[1]: alike[0]}
+        first.args = tuple(swapped.get(node, node) for node in first.args)
+        gm.recompile()
+        return gm
+
+    monkeypatch.setattr(lowering_stages, "box_calls", mixing)
+    args = (*trained(), *MODELS["mlp"].batch(1))
+    step = compiled(SMALL_BUCKETS, lower="inductor")
+    refused(lambda: step(*args), "box", "another value|not what it was")
+
+
+def test_a_vote_that_loses_an_update_is_refused(folder: Path, monkeypatch: Any) -> None:
+    vote = entries.with_agreement
+
+    def losing(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
+        for node in find_nodes(gm.graph, lambda n: "_fused_adamw" in str(n.target)):
+            gm.graph.erase_node(node)
+        return vote(gm, agreement)
+
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        graphopt.callback(str, x)
+        return train_step(model, optimizer, x, y)
+
+    monkeypatch.setattr(entries, "with_agreement", losing)
+    run = graphopt.compile(step, pipeline="none", parallel=graphopt.DataParallel())
+    args = (*trained(), *MODELS["mlp"].batch(1))
+    with pytest.raises(graphopt.VerificationError) as caught:  # callbacks are in no file
+        run(*args)
+    assert re.match("stage 'vote' .* was refused: .* is not updated any more", str(caught.value))
 
 
 def test_derived_graphs_that_forget_an_update_are_refused(folder: Path, monkeypatch: Any) -> None:

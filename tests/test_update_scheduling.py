@@ -273,6 +273,7 @@ def test_what_stays_is_not_divided(optimizer: str) -> None:
     check_pass(train_step, args, schedule_updates, larger_than_mb=0.1)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("optimizer", SOME)
 def test_parts_are_apart(optimizer: str) -> None:
     """Between two parts of a call something else computes."""

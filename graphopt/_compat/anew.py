@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch.utils import _pytree
 
+from graphopt._compat.identity import Itself
+
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _OWN_STATE = ("__reduce__", "__reduce_ex__", "__del__", "__new__")
 """Methods of a class that may make more of its objects than their attributes."""
@@ -81,7 +83,7 @@ def _opened_function(value: types.FunctionType) -> tuple[list[Any], _Kind] | Non
         return None
     known = (
         value.__code__,
-        _Same(value.__globals__),
+        Itself(value.__globals__),
         value.__name__,
         value.__qualname__,
         len(held),
@@ -122,21 +124,8 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
 
 
-class _Same:
-    """An object, equal to itself alone."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 def _function(
-    values: list[Any], code: types.CodeType, names: _Same, name: str, qualified: str, held: int
+    values: list[Any], code: types.CodeType, names: Itself, name: str, qualified: str, held: int
 ) -> Any:
     cells = tuple(map(types.CellType, values[:held]))
     function = types.FunctionType(code, names.value, name, values[held], cells)

@@ -22,7 +22,7 @@ Kind: TypeAlias = tuple[Any, ...]
 """Data type, device, sizes, strides, offset of a tensor, and whether it requires a gradient."""
 
 
-class _Given(NamedTuple):
+class _GivenTensor(NamedTuple):
     """A result that is one of the tensors given."""
 
     position: int
@@ -35,7 +35,7 @@ class _Fresh(NamedTuple):
     shares: int | None
 
 
-_Result: TypeAlias = _Given | _Fresh | None
+_Result: TypeAlias = _GivenTensor | _Fresh | None
 
 
 class Answer:
@@ -156,7 +156,7 @@ class Question:
         for position, tensor in enumerate(self._tensors):
             if result is tensor:
                 # The operator may have given the tensor other sizes.
-                return _Given(position) if _kind(tensor) in self._parts else _NOTHING
+                return _GivenTensor(position) if _kind(tensor) in self._parts else _NOTHING
         kind = _kind(result) if type(result) is FakeTensor else None
         if kind is None or result.constant is not None or result.requires_grad:
             return _NOTHING
@@ -188,7 +188,7 @@ class Question:
         """A result, and another tensor over its storage for the metadata of the node."""
         if result is None:
             return None, None
-        if isinstance(result, _Given):
+        if isinstance(result, _GivenTensor):
             given = self._tensors[result.position]
             return given, fast_detach(self._mode, given)
         (dtype, device, shape, strides, offset, _), shares = result

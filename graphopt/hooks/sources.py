@@ -55,7 +55,7 @@ def source_digest(function: Callable[..., Any]) -> str | None:
     """
     if _elsewhere(function.__module__):
         return f"{function.__module__}.{function.__qualname__}"
-    loaded, texts = _Loaded(), _Texts(function.__module__)
+    loaded, texts = _Loaded(), _SourceFiles(function.__module__)
     known = loaded.add(function)
     reason = loaded.changed
     if reason is None and not known:
@@ -188,7 +188,7 @@ def _constant_text(constant: Any) -> str:
     return repr(constant)
 
 
-class _Texts:
+class _SourceFiles:
     """Files of modules, with those that they import.
 
     Args:

@@ -23,7 +23,7 @@ from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.host.counts import Place, TimesReached
 from graphopt.host.functions import is_same, name_of
-from graphopt.host.held import Held
+from graphopt.host.held import HeldByFunction
 from graphopt.host.modes import Modes
 from graphopt.host.running import current_run
 from graphopt.host.seen import Outside
@@ -35,11 +35,11 @@ NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 """What Python numbers are that a graph computes, while it is traced."""
 
 
-class _Given:
+class _ValueOfGraph:
     """Stands among the arguments of a `HostCall` where a value of the graph comes."""
 
 
-_GIVEN = _Given()
+_VALUE_OF_GRAPH = _ValueOfGraph()
 
 
 class HostCall:
@@ -83,7 +83,7 @@ class HostCall:
         self._arguments = [self._taken_apart(argument) for argument in arguments]
         self._count = len(self.values)
         self.outside = Outside()
-        self.held: Held | None = None
+        self.held: HeldByFunction | None = None
         self._modes = Modes.now()
 
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
@@ -93,7 +93,7 @@ class HostCall:
         if not found:
             return None, [argument]
         self.values += found
-        return spec, [_GIVEN if any(leaf is v for v in found) else leaf for leaf in leaves]
+        return spec, [_VALUE_OF_GRAPH if any(leaf is v for v in found) else leaf for leaf in leaves]
 
     def take_values(self) -> list[Any]:
         """The values among the arguments, which this then forgets."""
@@ -103,7 +103,9 @@ class HostCall:
     @property
     def constants(self) -> list[Any]:
         """What the function is given besides values of the graph."""
-        return [leaf for _, leaves in self._arguments for leaf in leaves if leaf is not _GIVEN]
+        return [
+            leaf for _, leaves in self._arguments for leaf in leaves if leaf is not _VALUE_OF_GRAPH
+        ]
 
     def __call__(self, *values: Any) -> None:
         """Call the function with copies of `values` that nobody else has.
@@ -135,7 +137,7 @@ class HostCall:
     def _with(self, values: Iterator[Any]) -> list[Any]:
         arguments = []
         for spec, leaves in self._arguments:
-            leaves = [next(values) if leaf is _GIVEN else leaf for leaf in leaves]
+            leaves = [next(values) if leaf is _VALUE_OF_GRAPH else leaf for leaf in leaves]
             arguments.append(leaves[0] if spec is None else _compat.tree_unflatten(leaves, spec))
         return arguments
 

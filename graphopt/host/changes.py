@@ -11,7 +11,7 @@ MUTABLE = frozenset({list, deque, set})
 """Containers whose changes are followed one by one."""
 
 
-class Change(NamedTuple):
+class ChangeByMethod(NamedTuple):
     """How a container is changed; the value that is put there, or taken out of it, is apart.
 
     Attributes:
@@ -48,23 +48,23 @@ _OF_A_VALUE = frozenset({"append", "appendleft", "add", "discard"})
 _OF_NONE = frozenset({"clear", "popleft", "reverse", "pop", "rotate"})
 
 
-def changes_of(method: str, args: Sequence[Any]) -> list[tuple[Change, Any]] | None:
+def changes_of(method: str, args: Sequence[Any]) -> list[tuple[ChangeByMethod, Any]] | None:
     """The changes that a call of a method of a list, queue or set makes, and the value of each.
 
     Returns:
         None where it makes others, or where they depend on what is in the container.
     """
     if method in _OF_A_VALUE and len(args) == 1:
-        return [(Change(method), args[0])]
+        return [(ChangeByMethod(method), args[0])]
     if method == "insert" and len(args) == 2 and type(args[0]) is int:
-        return [(Change("insert", (args[0],)), args[1])]
+        return [(ChangeByMethod("insert", (args[0],)), args[1])]
     if method in _ONE_EACH and all(type(each) in (list, tuple, set, frozenset) for each in args):
-        change = Change(_ONE_EACH[method])
+        change = ChangeByMethod(_ONE_EACH[method])
         return [(change, value) for each in args for value in each]
     if method == "__delitem__" and len(args) == 1 and _is_index(args[0]):
-        return [(Change(method, (args[0],), takes=False), None)]
+        return [(ChangeByMethod(method, (args[0],), takes=False), None)]
     if method in _OF_NONE and all(type(each) is int for each in args):
-        return [(Change(method, tuple(args), takes=False), None)]
+        return [(ChangeByMethod(method, tuple(args), takes=False), None)]
     return None
 
 
@@ -81,7 +81,9 @@ def put_back(container: Any, before: Iterable[Any]) -> None:
     add(before)
 
 
-def is_changed_to(container: Any, before: Any, changes: Iterable[tuple[Change, Any]]) -> bool:
+def is_changed_to(
+    container: Any, before: Any, changes: Iterable[tuple[ChangeByMethod, Any]]
+) -> bool:
     """Whether changes, and nothing else, have made of a container what it is.
 
     Args:

@@ -40,7 +40,7 @@ class Given:
         return given
 
 
-class Held:
+class HeldByFunction:
     """What a function holds: cells with their contents, and containers.
 
     Args:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
-from graphopt.host.held import Held, containers_in, refuse_changed_containers
+from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
 
 _METADATA = frozenset(
@@ -33,7 +33,7 @@ _PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "i
 _READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES)
 
 
-class Votes(Protocol):
+class VotesOnErrors(Protocol):
     """How ranks agree; see `graphopt.host.votes`."""
 
     def say(self, step: int, error: BaseException | None) -> None:
@@ -43,21 +43,21 @@ class Votes(Protocol):
         """Wait for what all ranks have said last; raise where one does not go on."""
 
 
-class Unused(Protocol):
+class UsedElsewhere(Protocol):
     """Which parameters other ranks use; see `graphopt.ranks.unused`."""
 
     def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
         """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
 
 
-class Questions(Protocol):
+class AsksOthers(Protocol):
     """What ranks ask one another; see `graphopt.ranks.asking`."""
 
     def alike(self, number: int, step: int) -> bool:
         """Whether all ranks say the same number, and not 0."""
 
 
-class Agreement(Protocol):
+class VotesDue(Protocol):
     """When ranks agree; see `graphopt.host.votes`."""
 
     @property
@@ -72,7 +72,7 @@ class Called(Protocol):
     fn: Callable[..., Any]
     last: bool
     outside: Outside
-    held: Held | None
+    held: HeldByFunction | None
 
     def made_anew(self, arguments: Sequence[Any]) -> list[Any]: ...
 
@@ -142,12 +142,12 @@ class HostRun:
         storages: Callable[[], frozenset[int]],
         rank: int | None,
         step: int = 0,
-        votes: Votes | None = None,
-        agreement: Agreement | None = None,
+        votes: VotesOnErrors | None = None,
+        agreement: VotesDue | None = None,
         mixed: Callable[[], bool] = bool,
         given: Any = ((), {}),
-        unused: Unused | None = None,
-        questions: Questions | None = None,
+        unused: UsedElsewhere | None = None,
+        questions: AsksOthers | None = None,
     ) -> None:
         self._questions = questions
         self._given, self._unused = given, unused

@@ -21,7 +21,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
-from graphopt.host.changes import Change, is_changed_to, put_back
+from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
 
 
 class ProgramView(Protocol):
@@ -138,7 +138,7 @@ class ChangedBefore:
     """
 
     container: Any
-    changes: tuple[tuple[Change, LeftValue], ...]
+    changes: tuple[tuple[ChangeByMethod, LeftValue], ...]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class _Container:
 
     container: Any
     before: Any
-    changes: list[tuple[Change, Any]] = field(default_factory=list)
+    changes: list[tuple[ChangeByMethod, Any]] = field(default_factory=list)
 
 
 class PutOutside:

@@ -23,7 +23,7 @@ from graphopt.ir import views
 from graphopt.ir.metadata import carried_index, known_value, late_group
 from graphopt.ir.operators import overwritten
 from graphopt.ir.outputs import Outputs, get_outputs
-from graphopt.ir.reads import Reads, read_by
+from graphopt.ir.reads import ReadersOfClasses, read_by
 
 
 class Calls(Protocol):
@@ -56,7 +56,7 @@ class Effects:
         self._parent: dict[object, object] = {}
         self._inputs: dict[object, fx.Node] = {}
         self._fixed: set[object] = set()
-        self._reads: Reads | None = None
+        self._reads: ReadersOfClasses | None = None
         self._lasting: set[object] = set()
         for node in graph.nodes:
             self._add(node)
@@ -151,10 +151,10 @@ class Effects:
     # ------------------------------------------------------------------------------------ reads
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> ReadersOfClasses:
         """Who reads each class; found when it is first asked for."""
         if self._reads is None:
-            self._reads = Reads(self._graph, self._find)
+            self._reads = ReadersOfClasses(self._graph, self._find)
         return self._reads
 
     def insert(self, node: fx.Node, before: fx.Node) -> None:

@@ -44,7 +44,7 @@ def read_by(node: fx.Node) -> list[fx.Node]:
     return values_read(node)
 
 
-class Reads:
+class ReadersOfClasses:
     """The readers of each alias class of a graph.
 
     Those that read what a `copy_` has put there are kept apart: `renewed`. An index of readers is a

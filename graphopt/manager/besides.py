@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _compat
+from graphopt._compat.identity import Itself
 from graphopt.host import host_calls
 from graphopt.ir.metadata import (
     HELD,
@@ -188,21 +189,9 @@ def _content_of(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
     """What tells an attribute from another one: tensors count their updates."""
     found = attribute(gm, node)
     if isinstance(found, torch.Tensor):
-        return _Same(found), _compat.version_of(found)
+        return Itself(found), _compat.version_of(found)
     part = graph_of_part(found)
     if part is None:
-        return (_Same(found),)
+        return (Itself(found),)
     inner = tuple(_content_of(part, n) for n in _attributes_read(part))
-    return _Same(found), str(part.graph), inner
-
-
-class _Same:
-    """An object, equal to itself alone."""
-
-    def __init__(self, held: object) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.held is other.held
-
-    __hash__ = None  # type: ignore[assignment]
+    return Itself(found), str(part.graph), inner

@@ -21,7 +21,7 @@ from graphopt.host.running import HostRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.host.used import unused
 from graphopt.iter_graph import IterGraphModule
-from graphopt.ranks.apart import groups_apart, launched_apart
+from graphopt.ranks.apart import launched_apart
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
 from graphopt.runtime.agreed import Agreed
@@ -91,7 +91,7 @@ class BoundStep:
         self._lock = threading.RLock()
         self._running = False
         self.groups = group_names(module.graph)
-        self.apart = groups_apart(module.graph, captured.parallel)
+        self.apart = captured.apart
         self._notes_apart = launched_apart(module.graph, self.apart)
         self._step = 0
         self._unused = unused(module.graph)

@@ -38,7 +38,7 @@ from graphopt.runtime.sent_before import SentBefore
 
 logger = logging.getLogger("graphopt")
 
-Finish = Callable[[IterGraphModule], None]
+MakeReady = Callable[[IterGraphModule], None]
 
 MOST = 16
 """Graphs that go on from one graph, or from another one that does."""
@@ -74,11 +74,11 @@ class Branch:
         """What goes on to another branch where assumption `index` fails, if that is known."""
         return self._onward.get(other, {}).get(index)
 
-    def learn(self, index: int, other: Branch, finish: Finish) -> None:
+    def learn(self, index: int, other: Branch, make_ready: MakeReady) -> None:
         """Find out what goes on to another branch where assumption `index` fails.
 
         Args:
-            finish: the stages behind the passes.
+            make_ready: the stages behind the passes.
         """
         known = self._onward.setdefault(other, {})
         if index in known or len(self._family) >= MOST:
@@ -86,20 +86,20 @@ class Branch:
         known[index] = None
         try:
             with collector_paused():
-                known[index] = self._found(index, other, finish)
+                known[index] = self._found(index, other, make_ready)
         except NotSharedError as error:
             logger.info("where a decision goes another way, nothing is shared: %s", error)
         except Exception:  # the other branch begins from the beginning, as before
             logger.warning("where a decision goes another way, nothing is shared", exc_info=True)
 
-    def _found(self, index: int, other: Branch, finish: Finish) -> Onward:
+    def _found(self, index: int, other: Branch, make_ready: MakeReady) -> Onward:
         graph = self.module.graph
         node, assumption = assumption_number(graph, index)
         rest = continuation_of(Stopped(graph, self._begins, node), other.module)
         handing, positions = handing_out(self.module, node, rest.taken)
-        finish(handing)
+        make_ready(handing)
         launched = launched_before(handing.first_executable, assumption, rest.drawn)
-        finish(rest.module)
+        make_ready(rest.module)
         launched += ["then", *launched_by(rest.module.first_executable)]
         handing.meta.update(self.module.meta)
         self.module = handing

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError, CollectiveError, SpmdMismatchError
-from graphopt.host.used import Used
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
 from graphopt.ranks.asking import Questions
-from graphopt.ranks.failed_runs import sending_explained
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import (
     FREEZE,
@@ -33,18 +29,17 @@ from graphopt.ranks.spmd import (
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Others, Ranks, plans_of
 from graphopt.runtime.collector import collector_paused
-from graphopt.runtime.joint_names import JointNames, is_trained
+from graphopt.runtime.joined import JoinedModules
+from graphopt.runtime.joint_names import JointNames
+from graphopt.runtime.joint_traces import first_joint_trace, left_out, retried_voting, voting
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import (
     CapturedStep,
     communication_for,
     finish,
-    first_trace,
-    retried,
 )
-from graphopt.tracing.collecting import bare_tensors, module_tensors
-from graphopt.tracing.decisions import OwnDecisionError
+from graphopt.tracing.collecting import module_tensors
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.input_notes import held_names
 from graphopt.tracing.inputs import Inputs
@@ -102,7 +97,7 @@ class _AsAgreed(Ranks):
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
         call = call if call.decided else call.deciding(self.agreed.likely)
-        call = _voting(call, always=self._joint.uneven)
+        call = voting(call, always=self._joint.uneven)
         try:
             with _compat.without_fake_mode(), collector_paused(), existing_kept():
                 captured = self._captured(call, self.agreed.held)
@@ -112,7 +107,7 @@ class _AsAgreed(Ranks):
 
     def _captured(self, call: Call, held: Set[str]) -> CapturedStep:
         while True:
-            call, inputs, raw = _first_trace(call, self._joint.marked(self._parallel))
+            call, inputs, raw = first_joint_trace(call, self._joint.marked(self._parallel))
             order = AgreedOrder(self._order(inputs, raw), frozenset(raw.used))
             communication = self._joint.marked(self._parallel, order)
             try:
@@ -123,7 +118,7 @@ class _AsAgreed(Ranks):
                     held=held,
                 )
             except (MoreInputs, CaptureError) as error:
-                call = _retried(call, inputs, error)
+                call = retried_voting(call, inputs, error)
 
     def _order(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
         assert self.agreed is not None
@@ -200,18 +195,18 @@ class _Together(Ranks):
 
     def capture(self, call: Call) -> CapturedStep:
         captured: CapturedStep | None = None
-        call = _voting(call, always=self._joint.uneven) if self._sync else call
+        call = voting(call, always=self._joint.uneven) if self._sync else call
         while captured is None:
-            call, inputs, raw = _first_trace(call, self._communication(None))
+            call, inputs, raw = first_joint_trace(call, self._communication(None))
             communication = self._communication(self._meet(call, inputs, raw))
             if self._sync and self._joint.uneven and not call.votes_always:
-                call = _voting(call, always=True)
+                call = voting(call, always=True)
                 continue
             try:
                 again = raw if self._order == raw.used else trace(call, inputs, communication)
                 captured = finish(call, inputs, communication, again, lasts=True, held=self._held)
             except (MoreInputs, CaptureError) as error:
-                call = _retried(call, inputs, error)
+                call = retried_voting(call, inputs, error)
             everyone = self._meeting.exchange({"complete": captured is not None})
             if not all(theirs["complete"] for theirs in everyone):
                 captured = None
@@ -237,7 +232,7 @@ class _Together(Ranks):
         before = [earlier.order(inputs) for earlier in self._earlier]
         used = [names.own(theirs["used"]) for theirs in everyone]
         self._order = merged_order([*before, *used])
-        self._asks = bool(_left_out(call, inputs, self._order))
+        self._asks = bool(left_out(call, inputs, self._order))
         self._held = frozenset().union(*(names.own(theirs["held"]) for theirs in everyone))
         return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
 
@@ -299,9 +294,8 @@ class JointCapture:
         self.topic, self._accumulated = topic, accumulated
         self._agreed: list[Agreed] = []
         self._count = 0
-        self._joined: WeakSet[nn.Module] = WeakSet()
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
-        self._joined_bare: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._joined = JoinedModules()
         self.alone = self.uneven = False
 
     def marked(
@@ -332,7 +326,7 @@ class JointCapture:
                 " run graphs for all ranks",
             )
         self.alone = True
-        if self._has_joined(call) and not sync:
+        if self._joined.has_all(call) and not sync:
             yield _Apart(self, settled)
         vote = None if others.vote is None else _OneVote(others.vote)
         for earlier in [] if others.anew else self._matching(call, mode):
@@ -357,9 +351,13 @@ class JointCapture:
             NotAsAgreedError: it uses modules or parameters besides its arguments that the ranks
                 have not started from the same values.
         """
-        if not self._has_joined(call.using(captured.besides) or call):
+        if not self._joined.has_all(call.using(captured.besides) or call):
             raise NotAsAgreedError
         return captured
+
+    def join(self, call: Call, parallel: OverRanks) -> None:
+        """Let all ranks start from the same values."""
+        self._joined.join(call, parallel, uneven=self.uneven)
 
     def asking(self, call: Call, mode: tuple[Any, ...]) -> Questions | None:
         """How all ranks say in each call of a structure whether they have a graph for it; None
@@ -390,35 +388,17 @@ class JointCapture:
         agreed = reversed(self._agreed)
         return [a for a in agreed if a.guards.structure_mismatch(call, mode) is None]
 
-    def join(self, call: Call, parallel: OverRanks) -> None:
-        """What DDP does when it is constructed: everybody starts from rank 0's values. Nothing
-        where all modules have."""
-        if self._has_joined(call):
-            return
-        group = _compat.group_or_default(parallel.group)
-        for _, root in call.named_roots():
-            if parallel.broadcast and (is_trained(root) or not self.uneven):
-                with sending_explained(group, 1, "broadcast", "what all ranks start from"):
-                    _broadcast([*root.parameters(), *root.buffers()], group)
-            self._joined.add(root)
-        bare = _bare_parameters(call)
-        if bare and parallel.broadcast:
-            with sending_explained(group, 1, "broadcast", "what all ranks start from"):
-                _broadcast(bare, group)
-        self._joined_bare.update((id(each), weakref.ref(each)) for each in bare)
-
     def join_eagerly(self, call: Call, parallel: OverRanks) -> list[nn.Module]:
         """`join` in a call that runs as it is, for which no trace is compared: what is trained is,
         once for each module.
 
         Returns:
-            The modules that all ranks have, those of the arguments and besides.
+            The call's modules that all ranks have.
 
         Raises:
             SpmdMismatchError: ranks have other modules that are trained, or one did not come.
         """
-        roots = [root for _, root in call.named_roots()]
-        if not self._have_joined(filter(is_trained, roots), call):
+        if not self._joined.has_trained(call):
             names = JointNames(call, module_tensors(call))
             mine = {"tensors": names.tensors, "besides": names.besides}
             group = _compat.group_or_default(parallel.group)
@@ -426,8 +406,7 @@ class JointCapture:
                 topic = f"{self.topic} as it is"
                 self.compare(Channel(group, topic, parallel.timeout).exchange(mine))
             self.join(call, parallel)
-        even = () if self.uneven else self._joined
-        return [root for root in roots if is_trained(root) or root in even]
+        return self._joined.of_all(call, uneven=self.uneven)
 
     def compare(self, everyone: Sequence[Mapping[str, list[str]]]) -> None:
         """Learn whether ranks have modules besides those that are trained, which have to be alike.
@@ -438,73 +417,3 @@ class JointCapture:
         check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone], FREEZE)
         besides = [theirs["besides"] for theirs in everyone]
         self.uneven |= any(theirs != besides[0] for theirs in besides)
-
-    def _has_joined(self, call: Call) -> bool:
-        return self._have_joined((root for _, root in call.named_roots()), call)
-
-    def _have_joined(self, roots: Iterable[nn.Module], call: Call) -> bool:
-        known = self._joined_bare
-        return all(root in self._joined for root in roots) and all(
-            id(each) in known and known[id(each)]() is each for each in _bare_parameters(call)
-        )
-
-
-def _voting(call: Call, *, always: bool) -> Call:
-    """A call in which all ranks say whether what their graphs assume holds.
-
-    Args:
-        always: of each decision, also by what begins alike on all ranks.
-    """
-    new = copy.copy(call)
-    new.votes, new.votes_always = True, always
-    return new
-
-
-def _retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
-    """`retried`; where what decides turns out to be a rank's own, with votes on each decision."""
-    if not isinstance(error, OwnDecisionError) or not call.votes or call.votes_always:
-        return retried(call, inputs, error)
-    return _voting(call, always=True)
-
-
-def _first_trace(
-    call: Call, communication: MarkedCommunication | None
-) -> tuple[Call, Inputs, RawTrace]:
-    """`first_trace`, in which nothing is known of what others use, nor asked."""
-    decided = call.decided
-    known = tuple(answer for answer in decided if not isinstance(answer, Used))
-    call, inputs, raw = first_trace(call.with_answers(known), communication)
-    if len(known) < len(decided):
-        inputs.answers[: len(known)] = decided
-        call = call.with_answers((*decided, *call.decided[len(known) :]))
-    return call, inputs, raw
-
-
-def _left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:
-    """Parameters that no rank uses, of modules of which ranks use others: some may come to use them
-    in another call."""
-    entries = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
-    left_out = []
-    for _, root in call.named_roots():
-        parameters = [p for p in root.parameters() if p.requires_grad and id(p) in entries]
-        names = [entries[id(parameter)] for parameter in parameters]
-        if any(name in order for name in names):
-            left_out += [name for name in names if name not in order]
-    return left_out
-
-
-def _bare_parameters(call: Call) -> list[torch.Tensor]:
-    """What is trained and belongs to no module."""
-    owned = {id(p) for _, root in call.named_roots() for p in root.parameters()}
-    found = {id(t): t for _, t in bare_tensors(call) if t.requires_grad and id(t) not in owned}
-    return list(found.values())
-
-
-def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    source = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        for tensor in tensors:
-            flat = tensor.detach().contiguous()
-            dist.broadcast(flat, source, group=group)
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat)

@@ -27,21 +27,26 @@ class Recaptures:
         self._name = name
         self._for_shapes = 0
 
-    def first(self) -> None:
-        """It has not been captured before."""
-        logger.info("capturing %s", self._name)
-
-    def of_branch(self, branch: Cause) -> None:
-        """A decision goes another way than in all graphs."""
-        logger.info("capturing %s again: %s: %s", self._name, branch.name, branch.said)
-
-    def of_call(self, call: Call, mode: tuple[Any, ...], guards: Guards) -> Cause:
-        """Find out why a call needs another graph.
+    def cause(
+        self, call: Call, mode: tuple[Any, ...], branch: Cause | None, guards: Guards | None
+    ) -> Cause | None:
+        """Say why a call needs another graph. Returns that, where the step has been captured
+        before.
 
         Args:
             mode: how the call communicates.
-            guards: of the graph used last.
+            branch: the decision that goes another way than in all graphs, where that is why.
+            guards: of the graph used last; None where there is none.
         """
+        if branch is not None:
+            logger.info("capturing %s again: %s: %s", self._name, branch.name, branch.said)
+            return branch
+        if guards is None:
+            logger.info("capturing %s", self._name)
+            return None
+        return self._of_call(call, mode, guards)
+
+    def _of_call(self, call: Call, mode: tuple[Any, ...], guards: Guards) -> Cause:
         call = call.using(guards.besides) or call
         reasons = list(guards.structure_mismatches(call, mode))
         shape = None if reasons else guards.shape_mismatch(call)

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphopt import _compat
 from graphopt._compat.late import put_gradient
+from graphopt.host.changes import ChangeByMethod
 from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.given import make_change
 from graphopt.tracing.optimizer_state import write
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.setting_place import SettingPlace
 from graphopt.tracing.signature import Computed, Constant, Nested, Recipe, Scheduled, View
+
+
+class _LeftOutside(NamedTuple):
+    """What a call leaves outside tensors and optimizers, in the order of the signature.
+
+    Attributes:
+        attributes: values of attributes.
+        items: of containers among the arguments, the items of their changes.
+        placed: places with their values.
+        changed: containers with how they are changed, each with a value.
+        selected: keys with the values that stand under them.
+    """
+
+    attributes: list[Any]
+    items: list[list[Any]]
+    placed: list[tuple[OutsidePlace, Any]]
+    changed: list[tuple[Any, list[tuple[ChangeByMethod, Any]]]]
+    selected: list[tuple[Any, Any]]
 
 
 class StepResults:
@@ -39,26 +59,37 @@ class StepResults:
         Returns:
             What the step returns.
         """
-        signature, tensors = self._signature, self._tensors
-        optimizers = call.optimizer_objects()
         # Everything is found before anything is put where others may find it.
-        outputs = [self._value(recipe, flat, results) for recipe in signature.outputs]
-        attributes = [self._value(each.recipe, flat, results) for each in signature.attributes]
-        changes = [
-            (each.change, [self._value(item, flat, results) for _, item in each.change.items])
-            for each in signature.containers
-        ]
-        placed = [
-            (each.now(), self._value(each.recipe, flat, results)) for each in signature.placed
-        ]
-        changed = [
-            (each.now(), [(how, self._value(item, flat, results)) for how, item in each.changes])
-            for each in signature.changed
-        ]
-        selected = [
-            (each, *(self._value(part, flat, results) for part in (each.key, each.recipe)))
-            for each in signature.selected
-        ]
+        outputs = [self._value(recipe, flat, results) for recipe in self._signature.outputs]
+        left = self._left_outside(flat, results)
+        self._put_into_tensors(call, flat, results)
+        self._put_outside(call, left, there)
+        self._put_into_optimizers(call, flat, results, there)
+        if self._returns_one:
+            return outputs[0]
+        return _compat.tree_unflatten(outputs, self._signature.output_spec)
+
+    def _left_outside(self, flat: Sequence[Any], results: Sequence[Any]) -> _LeftOutside:
+        signature = self._signature
+
+        def value(recipe: Recipe) -> Any:
+            return self._value(recipe, flat, results)
+
+        return _LeftOutside(
+            attributes=[value(each.recipe) for each in signature.attributes],
+            items=[[value(item) for _, item in each.change.items] for each in signature.containers],
+            placed=[(each.now(), value(each.recipe)) for each in signature.placed],
+            changed=[
+                (each.now(), [(how, value(item)) for how, item in each.changes])
+                for each in signature.changed
+            ],
+            selected=[(value(each.key), value(each.recipe)) for each in signature.selected],
+        )
+
+    def _put_into_tensors(self, call: Call, flat: Sequence[Any], results: Sequence[Any]) -> None:
+        """What becomes of tensors of the program's: their memory, sizes, flags and gradients, and
+        optimizer state."""
+        signature, tensors = self._signature, self._tensors
         for placeholder, computed in signature.data.items():
             flat[placeholder].data = results[computed.index]
         for position, shape in signature.reshaped.items():
@@ -71,24 +102,34 @@ class StepResults:
                 put_gradient(tensors[gradient.owner].live(), value)
             elif gradient.argument is not None:
                 call.leaves[gradient.argument].grad = value
+        optimizers = call.optimizer_objects()
         for state in signature.states:
             value = self._value(state.recipe, flat, results)
             write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
         for number, flag in signature.flags_of_parameters.items():
             tensors[number].live().requires_grad_(flag)
-        for attribute, value in zip(signature.attributes, attributes, strict=True):
+
+    def _put_outside(self, call: Call, left: _LeftOutside, there: PutOutside) -> None:
+        signature = self._signature
+        for attribute, value in zip(signature.attributes, left.attributes, strict=True):
             if not self._is_changed(attribute.place.identity, there):
                 attribute.attributes[attribute.name] = value
-        for left, (place, value) in zip(signature.placed, placed, strict=True):
-            if not self._is_changed(left.place.identity, there):
+        for placed, (place, value) in zip(signature.placed, left.placed, strict=True):
+            if not self._is_changed(placed.place.identity, there):
                 place.write(value)
-        for container, made in changed:
+        for container, made in left.changed:
             for how, value in made[there.changed(container) :]:
                 how.make(container, value)
-        for result, key, value in selected:
+        for result, (key, value) in zip(signature.selected, left.selected, strict=True):
             result.container[key][result.position] = value
-        for change, items in changes:
-            make_change(call.given, change, items)
+        for given, items in zip(signature.containers, left.items, strict=True):
+            make_change(call.given, given.change, items)
+
+    def _put_into_optimizers(
+        self, call: Call, flat: Sequence[Any], results: Sequence[Any], there: PutOutside
+    ) -> None:
+        """Settings of groups, places that are as before again, and that optimizers have stepped."""
+        signature, optimizers = self._signature, call.optimizer_objects()
         for setting in signature.settings:
             group = SettingPlace.of(optimizers[setting.optimizer], setting.group, setting.key)
             if not self._is_changed(group.identity, there):
@@ -96,9 +137,6 @@ class StepResults:
         there.restore(signature.restored)
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
-        if self._returns_one:
-            return outputs[0]
-        return _compat.tree_unflatten(outputs, signature.output_spec)
 
     def _is_changed(self, identity: Hashable, there: PutOutside) -> bool:
         """Whether a function has put something else where the step has left something before."""

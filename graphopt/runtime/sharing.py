@@ -64,19 +64,19 @@ def begun(
     return found if by.agreed.votes.alike(plan, step) else None
 
 
-def learn(left: Left, by: BoundStep, other: BoundStep, finish: Callable[..., None]) -> None:
+def learn(left: Left, by: BoundStep, other: BoundStep, make_ready: Callable[..., None]) -> None:
     """Find out how `other` goes on in later calls that are left so.
 
     Args:
         left, by: as of `begun`.
-        finish: the stages behind the passes, for a module and what the ranks agree on.
+        make_ready: the stages behind the passes, for a module and what the ranks agree on.
     """
     if by.agreed is not other.agreed or not (_runs_again(by) and _runs_again(other)):
         return
     if by.agreed is None and (by.groups or other.groups):
         return  # other ranks may do something else
     agreement = by.agreed.agreement if by.agreed else None
-    left.branch.learn(left.index, other.branch, lambda module: finish(module, agreement))
+    left.branch.learn(left.index, other.branch, lambda module: make_ready(module, agreement))
     by.captured.graph_module = by.module
 
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from graphopt.errors import ScheduleError
 from graphopt.schedule.deferral import defer_products, hasten
-from graphopt.schedule.errors import ScheduleError
 from graphopt.schedule.granularity import collectives_by_cost
 from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order, hold_back
 from graphopt.schedule.order import Schedule, apply_schedule

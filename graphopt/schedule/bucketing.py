@@ -28,9 +28,9 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.comm import argument, kind_of, located
+from graphopt.errors import ScheduleError
 from graphopt.graph_utils import call_function_with_meta, is_collective, is_wait
 from graphopt.ir.metadata import known_value, sent_names, set_sent_names
-from graphopt.schedule.errors import ScheduleError
 
 _c10d = torch.ops._c10d_functional
 
@@ -84,7 +84,7 @@ def check_bucket(bucket: Sequence[fx.Node]) -> None:
     >>> check_bucket([block.comm_node for block in get_all_comm_blocks(gm)])
     Traceback (most recent call last):
     ...
-    graphopt.schedule.errors.ScheduleError: ...
+    graphopt.errors.ScheduleError: ...
     """
     if len(bucket) < 2:
         raise ScheduleError("a bucket has at least two members")

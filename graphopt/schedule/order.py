@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graphopt.errors import ScheduleError
 from graphopt.schedule.bucketing import check_bucket, join_launches
 from graphopt.schedule.constraints import Predecessors
-from graphopt.schedule.errors import ScheduleError
 
 
 @dataclass(frozen=True)

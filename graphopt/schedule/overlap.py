@@ -35,12 +35,12 @@ import numpy as np
 from torch import fx
 
 from graphopt.cost import CostModel
+from graphopt.errors import ScheduleError
 from graphopt.listing import readable_bytes
 from graphopt.runtime.collector import collector_paused
 from graphopt.schedule.bounds import communication_bound
 from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side
 from graphopt.schedule.constraints import Predecessors, predecessors
-from graphopt.schedule.errors import ScheduleError
 from graphopt.schedule.list_scheduler import ListScheduler, Policy
 from graphopt.schedule.order import Schedule
 from graphopt.schedule.program import Program, Storages, program_of
@@ -108,7 +108,7 @@ def _found(
     program = program_of(graph, cost_model, world_size)
     if program.late:
         raise ScheduleError("late nodes have their places: schedule before nodes are moved")
-    search = _Search(program, predecessors(graph), cost_model, max_bytes)
+    search = _OrderSearch(program, predecessors(graph), cost_model, max_bytes)
     if not program.messages:
         return search.found()
     for most in search.levels():
@@ -119,7 +119,7 @@ def _found(
     return search.found()
 
 
-class _Search:
+class _OrderSearch:
     """Orders that are tried, and the best of them.
 
     Args:

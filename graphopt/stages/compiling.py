@@ -23,7 +23,7 @@ from graphopt.manager.records import PassRecord, count
 from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner, crashes_explained
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.parallel.parallelize import communicates, parallelize
-from graphopt.ranks.apart import groups_apart, keep_launches
+from graphopt.ranks.apart import keep_launches
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
 from graphopt.runtime.collector import collector_paused
 from graphopt.stages.auto import AutoPipeline
@@ -221,7 +221,7 @@ class Stages:
         """
         module = captured.graph_module = IterGraphModule(captured.graph_module)
         step, manager = StepInMaking(module, proof), self.manager
-        apart = groups_apart(module.graph, captured.parallel)
+        apart = captured.apart
         if apart and assumptions(module.graph):
             logger.info("no passes: ranks of other groups may take other branches")
             manager = manager.with_pipeline([])
@@ -239,8 +239,7 @@ class Stages:
             return
         with captured.state_present():
             inputs = captured.live.live_values(call)
-        apart = groups_apart(captured.graph_module.graph, captured.parallel)
-        chosen = self._auto.decide(captured.graph_module, inputs, apart)
+        chosen = self._auto.decide(captured.graph_module, inputs, captured.apart)
         if chosen is not None:
             self.manager, self._auto = self.manager.with_pipeline(pipeline_with(**chosen)), None
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from graphopt.ir.placement import set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
 from graphopt.parallel.parallelize import parallelize
+from graphopt.ranks.apart import groups_apart
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.alike import first_own, own_inputs
 from graphopt.tracing.besides import Besides, MoreInputs
@@ -103,6 +105,12 @@ class CapturedStep:
         return (
             f"CapturedStep({len(self.graph_module.graph.nodes)} nodes, {len(self.inputs)} inputs)"
         )
+
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """The groups that it communicates in, once its markers are expanded, in which others are
+        than the ranks that run it alike."""
+        return groups_apart(self.graph_module.graph, self.parallel)
 
     def state_present(self) -> AbstractContextManager[None]:
         """While active, the optimizers have all state that is among the inputs."""

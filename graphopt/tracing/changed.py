@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphopt.errors import CaptureError
-from graphopt.host.changes import Change, is_changed_to, put_back
+from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
@@ -32,7 +32,7 @@ class Changed:
     """
 
     container: Any
-    changes: tuple[tuple[Change, Any], ...]
+    changes: tuple[tuple[ChangeByMethod, Any], ...]
     within: OutsidePlace | None = None
 
 
@@ -86,7 +86,7 @@ def take_changed(
 
 
 def _puts_new(
-    record: Record, changed: ChangedContainer, made: Sequence[tuple[Change, Any]]
+    record: Record, changed: ChangedContainer, made: Sequence[tuple[ChangeByMethod, Any]]
 ) -> CaptureError:
     pairs = zip(changed.changes, made, strict=True)
     kinds = {type(value).__name__ for (_, value), (_, known) in pairs if known is None}

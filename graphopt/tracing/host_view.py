@@ -17,7 +17,7 @@ from graphopt import _compat
 from graphopt._compat.untraced import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
-from graphopt.host.held import Given, Held
+from graphopt.host.held import Given, HeldByFunction
 from graphopt.host.seen import (
     ChangedBefore,
     GivenValue,
@@ -104,10 +104,10 @@ class HostView:
                     call.outside.changed.append(ChangedBefore(changed.container, known))
         return given
 
-    def _held(self, call: HostCall) -> Held | None:
+    def _held(self, call: HostCall) -> HeldByFunction | None:
         """What the function of a call, and what it is given, hold of the step's own."""
         given = {id(value): Given(path) for value, path in self.given.paths()}
-        held = Held(self._record.is_outside, given)
+        held = HeldByFunction(self._record.is_outside, given)
         held.add(call.fn)
         for argument in call.constants:
             held.add(argument)

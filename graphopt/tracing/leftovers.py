@@ -26,7 +26,7 @@ from graphopt.tracing.reachable import reachable
 
 
 @dataclass(frozen=True)
-class Change:
+class ObjectChange:
     """One object that held something else after a trace than before."""
 
     kind: ObjectKind
@@ -45,7 +45,7 @@ class OutsideChanges:
             the captured step sets.
     """
 
-    changes: list[Change] = field(default_factory=list)
+    changes: list[ObjectChange] = field(default_factory=list)
     constants: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -111,7 +111,7 @@ class HostState:
     def restore(self) -> OutsideChanges:
         """Put everything back, and say what had changed."""
         changes = [
-            Change(kind, holder, before, kind.read(holder))
+            ObjectChange(kind, holder, before, kind.read(holder))
             for kind, holder, before in self._held
             if not kind.same(holder, before)
         ]
@@ -183,7 +183,7 @@ def is_told(effects: OutsideChanges) -> bool:
     return False
 
 
-def _new_values(change: Change) -> Iterator[Any]:
+def _new_values(change: ObjectChange) -> Iterator[Any]:
     if change.kind is contents.TABLE:
         before = dict(zip(map(id, change.before[0]), change.before[1], strict=True))
         for key, value in zip(*change.after, strict=True):

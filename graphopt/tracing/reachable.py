@@ -67,7 +67,7 @@ _NOT_ENTERED = _LEFT_ALONE | {
 Found = tuple[ObjectKind, Any]
 
 
-class _Search:
+class _ReachableSearch:
     """One search. `keep` keeps alive what has been seen, so that no `id` is used twice; `bound`:
     methods of containers and other objects without Python code lead to these."""
 
@@ -188,7 +188,7 @@ def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
     The modes of torch come first, as one object.
     """
     yield contents.MODES, None
-    search = _Search(getattr(_function_of(step), "__globals__", {}))
+    search = _ReachableSearch(getattr(_function_of(step), "__globals__", {}))
     search.add([step, *arguments])
     yield from search.run()
 
@@ -196,7 +196,7 @@ def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
 def trained_objects(step: Any, arguments: Iterable[object]) -> list[nn.Module | Optimizer]:
     """Optimizers that `step` can reach, and the modules whose parameters they update: outermost
     ones, nearest first. Where there is no optimizer, all modules that get gradients."""
-    search = _Search(getattr(_function_of(step), "__globals__", {}))
+    search = _ReachableSearch(getattr(_function_of(step), "__globals__", {}))
     search.add([step, *arguments])
     for _ in search.run():
         pass
@@ -229,7 +229,7 @@ class Reach:
 
 def reached_from(function: Any, arguments: Iterable[object]) -> Reach:
     """What `function` can reach from its closure, its arguments and the globals that it names."""
-    search = _Search(getattr(_function_of(function), "__globals__", {}))
+    search = _ReachableSearch(getattr(_function_of(function), "__globals__", {}))
     search.bound = True
     search.add([function, *arguments])
     held = {id(value) for _, value in search.run()}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphopt.host.changes import Change
+from graphopt.host.changes import ChangeByMethod
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import ModuleTensor
 from graphopt.tracing.optimizer_state import OfNone
@@ -167,7 +167,7 @@ class ChangedResult:
     """
 
     container: Any
-    changes: tuple[tuple[Change, Recipe], ...]
+    changes: tuple[tuple[ChangeByMethod, Recipe], ...]
     within: OutsidePlace | None = None
 
     def now(self) -> Any:

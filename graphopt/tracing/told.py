@@ -14,8 +14,6 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.signature import Constant
 
-_TRACED = (*SYMBOLIC, ScheduledSetting)
-
 _NEAR = 1000
 """Objects among which one is looked for that is traced."""
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from graphopt.ir.families import collective_kind
 from graphopt.ir.metadata import fake_value
-from graphopt.ir.operators import first_argument
+from graphopt.ir.operators import first_argument, operator_of
 from graphopt.verify.calls import fresh
 from graphopt.verify.elementwise import reduced
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
@@ -25,7 +25,6 @@ from graphopt.verify.labels import as_reduced, sent_tensors, signature_of
 from graphopt.verify.reading import Reading
 from graphopt.verify.sending import Sending, with_constants_of
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical
-from graphopt.verify.traits import traits_of
 
 _SUMMING = ("all_reduce", "reduce_scatter_tensor")
 
@@ -47,7 +46,7 @@ class CollectiveTerms:
 
     def launched(self, node: fx.Node) -> Pending:
         """What a collective will give."""
-        reduction = traits_of(node).reduction
+        reduction = operator_of(node).reduction
         self._reading.refuse_pending(node)
         arguments = self._reading.arguments(node)
         first, sent = next(iter(arguments.items()))

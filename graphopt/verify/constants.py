@@ -17,10 +17,10 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.ir.metadata import fake_value, known_value
+from graphopt.ir.operators import operator_of
 from graphopt.verify.axioms import AXIOMS, RULES
 from graphopt.verify.calls import target_name
 from graphopt.verify.terms import ScalarValue, TensorValue, Terms, canonical, whole
-from graphopt.verify.traits import traits_of
 
 (_CONSTANTS,) = (axiom for axiom in AXIOMS if axiom.name == "constants")
 
@@ -35,7 +35,7 @@ def sent_constants(graph: fx.Graph) -> dict[fx.Node, bool]:
     makers: Makers = {node: {node} for node in _constants(graph)}
     found: set[fx.Node] = set()
     for node in _readers(makers):
-        if traits_of(node).collective:
+        if operator_of(node).collective:
             found.update(*(makers.get(sent, ()) for sent in node.all_input_nodes))
         else:
             _note(node, makers)
@@ -71,7 +71,7 @@ def _text(node: fx.Node) -> str:
 
 
 def _note(node: fx.Node, makers: Makers) -> None:
-    traits, sources = traits_of(node), _tensors_read(node)
+    traits, sources = operator_of(node), _tensors_read(node)
     known = [makers[source] for source in sources if source in makers]
     if not known or traits.random or (traits.metadata_only and len(known) < len(sources)):
         return

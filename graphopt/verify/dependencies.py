@@ -194,7 +194,7 @@ class _Comparison:
         pairs = [
             (old, new) for new, old in self._matching.anchors.items() if old in self._old.begins
         ]
-        lost: dict[int, list[_Lost]] = {}
+        lost: dict[int, list[_LostDependency]] = {}
         for start in range(0, len(pairs), CHUNK):
             for sink, sources in self._lost_of(pairs[start : start + CHUNK], places):
                 lost.setdefault(sink, []).extend(sources)
@@ -202,7 +202,7 @@ class _Comparison:
 
     def _lost_of(
         self, pairs: list[tuple[fx.Node, fx.Node]], places: list[SinkPlace]
-    ) -> Iterator[tuple[int, list[_Lost]]]:
+    ) -> Iterator[tuple[int, list[_LostDependency]]]:
         """For each sink, which sources among the pairs (before, after) it has lost.
 
         Nearly always what a sink needs reaches it without passing another anchor; only the rest is
@@ -216,7 +216,7 @@ class _Comparison:
             yield (
                 sink,
                 [
-                    _Lost(new[number], label)
+                    _LostDependency(new[number], label)
                     for label, bits in labelled(state)
                     for number in numbers(bits, _NAMED)
                 ],
@@ -234,7 +234,7 @@ class _Comparison:
             self._uncut = Side(*self._after, places, self._labels)
         return self._uncut
 
-    def _problem(self, sink: Sink, lost: list[_Lost]) -> Problem:
+    def _problem(self, sink: Sink, lost: list[_LostDependency]) -> Problem:
         reader = sink.after.node
         source, label = lost[0]
         subject = f"%{reader.name}" if sink.end is None else _end_name(sink.end)
@@ -251,7 +251,7 @@ class _Comparison:
         return Problem(message, (reader, *(node for node in sources if node is not reader)))
 
 
-class _Lost(NamedTuple):
+class _LostDependency(NamedTuple):
     source: fx.Node
     label: int
 

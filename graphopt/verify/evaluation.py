@@ -22,6 +22,7 @@ from graphopt.ir.operators import (
     first_argument,
     is_list_operator,
     is_random,
+    operator_of,
 )
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, has_empty, named
@@ -34,7 +35,6 @@ from graphopt.verify.reading import Reading, is_itself
 from graphopt.verify.recall import RecalledCall
 from graphopt.verify.regions import UnknownPlace
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storage_layout_of
-from graphopt.verify.traits import traits_of
 from graphopt.verify.updating import Updates
 
 _PERHAPS_VIEWS = ("aten::reshape", "aten::flatten", "aten::contiguous", "aten::to")
@@ -129,7 +129,7 @@ class _Evaluator:
         if node.op == "call_function" and node not in self._unknowns:
             if node.target is operator.getitem:
                 return self._item_taken_in(node)
-            traits = traits_of(node)
+            traits = operator_of(node)
             if traits.only_computes:
                 known = self._recalled(node)
                 value = self._value(node) if known is None else self._again(node, known)
@@ -188,7 +188,7 @@ class _Evaluator:
     def _note_possible_view(self, node: fx.Node) -> None:
         """Of a node that has no base: whether it may be a view nevertheless, of one of several
         arguments or an item of such a one."""
-        traits, possible = traits_of(node), self._contents.possible
+        traits, possible = operator_of(node), self._contents.possible
         sources: list[fx.Node] = []
         if traits.item:
             sources = [n for n in node.all_input_nodes[:1] if n in possible] if possible else []
@@ -228,7 +228,7 @@ class _Evaluator:
             return None
         if node.target is operator.getitem:
             return self._base_of_item(node)
-        traits = traits_of(node)
+        traits = operator_of(node)
         if not (traits.wait or traits.may_alias or traits.writes):
             return None
         source = first_argument(node)
@@ -272,7 +272,7 @@ class _Evaluator:
             if call is not None:
                 return self._module(node, *call)
             raise NotDecidedError(f"it calls {node.op} {node.target}", node, foreign=True)
-        traits = traits_of(node)
+        traits = operator_of(node)
         if traits.wait:
             return self._communication.waited(node)
         if traits.copies:

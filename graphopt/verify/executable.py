@@ -137,9 +137,13 @@ class _Storages:
         tensor = self.tensor(node)
         return self._values.get(tensor) if self._last.get(self.key(node)) is tensor else None
 
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether the storage of a node has been written since that was there."""
+        return self.counts(node) != self._born[node]
+
     def overwriting(self, node: fx.Node) -> fx.Node | None:
         """Who has overwritten what a node stood for, as another tensor."""
-        if self.counts(node) == self._born[node] or self.now(node) is not None:
+        if not self.is_written(node) or self.now(node) is not None:
             return None
         return next(self._writes[key][-1] for key in self.keys(node) if self._writes[key])
 
@@ -182,6 +186,8 @@ class _Reading:
                 f"%{reader.name} {verb} %{source.name} after %{by.name} has overwritten it",
                 (reader, by),
             )
+        if is_pure_view(source) and not self._storages.is_written(source):
+            return self.copies[source]  # which reads what was there when it was made
         return self._storages.now(source) or self.copies[source]
 
     def _copy(self, node: fx.Node, target: Any = None) -> fx.Node:

@@ -18,6 +18,7 @@ from torch import fx
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import list_call
 from graphopt.ir.metadata import fake_value, known_value
+from graphopt.ir.operators import operator_of
 from graphopt.ir.reads import values_read
 from graphopt.verify.labels import Labels, signature_of
 from graphopt.verify.segments import (
@@ -30,7 +31,6 @@ from graphopt.verify.segments import (
     slice_range,
     split_ends,
 )
-from graphopt.verify.traits import traits_of
 
 
 class Flow:
@@ -102,7 +102,7 @@ class Flow:
         return value.joined
 
     def _compute(self, node: fx.Node) -> Value:
-        traits = traits_of(node)
+        traits = operator_of(node)
         if traits.item:
             return self._item(node)
         if traits.listed:
@@ -115,7 +115,7 @@ class Flow:
 
     def _computed(self, node: fx.Node, needs: Iterable[int]) -> int:
         vertex = self._new(needs)
-        if traits_of(node).collective:
+        if operator_of(node).collective:
             self.launched[vertex] = self._labels.number(signature_of(node))
         return vertex
 
@@ -149,7 +149,7 @@ class Flow:
 
     def _by_element(self, node: fx.Node) -> Value | None:
         """The value of an operator that keeps elements apart; None where it does not."""
-        kind = traits_of(node).elements
+        kind = operator_of(node).elements
         if kind == "cat":
             return self._cat(node)
         if kind == "pointwise":
@@ -158,7 +158,7 @@ class Flow:
         assert isinstance(source, fx.Node)
         value = self._value(source)
         if kind == "same":
-            return value if isinstance(value, Segments) or traits_of(node).wait else None
+            return value if isinstance(value, Segments) or operator_of(node).wait else None
         if not isinstance(value, Segments):
             return None
         if kind == "slice":

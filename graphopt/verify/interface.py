@@ -13,10 +13,9 @@ from torch import fx
 
 from graphopt.graph_utils import get_output, get_outputs
 from graphopt.ir.metadata import known_value
-from graphopt.ir.operators import argument_at
+from graphopt.ir.operators import argument_at, operator_of
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import layout_of
-from graphopt.verify.traits import traits_of
 
 Same = Mapping[fx.Node, fx.Node]
 
@@ -75,7 +74,7 @@ def changed_arguments(after: fx.Graph, same: Same) -> Iterator[Problem]:
 
 
 def _renames(node: fx.Node) -> bool:
-    traits = traits_of(node)
+    traits = operator_of(node)
     if traits.elements in ("split", "slice"):
         place = 2 if traits.elements == "split" else 1
         return argument_at(node, place) in (None, 0)  # of rows; columns are not followed
@@ -84,7 +83,7 @@ def _renames(node: fx.Node) -> bool:
 
 def _plain_arguments(node: fx.Node) -> Any:
     given: Any = (node.args, node.kwargs)
-    if traits_of(node).listed:
+    if operator_of(node).listed:
         is_list = (tuple, list)
         args = [None if isinstance(value, is_list) else value for value in node.args]
         given = args, {k: v for k, v in node.kwargs.items() if not isinstance(v, is_list)}

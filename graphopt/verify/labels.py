@@ -8,7 +8,7 @@ from torch import fx
 
 from graphopt.graph_utils import tensors_in
 from graphopt.ir.metadata import known_value
-from graphopt.verify.traits import traits_of
+from graphopt.ir.operators import operator_of
 
 Signature = tuple[str, ...]
 """A collective without its tensors: what it does, how it reduces or from where, and the group."""
@@ -17,7 +17,7 @@ Signature = tuple[str, ...]
 def signature_of(launch: fx.Node) -> Signature:
     """For example ``("all_reduce", "sum", "0")``; variants of one collective have the same."""
     settings = [a for a in launch.args[1:] if isinstance(a, (str, int))]
-    return (traits_of(launch).reduction, *(str(setting) for setting in settings))
+    return (operator_of(launch).reduction, *(str(setting) for setting in settings))
 
 
 def as_reduced(signature: Signature) -> Signature:

@@ -16,8 +16,8 @@ from torch import fx
 from graphopt.graph_utils import get_outputs
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import Entry
+from graphopt.ir.operators import operator_of
 from graphopt.verify.segments import segmented
-from graphopt.verify.traits import traits_of
 
 End = tuple[str, Hashable]
 """A place where a value leaves the graph: ("result", 0), ("carried", 1), ("state", placeholder)."""
@@ -150,5 +150,5 @@ def same_nodes(
 
 def _is_between_anchors(node: fx.Node) -> bool:
     """Whether a pass may rebuild a node from other pieces without naming it anew."""
-    traits = traits_of(node)
+    traits = operator_of(node)
     return traits.item or traits.listed or traits.wait or traits.collective

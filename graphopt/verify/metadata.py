@@ -15,11 +15,11 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import evaluate, is_list_operator, tensors_in, written
 from graphopt.ir.metadata import fake_value, has_value, known_value
+from graphopt.ir.operators import operator_of
 from graphopt.verify.list_metadata import entries_of
 from graphopt.verify.module_constants import attribute
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Layout, layout_of
-from graphopt.verify.traits import traits_of
 
 _OF_BUILTINS = "abs bool complex divmod float int len list max min pow round slice sum tuple"
 _OF_OPERATOR_WITH_EFFECTS = (
@@ -179,7 +179,7 @@ def changed_problems(
 def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
     if node.op != "call_function":
         return
-    if functional and written(node) and not traits_of(node).copies:
+    if functional and written(node) and not operator_of(node).copies:
         yield Problem(
             "it put in an operator that works in place",
             (node,),

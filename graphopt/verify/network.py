@@ -11,10 +11,10 @@ from graphopt.graph_utils import tensors_in
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.metadata import known_value, phase_of
+from graphopt.ir.operators import operator_of
 from graphopt.ir.views import launch_of
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.problems import operator_name
-from graphopt.verify.traits import traits_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -64,7 +64,7 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
     for node in graph.nodes:
         for source in node.all_input_nodes:
             _connect(found, source, node, "data")
-        traits = traits_of(node)
+        traits = operator_of(node)
         launch = launch_of(node) if traits.wait else None
         if launch is not None:
             _connect(found, launch, node, "collective")

@@ -7,12 +7,11 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat
-from graphopt.ir.operators import first_argument
+from graphopt.ir.operators import first_argument, operator_of
 from graphopt.verify.calls import named
 from graphopt.verify.contents import Contents, View
 from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.terms import Pending, TensorValue, Terms
-from graphopt.verify.traits import traits_of
 
 
 class Reading:
@@ -83,5 +82,5 @@ def _is_pending(value: Any) -> bool:
 
 def is_itself(node: fx.Node) -> bool:
     """Whether a node gives its first argument, by another name."""
-    traits = traits_of(node)
+    traits = operator_of(node)
     return traits.wait or (bool(traits.writes) and isinstance(first_argument(node), fx.Node))

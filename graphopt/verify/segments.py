@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.ir.metadata import known_value
-from graphopt.verify.traits import traits_of
+from graphopt.ir.operators import operator_of
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ def segmented(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that may be read as segments: concatenations of vectors, and what follows from them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        traits = traits_of(node)
+        traits = operator_of(node)
         if traits.elements == "cat":
             if concatenates_vectors(node):
                 found.add(node)

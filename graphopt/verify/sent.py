@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
+from graphopt.ir.operators import operator_of
 from graphopt.verify.labels import Signature, sent_tensors, signature_of, signature_text
 from graphopt.verify.problems import Problem
 from graphopt.verify.segments import size_of
-from graphopt.verify.traits import traits_of
 
 Same = Mapping[fx.Node, fx.Node]
 
@@ -92,7 +92,7 @@ def _totals(graph: fx.Graph, by_dtype: bool) -> _Totals:
     counts: Counter[tuple[Signature, str]] = Counter()
     launches: dict[tuple[Signature, str], list[fx.Node]] = {}
     for node in graph.nodes:
-        if not traits_of(node).collective:
+        if not operator_of(node).collective:
             continue
         for tensor in sent_tensors(node):
             key = signature_of(node), f" of {tensor.dtype}" if by_dtype else ""

@@ -14,11 +14,10 @@ from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import Entry
 from graphopt.ir.metadata import known_value
-from graphopt.ir.operators import calls_of, draws
+from graphopt.ir.operators import calls_of, draws, operator_of
 from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.problems import Problem
-from graphopt.verify.traits import traits_of
 
 Same = Mapping[fx.Node, fx.Node]
 
@@ -191,7 +190,7 @@ def waits(before: fx.Graph, after: fx.Graph, memory: MemoryOrder, same: Same) ->
             yield from _waits_of(launch)
     for reader, sources in memory.implicit.items():
         for source, write in sources.items():
-            if traits_of(write.node).collective:
+            if operator_of(write.node).collective:
                 yield Problem(
                     f"%{reader.name} reads %{source.name} while %{write.node.name} is under way",
                     (reader, write.node),
@@ -202,7 +201,7 @@ def waits(before: fx.Graph, after: fx.Graph, memory: MemoryOrder, same: Same) ->
 def _left_under_way(graph: fx.Graph) -> set[fx.Node]:
     """The collectives whose results a graph hands out without a wait."""
     carried = (node for node in get_outputs(graph).carried if isinstance(node, fx.Node))
-    return {node for node in carried if traits_of(node).collective}
+    return {node for node in carried if operator_of(node).collective}
 
 
 def waits_of_launches(graph: fx.Graph) -> Iterator[Problem]:
@@ -217,7 +216,7 @@ def _waits_of(launch: fx.Node) -> Iterator[Problem]:
     while pending:
         node, result = pending.pop()
         for user in node.users:
-            traits = traits_of(user)
+            traits = operator_of(user)
             if traits.wait:
                 found.setdefault(result, []).append(user)
             elif traits.item and node is launch:
@@ -290,9 +289,9 @@ def _stale_reads(before: MemoryOrder, after: MemoryOrder, same: Same) -> Iterato
         expected = {} if old is None else before.implicit.get(old, {})
         for source, write in sources.items():
             was = expected.get(same.get(source, source))
-            if traits_of(write.node).collective or _is_same_write(was, write, same):
+            if operator_of(write.node).collective or _is_same_write(was, write, same):
                 continue
-            verb = "still sends" if traits_of(reader).wait else "reads"
+            verb = "still sends" if operator_of(reader).wait else "reads"
             done = f"%{write.node.name} has overwritten it"
             instead = "" if was is None else f", and not what %{was.node.name} wrote there"
             yield Problem(

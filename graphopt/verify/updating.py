@@ -14,6 +14,7 @@ from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import (
     fused_optimizer,
     is_list_operator,
+    operator_of,
     rounds_a_list_in_place,
     written_positions,
 )
@@ -25,7 +26,6 @@ from graphopt.verify.evaluated import NotDecidedError, Settled
 from graphopt.verify.functional import functional_form, functional_form_for
 from graphopt.verify.reading import Reading
 from graphopt.verify.terms import TensorValue, Terms, tensor_value
-from graphopt.verify.traits import traits_of
 
 Applied = Callable[[fx.Node, Any, dict[str, Any]], Any]
 """(node, operator, arguments by name) -> what the call gives."""
@@ -77,7 +77,7 @@ class Updates:
     def in_place(self, node: fx.Node) -> Any:
         """What an operator gives that updates its arguments: what its functional form gives is
         written."""
-        if traits_of(node).collective:
+        if operator_of(node).collective:
             return self._in_place_collective(node)
         target = self._functional_form(node)
         if target is None:
@@ -151,7 +151,7 @@ class Updates:
     def _in_place_collective(self, node: fx.Node) -> Any:
         """It may write whenever it likes until its wait."""
         destination = node.args[0]
-        kind = collective_kind(traits_of(node).reduction)
+        kind = collective_kind(operator_of(node).reduction)
         if not isinstance(destination, fx.Node) or not kind.by_element:
             raise NotDecidedError("it is an update in place by several ranks", node)
         value = self._communication.launched(node).value

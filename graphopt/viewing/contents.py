@@ -60,7 +60,7 @@ def _can_be_simulated(graph: fx.Graph) -> bool:
     return all(has_value(node) for node in graph.nodes if node.op != "output")
 
 
-class _Texts:
+class _NumberedTexts:
     """Texts that occur often, by number."""
 
     def __init__(self) -> None:
@@ -83,7 +83,11 @@ class _Nodes:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.phases, self.modules, self.places = _Texts(), _Texts(), _Texts()
+        self.phases, self.modules, self.places = (
+            _NumberedTexts(),
+            _NumberedTexts(),
+            _NumberedTexts(),
+        )
         self.index: dict[fx.Node, int] = {}
         self.rows: list[list[Any]] = []
         late = graph.late if isinstance(graph, IterGraph) else {}

@@ -1,7 +1,8 @@
 """Pictures of pipeline schedules: predicted from durations, or measured in a real step."""
 
+from graphopt.errors import ScheduleError
 from graphopt.pipelining.timeline.durations import StageDurations, measure_durations
-from graphopt.pipelining.timeline.errors import ScheduleDeadlockError, ScheduleError
+from graphopt.pipelining.timeline.errors import ScheduleDeadlockError
 from graphopt.pipelining.timeline.orders import SCHEDULES, ScheduleOrder
 from graphopt.pipelining.timeline.picture import ScheduleTimeline
 from graphopt.pipelining.timeline.predicting import predict_schedule

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, fx
 
 from graphopt._compat import schedules
+from graphopt.errors import ScheduleError
 from graphopt.graph_utils import get_output
 from graphopt.pipelining.pipe.pipe import Pipe
 from graphopt.pipelining.pipe.placement import stage_nodes
 from graphopt.pipelining.stage.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
 from graphopt.pipelining.stage.devices import move_to_device
 from graphopt.pipelining.stage.metadata import StageFlow, find_flow
-from graphopt.pipelining.timeline.errors import ScheduleError
 from graphopt.pipelining.timeline.slots import Action
 
 

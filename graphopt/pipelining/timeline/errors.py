@@ -5,10 +5,6 @@ from __future__ import annotations
 from graphopt.errors import GraphOptError
 
 
-class ScheduleError(GraphOptError, ValueError):
-    """There is no such schedule, or it does not fit the stages, ranks or microbatches."""
-
-
 class ScheduleDeadlockError(GraphOptError, RuntimeError):
     """Ranks of a schedule wait for actions that never run.
 

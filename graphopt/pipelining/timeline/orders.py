@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphopt.pipelining.timeline.errors import ScheduleError
+from graphopt.errors import ScheduleError
 from graphopt.pipelining.timeline.slots import Action
 from graphopt.runtime.places import place, read_text
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Any
 
+from graphopt.errors import ScheduleError
 from graphopt.pipelining.timeline.durations import StageDurations
-from graphopt.pipelining.timeline.errors import ScheduleDeadlockError, ScheduleError
+from graphopt.pipelining.timeline.errors import ScheduleDeadlockError
 from graphopt.pipelining.timeline.orders import ScheduleOrder
 from graphopt.pipelining.timeline.picture import ScheduleTimeline
 from graphopt.pipelining.timeline.slots import Action, Slot

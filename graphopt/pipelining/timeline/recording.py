@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from graphopt._compat import schedules
-from graphopt.pipelining.timeline.errors import ScheduleError
+from graphopt.errors import ScheduleError
 from graphopt.pipelining.timeline.orders import SCHEDULES
 from graphopt.pipelining.timeline.picture import ScheduleTimeline
 from graphopt.pipelining.timeline.slots import Action, Kind, Slot

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphopt.errors import ScheduleError
 from graphopt.graph_utils import tensors_in
 from graphopt.pipelining.pipe.pipe import Pipe
 from graphopt.pipelining.timeline.durations import example_inputs, total
-from graphopt.pipelining.timeline.errors import ScheduleError
 from graphopt.pipelining.timeline.orders import ScheduleKind
 
 

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphopt.host.changes import MUTABLE, Change
+from graphopt.host.changes import MUTABLE, ChangeByMethod
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.known_objects import KnownObjects
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.unrepeated import Unrepeated
 
 _TAKING_FIRST = (
-    Change("pop", (0,), takes=False),
-    Change("__delitem__", (0,), takes=False),
-    Change("popleft", (), takes=False),
+    ChangeByMethod("pop", (0,), takes=False),
+    ChangeByMethod("__delitem__", (0,), takes=False),
+    ChangeByMethod("popleft", (), takes=False),
 )
 
 
@@ -34,7 +34,7 @@ class ChangedContainer:
 
     container: Any
     before: Any
-    changes: list[tuple[Change, Any]]
+    changes: list[tuple[ChangeByMethod, Any]]
     line: SourceLine
     otherwise: bool = False
 
@@ -62,7 +62,7 @@ class ContainerChanges(KnownObjects):
         self,
         container: Any,
         line: SourceLine,
-        changes: Sequence[tuple[Change, Any]] | None = None,
+        changes: Sequence[tuple[ChangeByMethod, Any]] | None = None,
     ) -> None:
         """The step adds to or takes from a container.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphopt.tracing.object_guards import ModuleGuards
-from graphopt.tracing.outside.held import Entry, Held
+from graphopt.tracing.outside.held import GuardedObject, GuardedPlace
 from graphopt.tracing.outside.modules import only_within
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 from graphopt.tracing.outside.record import Record
@@ -27,14 +27,15 @@ class OutsideGuard:
 
     def __init__(self, record: Record) -> None:
         self._gone: str | None = None
-        self._entries: list[Entry] = []
-        self._followed: set[Held] = set()
+        self._entries: list[GuardedPlace] = []
+        self._followed: set[GuardedObject] = set()
         self._sweeps: list[Callable[[], bool]] | None = None
-        self._entries = _Entries(record, _Lost(self)).found
+        self._entries = _Entries(record, _TellsOfLostObject(self)).found
         self._followed = {entry.held for entry in self._entries if entry.held is not None}
         modules = self._unfollowed(record)
         self._owners = [
-            weakref.ref(module, _Drop(self, f"{name} is gone")) for name, module in modules
+            weakref.ref(module, _TellsOfLostModule(self, f"{name} is gone"))
+            for name, module in modules
         ]
         self._modules = ModuleGuards(
             (name, each, _assigned(record, each), record.taken_from(vars(each)))
@@ -46,7 +47,7 @@ class OutsideGuard:
         """The modules in whose place no others may be."""
         modules = [module for _, module in record.modules.values()]
         within: set[int] = set()
-        self._described: list[tuple[str, Held]] = []
+        self._described: list[tuple[str, GuardedObject]] = []
         for held in self._followed:
             if held.description is None:
                 continue
@@ -82,7 +83,7 @@ class OutsideGuard:
         following.settle(self._entries)  # equal values in other objects are looked for from now on
         self._sweeps = prepared(self._entries)
 
-    def lost(self, held: Held) -> None:
+    def lost(self, held: GuardedObject) -> None:
         """An object is gone. Another may take its place, if a place leads to it."""
         if held in self._followed and held.followed:
             self._sweeps = None
@@ -103,7 +104,7 @@ class OutsideGuard:
         self._modules = ModuleGuards(())
 
 
-class _Drop:
+class _TellsOfLostModule:
     """Tells a guard that a module it needs is gone."""
 
     def __init__(self, guard: OutsideGuard, reason: str) -> None:
@@ -115,13 +116,13 @@ class _Drop:
             guard.drop(self._reason)
 
 
-class _Lost:
+class _TellsOfLostObject:
     """Tells a guard that an object it looks at is gone."""
 
     def __init__(self, guard: OutsideGuard) -> None:
         self._guard = weakref.ref(guard)
 
-    def __call__(self, held: Held) -> None:
+    def __call__(self, held: GuardedObject) -> None:
         guard = self._guard()
         if guard is not None and guard.alive:
             guard.lost(held)
@@ -130,9 +131,9 @@ class _Lost:
 class _Entries:
     """Makes the entries of a record; each object is held once, however many places lead to it."""
 
-    def __init__(self, record: Record, gone: Callable[[Held], None]) -> None:
+    def __init__(self, record: Record, gone: Callable[[GuardedObject], None]) -> None:
         self._record, self._gone = record, gone
-        self._objects: dict[int, Held] = {}
+        self._objects: dict[int, GuardedObject] = {}
         reads = [(read, _settled(read)) for read in record.reads.values()]
         stand_ins = {id(read.value) for read, settled in reads if settled.value is not read.value}
         self.found = [
@@ -141,16 +142,16 @@ class _Entries:
             if id(read.place.holder) not in stand_ins
         ]
 
-    def _entry(self, read: Read) -> Entry:
+    def _entry(self, read: Read) -> GuardedPlace:
         held = None
         if read.place.kind in _LEADING and not is_value(read.value) and read.value is not MISSING:
             held = self._held(read.value)
-        return Entry(read, self._held(read.place.holder), held)
+        return GuardedPlace(read, self._held(read.place.holder), held)
 
-    def _held(self, value: Any) -> Held:
+    def _held(self, value: Any) -> GuardedObject:
         if id(value) not in self._objects:
             owner = self._record.owner(value)
-            self._objects[id(value)] = Held(
+            self._objects[id(value)] = GuardedObject(
                 value,
                 self._gone,
                 None if owner is None else self._held(owner),
@@ -167,10 +168,10 @@ class _Following:
     """Finds every place again, from the first to the last, and objects that stand for others."""
 
     def __init__(self) -> None:
-        self._found: dict[Held, Any] = {}
+        self._found: dict[GuardedObject, Any] = {}
         self._values: list[Any] = []
 
-    def change(self, entry: Entry) -> str | None:
+    def change(self, entry: GuardedPlace) -> str | None:
         """What has changed at a place, if anything."""
         holder = self._object(entry.holder)
         line = f"{entry.line.file}:{entry.line.line}"
@@ -182,7 +183,7 @@ class _Following:
             return None
         return f"{entry.path}: {shown(entry.expected())} -> {shown(now)}, read at {line}"
 
-    def settle(self, entries: Sequence[Entry]) -> None:
+    def settle(self, entries: Sequence[GuardedPlace]) -> None:
         """All that was found is what is expected from now on."""
         for held, value in self._found.items():
             if held.owner is None and held.get() is not value:
@@ -190,13 +191,13 @@ class _Following:
         for entry, value in zip(entries, self._values, strict=True):
             entry.found(value)
 
-    def _object(self, held: Held) -> Any:
+    def _object(self, held: GuardedObject) -> Any:
         if held not in self._found:
             owner = held.owner
             self._found[held] = held.get() if owner is None else held.within(self._object(owner))
         return self._found[held]
 
-    def _is(self, held: Held, now: Any) -> bool:
+    def _is(self, held: GuardedObject, now: Any) -> bool:
         now = held.within_wrapper(now)
         if held in self._found or held.owner is not None:
             return self._object(held) is now

@@ -26,7 +26,7 @@ _CONTAINERS = frozenset({dict, list, set})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
-class Held:
+class GuardedObject:
     """An object, kept alive only where it has to be: values, classes, containers.
 
     Attributes:
@@ -49,7 +49,11 @@ class Held:
     )
 
     def __init__(
-        self, value: Any, gone: Callable[[Held], None], owner: Held | None, pinned: bool
+        self,
+        value: Any,
+        gone: Callable[[GuardedObject], None],
+        owner: GuardedObject | None,
+        pinned: bool,
     ) -> None:
         self._gone, self._type, self.owner = gone, type(value), owner
         self._part = None if owner is None else _part(owner.get(), value)
@@ -183,14 +187,14 @@ def _part(owner: Any, value: Any) -> int | None:
     return next((n for n, cell in enumerate(closure or ()) if cell is value), None)
 
 
-class Entry:
+class GuardedPlace:
     """A place with the value it has to have.
 
     Attributes:
         held: the object that is there; None for values, which are compared as such.
     """
 
-    def __init__(self, read: Read, holder: Held, held: Held | None) -> None:
+    def __init__(self, read: Read, holder: GuardedObject, held: GuardedObject | None) -> None:
         self.kind, self.key = read.place.kind, read.place.key
         self.path, self.line = read.path, read.line
         self.holder, self.held = holder, held

@@ -37,7 +37,7 @@ _TABLES = (dict, types.MappingProxyType)
 _SEVERAL = (tuple, frozenset)
 
 
-class Reads(ContainerChanges):
+class OutsideReads(ContainerChanges):
     """What one trace reads outside. A value that only goes into the next value of its own place
     (`self.n += 1`) is not read; but whoever reads that next value reads the outside one.
 

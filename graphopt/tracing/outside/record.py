@@ -20,7 +20,7 @@ from graphopt.tracing.outside.places import (
     key_text,
     same,
 )
-from graphopt.tracing.outside.reads import Reads, of_none
+from graphopt.tracing.outside.reads import OutsideReads, of_none
 from graphopt.tracing.outside.unrepeated import users
 
 
@@ -41,7 +41,7 @@ class WrittenPlace(NamedTuple):
     line: SourceLine | None = None
 
 
-class Record(Reads):
+class Record(OutsideReads):
     """What one trace read outside, and what it wrote there.
 
     A place that the step has written is its own from then on. A value that only goes into the next

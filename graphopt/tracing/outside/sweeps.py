@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from operator import contains, getitem, is_
 from typing import Any
 
-from graphopt.tracing.outside.held import Entry
+from graphopt.tracing.outside.held import GuardedPlace
 from graphopt.tracing.outside.places import MISSING
 
-Entries = Sequence[Entry]
+Entries = Sequence[GuardedPlace]
 
 _PLAIN = (dict, list, tuple)
 """Containers whose `[]` does nothing else."""
@@ -17,13 +17,13 @@ _PLAIN = (dict, list, tuple)
 
 def prepared(entries: Entries) -> list[Callable[[], bool]]:
     """Sweeps over all entries. They keep alive what the entries look at."""
-    by_kind: dict[str, list[Entry]] = {}
+    by_kind: dict[str, list[GuardedPlace]] = {}
     for entry in entries:
         by_kind.setdefault(_sweep_of(entry), []).append(entry)
     return [_SWEEPS[kind](found) for kind, found in by_kind.items()]
 
 
-def _sweep_of(entry: Entry) -> str:
+def _sweep_of(entry: GuardedPlace) -> str:
     weak = entry.held is not None and entry.held.weak
     derived = entry.held is not None and entry.held.owner is not None
     if entry.kind in ("item", "class"):

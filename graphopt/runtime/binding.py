@@ -1,0 +1,67 @@
+"""From what was captured to what can be called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphopt.host.counts import TimesReached
+    from graphopt.runtime.agreed import Agreed
+    from graphopt.runtime.bound_step import BoundStep
+    from graphopt.tracing import CapturedStep
+    from graphopt.tracing.call import Call
+
+
+class Binding:
+    """Binds what is captured of one training step: all its graphs count callbacks together."""
+
+    def __init__(self) -> None:
+        self._counts: TimesReached | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Warn again of what is held."""
+        self._held: frozenset[str] = frozenset()
+
+    def bound(
+        self,
+        call: Call,
+        mode: tuple[Any, ...],
+        captured: CapturedStep,
+        agreed: Agreed | None,
+        number: int,
+    ) -> BoundStep:
+        """What was captured for a call, after all stages, ready to be called; what eager code would
+        have changed outside is done.
+
+        Args:
+            mode: how the call communicates.
+            agreed: what the ranks agreed on for it; None where it does not communicate.
+            number: counts the captures of the step.
+        """
+        from graphopt.host import share_counts
+        from graphopt.host.counts import TimesReached
+        from graphopt.iter_graph import IterGraphModule
+        from graphopt.runtime.bound_step import BoundStep
+        from graphopt.tracing.guards import Guards
+
+        module = captured.graph_module
+        assert isinstance(module, IterGraphModule)
+        self._counts = self._counts or TimesReached()
+        share_counts(module.graph, self._counts)
+        captured.effects.apply()
+        with captured.state_present():
+            guards = Guards(call, captured.live, mode, captured.signature, captured.outside)
+        if agreed is not None:
+            agreed.guards = guards
+            self._warn_of_held(captured)
+        return BoundStep(captured, module, guards, agreed, number)
+
+    def _warn_of_held(self, captured: CapturedStep) -> None:
+        from graphopt.runtime.late import warn_of_held
+
+        new = captured.live.held - self._held
+        if new:
+            self._held |= new
+            names = ", ".join(sorted(new))
+            warn_of_held(names, "its update stays in its own step until reset() of this step")
