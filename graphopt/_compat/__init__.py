@@ -152,6 +152,7 @@ from graphopt._compat.tracers import (
 )
 from graphopt._compat.trees import (
     ONE_VALUE,
+    Applied,
     flatten_arguments,
     flatten_results,
     leaf_names,

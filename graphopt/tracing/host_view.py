@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from graphopt import _compat
 from graphopt._compat.untraced import without_overrides
 from graphopt.errors import CaptureError
@@ -28,8 +30,11 @@ from graphopt.host.seen import (
 )
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
+from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.later import nest_of
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
 from graphopt.tracing.outside.record import Record
@@ -155,13 +160,15 @@ class HostView:
         made = told(self._record, value)
         if made is None:
             return None
-        leaves, spec = _compat.tree_flatten(made)
+        leaves, spec = _compat.tree_flatten(nest_of(made))
         marks = [self._leaf(leaf, given) for leaf in leaves]
         return LeftValue(None if spec == _compat.ONE_VALUE else spec, tuple(marks))
 
     def _leaf(self, leaf: Any, given: list[Any]) -> Any:
         if isinstance(leaf, Constant):
             return leaf.value
+        if not (isinstance(leaf, (torch.Tensor, *SYMBOLIC, ScheduledSetting)) or is_known(leaf)):
+            return leaf
         if isinstance(leaf, ScheduledSetting):
             read = leaf.read_later()
             return LiveValue(read.scheduler, read)

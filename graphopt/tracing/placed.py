@@ -29,6 +29,7 @@ from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.later import is_later
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
@@ -241,7 +242,7 @@ def _is_traced(value: Any, numbers: bool = False, tensors: bool = True) -> bool:
         else:
             inner = each.values() if isinstance(each, dict) else each
             pending.extend((item, within | {id(each)}) for item in inner)
-    of_numbers = any(isinstance(leaf, SYMBOLIC) for leaf in leaves)
+    of_numbers = any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves)
     of_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if (of_numbers and not numbers) or (of_tensors and not tensors):
         return False

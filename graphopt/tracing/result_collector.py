@@ -24,6 +24,7 @@ from graphopt.tracing.inputs import Inputs, is_exact, is_number
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.obtained import ObtainedValues
+from graphopt.tracing.later import is_later, nest_of
 from graphopt.tracing.optimizer_state import (
     OfNone,
     distinct_states,
@@ -118,6 +119,8 @@ class ResultCollector:
     def recipe(self, value: Any, what: Callable[[], str]) -> Recipe:
         if isinstance(value, ScheduledSetting):
             return Scheduled(value.read_later())
+        if is_later(value):
+            return self._nest(value)
         if isinstance(value, torch.Tensor):
             return self._tensor_recipe(value)
         value = self.made.calls.as_scalar(value)
@@ -368,7 +371,7 @@ class ResultCollector:
         if isinstance(after, torch.Tensor):
             return self._tensor_recipe(after)
         leaves, spec = _compat.tree_flatten(after)
-        if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+        if any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves):
             return self._nest(after)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return Constant(after)
@@ -381,9 +384,9 @@ class ResultCollector:
         """How every call makes a value, its containers anew."""
         if isinstance(value, Constant):
             return value
-        if is_value(value):
+        if is_value(value) and not is_later(value):
             return Constant(value)
-        leaves, spec = _compat.tree_flatten(value)
+        leaves, spec = _compat.tree_flatten(nest_of(value))
         recipes = tuple(
             self.recipe(leaf, lambda: "what it leaves outside its arguments")
             if isinstance(leaf, (torch.Tensor, *SYMBOLIC, ScheduledSetting)) or is_known(leaf)

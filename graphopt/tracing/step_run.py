@@ -36,6 +36,8 @@ from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
 from graphopt.tracing.leftovers import HostState
+from graphopt.tracing.later import values_of
+from graphopt.tracing.laters import Laters
 from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
@@ -171,6 +173,8 @@ class StepRun:
             marker = self._gradient_marker(traced)
             tables = [attributes for _, attributes, _ in holders]
             self.view = self._viewing(traced, before, holders, settings)
+            laters = self.outside.laters = Laters(self.outside, self.made.decide_computed)
+            stack.enter_context(values_of(laters))
             ran = self._run(traced, marker, tables)
             marked = list(marks.changes())
             counted = self._counted(settings)

@@ -16,16 +16,16 @@ import torch
 from graphopt.tracing.draws.arguments import Known, Metadata, Method
 from graphopt.tracing.number_expressions import Application, Leaf
 
-_METADATA = frozenset({"shape", "ndim", "dtype", "size", "nbytes", "itemsize", "strides"})
-_VIEWS = frozenset({"T", "mT", "real", "imag"})
-_METHODS = frozenset(
+METADATA = frozenset({"shape", "ndim", "dtype", "size", "nbytes", "itemsize", "strides"})
+VIEWS = frozenset({"T", "mT", "real", "imag"})
+METHODS = frozenset(
     {"all", "any", "argmax", "argmin", "argsort", "astype", "clip", "compress", "conj", "copy",
      "cumprod", "cumsum", "diagonal", "dot", "flatten", "item", "max", "mean", "min", "nonzero",
      "prod", "ravel", "repeat", "reshape", "round", "searchsorted", "squeeze", "std", "sum",
      "swapaxes", "take", "tolist", "trace", "transpose", "var", "view"}
 )  # fmt: skip
 """Methods that change nothing."""
-_CHANGING = frozenset(
+CHANGING = frozenset(
     {"copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "save", "savez",
      "savez_compressed", "savetxt", "array2string", "array_repr", "array_str"}
 )  # fmt: skip
@@ -95,7 +95,7 @@ class HostArray(Known):
         return self.calls.apply(function, (*inputs, *options.values()), tuple(options))
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        if function.__name__ in _CHANGING or options.get("out") is not None:
+        if function.__name__ in CHANGING or options.get("out") is not None:
             raise self._changed()
         return self.calls.apply(function, (*args, *options.values()), tuple(options))
 
@@ -107,12 +107,12 @@ class HostArray(Known):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "plain" not in vars(self):
             raise AttributeError(name)
-        if name in _METADATA:
+        if name in METADATA:
             term = Application(Metadata(name), (self.expression,))
             return self.calls.by_value(term, getattr(self.plain, name))
-        if name in _VIEWS:
+        if name in VIEWS:
             return self.calls.apply(Attribute(name), (self,))
-        if name not in _METHODS:
+        if name not in METHODS:
             if not hasattr(self.plain, name):
                 raise AttributeError(name)
             raise self._refused(f"uses its {name}")

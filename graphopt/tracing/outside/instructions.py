@@ -10,7 +10,7 @@ import builtins
 import operator
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CellType, FrameType
 from typing import Any
 
@@ -187,13 +187,18 @@ class Instructions:
         if other is not None:  # the item is found in each call
             operands.put(2, other)
             return
-        key = plain(key)
+        key = self._exact(operands, 1, plain(key))
         kept = kept_lists.item(record, container, key)
         if kept is not None:
             kept_lists.reads(record, kept, container, f"{{}}[{key}]", line)
             other = self._substitute(operator.getitem, (container, key))
             if other is not None:
                 operands.put(2, other)
+            return
+        item = None if record.laters is None else record.laters.item(container, key, line)
+        if item is not None:
+            operands.put(2, Gives(item))
+            operands.put(1, 0)
             return
         if not record.is_outside(container) or (
             isinstance(key, slice) and self._is_trimmed(frame, container)
@@ -212,8 +217,13 @@ class Instructions:
     def _slice(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        if not self._is_trimmed(frame, operands.top(3)):
-            self._read_contents(frame, operands.top(3), line)
+        container, key = operands.top(3), slice(operands.top(2), operands.top(1))
+        laters = self._record.laters
+        item = None if laters is None else laters.item(container, key, line)
+        if item is not None:
+            operands.put(3, Gives(item))
+        elif not self._is_trimmed(frame, container):
+            self._read_contents(frame, container, line)
 
     def _is_trimmed(self, frame: FrameType, value: Any) -> bool:
         """Whether a part of a value takes its place, and goes nowhere else."""
@@ -233,7 +243,7 @@ class Instructions:
     def _set_item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        container, key = operands.top(2), plain(operands.top(1))
+        container, key = operands.top(2), self._exact(operands, 1, plain(operands.top(1)))
         if not self._record.is_outside(container):
             return
         if not is_container(container):
@@ -262,13 +272,53 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         """The step gets the items, and what it reads in them is seen."""
-        self._read_contents(frame, operands.top(1), line, nested=False)
+        if not self._stands_later(operands, 1, line):
+            self._read_contents(frame, operands.top(1), line, nested=False)
+
+    def _formatted(
+        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
+    ) -> None:
+        with_spec = step.instruction == "FORMAT_VALUE" and step.argument & 4
+        place = 2 if with_spec or step.instruction == "FORMAT_WITH_SPEC" else 1
+        laters, value = self._record.laters, operands.top(place)
+        text = None if laters is None or type(value) is not str else laters.piece(value)
+        if text is not None:
+            operands.put(place, text)
+        elif not self._stands_later(operands, place, line):
+            self._read_contents(frame, value, line)
 
     def _two(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
+        laters = self._record.laters
+        if laters is not None and (step.name == "%" or step.instruction == "BINARY_MODULO"):
+            left = laters.percent(operands.top(2), operands.top(1))
+            if left is not None:
+                operands.put(2, left)
+                return
         for place in (1, 2):
-            self._read_contents(frame, operands.top(place), line)
+            if not self._stands_later(operands, place, line, texts=step.handler == "_compared"):
+                self._read_contents(frame, operands.top(place), line)
+
+    def _stands_later(
+        self, operands: Operands, place: int, line: SourceLine, texts: bool = False
+    ) -> bool:
+        """Whether something stands from now on for what an instruction takes."""
+        laters, value = self._record.laters, operands.top(place)
+        other = None if laters is None else laters.operand(value, line, texts)
+        if other is not None:
+            operands.put(place, other)
+        return other is not None
+
+    def _exact(self, operands: Operands, place: int, key: Any) -> Any:
+        """A key, a text in which there are numbers that are known before a call as it is."""
+        laters = self._record.laters
+        if laters is None or not isinstance(key, str):
+            return key
+        exact = laters.exact(key)
+        if exact is not key:
+            operands.put(place, exact)
+        return exact
 
     def _in_place(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -310,8 +360,15 @@ class Instructions:
     def _contains(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
+        laters, container = self._record.laters, operands.top(1)
+        if isinstance(container, str) and self._stands_later(operands, 1, line, texts=True):
+            return
+        if laters is not None and laters.is_kept(container):
+            self._stands_later(operands, 1, line)
+            return
+        key = self._exact(operands, 2, plain(operands.top(2)))
         self._record.pin(operands.top(2))
-        self._calls.contains(operands.top(1), plain(operands.top(2)), line)
+        self._calls.contains(operands.top(1), key, line)
 
     def _truth(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -354,6 +411,10 @@ class Instructions:
         for each in args:
             if is_container(each):
                 self._record.read_container(id(frame), each)
+        other = self._done_later(callee, args, line, step.discarded)
+        if other is not None:
+            operands.put(place_of_callee(step, operands), other)
+            return
         self._calls.call(callee, args, line, step.discarded)
         other = self._substitute(callee, args)
         if other is not None:
@@ -373,10 +434,32 @@ class Instructions:
         callee = operands.top(place)
         self._read_contents(frame, args, line)
         given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
+        later = self._done_later(callee, given, line, step.discarded)
+        if later is not None:
+            operands.put(place, later)
+            return
         self._calls.call(callee, given, line)
         other = self._substitute(callee, given)
         if other is not None:
             operands.put(place, other)
+
+
+    def _done_later(
+        self, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool
+    ) -> Callable[..., Any] | None:
+        """What is called in place of a function that each call of the step has to call itself."""
+        laters = self._record.laters
+        return None if laters is None else laters.called(callee, args, line, discarded)
+
+
+class Gives:
+    """Gives a value to an instruction that takes an item, or a part, out of it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._value
 
 
 def _called(frame: FrameType, value: Any) -> str:

@@ -53,6 +53,7 @@ class Reads(ContainerChanges):
 
     def __init__(self, own: Iterable[dict[str, Any]], inputs: Set[Any]) -> None:
         super().__init__(own)
+        self.laters: Any = None
         self._inputs = inputs
         self.refused: CaptureError | None = None
         self._written: set[tuple[Any, ...]] = set()

@@ -100,6 +100,7 @@ class Record(Reads):
         self._left_in.clear()
         self._begun.clear()
         self.length_of = of_none
+        self.laters = None
 
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
         """Lengths of lists and queues that the step changes by single items, and what it computes
