@@ -61,6 +61,11 @@ _pytree.register_pytree_node(
 )
 
 
+def is_applied(spec: Any) -> bool:
+    """Whether what makes a nest anew calls functions."""
+    return spec.type is Applied or any(map(is_applied, spec.children()))
+
+
 def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list[Any], Any]:
     """What `tree_flatten` gives, where objects of data classes are containers, too.
 

@@ -10,7 +10,7 @@ there for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -188,8 +188,20 @@ class HostView:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self) -> None:
-        """The step is over, and all that it leaves is still there."""
+    def finish(self, lists: Mapping[int, Any]) -> None:
+        """The step is over, and all that it leaves is still there.
+
+        Args:
+            lists: those of which something is computed later, as each call finds them.
+        """
+        for number, (call, _) in enumerate(self._calls):
+            if any(id(each.container) in lists for each in call.outside.changed):
+                raise CaptureError(
+                    "a function that it calls on the host may read a list to which it appends, and"
+                    " of which it computes something besides",
+                    location=None if self._lines[number] is None else str(self._lines[number]),
+                    hint="give the function what it needs of the list",
+                )
         for identity, (place, before) in self._before.items():
             value = place.now()
             self._last[identity] = self._stamp(place, value)

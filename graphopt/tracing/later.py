@@ -23,8 +23,8 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METADATA, METHODS, VIEWS, Attribute
+from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import SYMBOLIC, refusal
-from graphopt.tracing.source import current_user_line
 
 _AT_MOST = 5000
 """Functions that one value may be made by."""
@@ -72,15 +72,20 @@ class Later:
         args: of the function: numbers and tensors of the trace, other such values, constants, and
             lists, tuples and dictionaries of these.
         is_number: it is a number, which nothing changes in place.
+        is_changed: it is a part of an array, which the step only changes in place.
     """
 
-    __slots__ = ("_args", "_function", "_is_number", "_size", "__weakref__")
+    __slots__ = ("__weakref__", "_args", "_function", "_is_changed", "_is_number", "_size")
 
     def __init__(
-        self, function: Callable[..., Any], args: Sequence[Any], is_number: bool = False
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        is_number: bool = False,
+        is_changed: bool = False,
     ) -> None:
-        self._function, self._args = function, tuple(map(_argument, args))
-        self._is_number = is_number
+        self._function, self._args = function, tuple(map(argument, args))
+        self._is_number, self._is_changed = is_number, is_changed
         parts = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
         self._size = 1 + sum(part._size for part in parts)
         if self._size > _AT_MOST:
@@ -222,6 +227,15 @@ def _opened(leaf: Any) -> Any:
     return _compat.Applied(value._function, [nest_of(each) for each in value._args])
 
 
+def refuse_written(arrays: Sequence[torch.Tensor]) -> None:
+    """Refuse a step that writes to tensors in whose memory arrays lie, which it keeps or shows."""
+    if any(map(_compat.may_be_written, arrays)):
+        raise refusal(
+            "it updates a tensor in place in whose memory an array lies",
+            "convert a copy: tensor.clone().numpy()",
+        )
+
+
 def evaluated(value: Any, known: Callable[[Any], Any], replaced: Callable[[Any], Any]) -> Any:
     """What a value is in this call.
 
@@ -248,7 +262,35 @@ def numbers_in(value: Later) -> list[Any]:
     return found
 
 
-def _argument(value: Any) -> Any:
+def holds_unknown(value: Any, of_host: bool = False) -> bool:
+    """Whether a value, or one in lists, tuples and dictionaries, is known only when the graph runs.
+
+    Args:
+        of_host: so are numbers that are known before.
+    """
+    if type(value) in (list, tuple):
+        return len(value) <= _FEW and any(holds_unknown(each, of_host) for each in value)
+    if type(value) is dict:
+        return len(value) <= _FEW and any(holds_unknown(e, of_host) for e in value.values())
+    if isinstance(value, SYMBOLIC):
+        return of_host or not is_host_number(value)
+    return is_later(value) or _compat.is_fake(value)
+
+
+def holds_later(value: Any) -> bool:
+    """Whether a value, or one in lists, tuples and dictionaries, is computed when the graph has
+    run."""
+    if type(value) in (list, tuple):
+        return len(value) <= _FEW and any(map(holds_later, value))
+    if type(value) is dict:
+        return len(value) <= _FEW and any(map(holds_later, value.values()))
+    return is_later(value)
+
+
+_FEW = 1000
+
+
+def argument(value: Any) -> Any:
     """An argument as it is now: what the step changes afterwards is another one."""
     value = as_later(value)
     if isinstance(value, (Later, *SYMBOLIC)):
@@ -256,9 +298,11 @@ def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) in (list, tuple):
-        return type(value)(map(_argument, value))
+        return type(value)(map(argument, value))
     if type(value) is dict:
-        return {key: _argument(each) for key, each in value.items()}
+        return {key: argument(each) for key, each in value.items()}
+    if type(value) is slice and holds_unknown((value.start, value.stop, value.step), True):
+        return Later(slice, (value.start, value.stop, value.step))
     if is_constant(value):
         return value
     raise _refused(f"computes it of a {type(value).__name__}")
@@ -294,6 +338,8 @@ def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[.
     def method(self: Later, *others: Any) -> Any:
         if any(isinstance(other, torch.Tensor) for other in others):
             raise _refused("computes with it and tensors of the graph")
+        if in_place and self._is_changed:
+            return Later(getattr(operator, f"i{function.__name__}"), (self, *others), False, True)
         if in_place and not self._is_number:
             self._not_known()
         return Later(function, (self, *others), _are_numbers((self, *others)))

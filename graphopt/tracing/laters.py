@@ -25,7 +25,7 @@ import torch
 from graphopt.host.changes import Change
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import Method
-from graphopt.tracing.draws.arrays import CHANGING
+from graphopt.tracing.draws.arrays import CHANGING, METHODS
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.later import (
     Later,
@@ -33,11 +33,15 @@ from graphopt.tracing.later import (
     as_later,
     current_trace,
     evaluated,
+    holds_later,
+    holds_unknown,
     is_later,
     numbers_in,
 )
+from graphopt.tracing.live_arrays import LiveArray, LiveArrays
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside import kept_lists
+from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.said import saying
@@ -51,7 +55,7 @@ _FUNCTIONS = frozenset(
      torch.LongTensor, torch.stack, torch.mean, torch.median}
 )  # fmt: skip
 """Functions that change nothing, and whose result nothing else has."""
-_NUMBERS = frozenset({sum, min, max, len, abs, round, float, int, pow})
+_NUMBERS = frozenset({sum, min, max, len, float, int})
 """What gives a number."""
 _MODULES = (math, statistics)
 _OF_LISTS = frozenset({"copy", "index", "count"})
@@ -124,6 +128,7 @@ class Laters:
     ) -> None:
         self._record, self._ask = record, ask
         self._texts: list[Later] = []
+        self.arrays = LiveArrays(record)
         self.lists: dict[int, Any] = {}
 
     # ------------------------------------------------------------------ for values
@@ -167,25 +172,27 @@ class Laters:
         if said is not None:
             return said
         bound = getattr(callee, "__self__", None)
-        if isinstance(callee, types.BuiltinMethodType) and isinstance(bound, (str, list, deque)):
+        of_known = isinstance(bound, (str, list, deque)) or self.arrays.is_written(bound)
+        if isinstance(callee, types.BuiltinMethodType) and of_known:
             callee, args = getattr(type(bound), callee.__name__), [bound, *args]
             other = self.called(callee, args, line)
             return None if other is None else functools.partial(other, bound)
+        written = self.arrays.called(callee, args, line)
+        if written is not None:
+            return written
         function = self._function(callee, args)
         if function is not None:
             lists = any(map(self.is_kept, args)) and kept_lists.folded(self._record, callee, args)
             if not lists and (self._needs(callee, args) or any(map(self.is_kept, args))):
-                return self._applying(function, callee, line)
+                return self._applying(function, callee, args, line)
         if _is_in(callee, _GOING_THROUGH) and any(map(self.is_kept, args)):
-            return lambda *of: callee(*(self.operand(e, line) if self.is_kept(e) else e for e in of))
-        if any(map(_holds_later, args)):
-            return self._not_followed(callee, args)
+            return lambda *given: callee(*(self._gone_through(e, line) for e in given))
         return None
 
     def _applying(
-        self, function: Callable[..., Any], callee: Any, line: SourceLine
+        self, function: Callable[..., Any], callee: Any, args: Sequence[Any], line: SourceLine
     ) -> Callable[..., Any]:
-        is_number = _is_in(callee, _NUMBERS) or _of_floats(callee)
+        is_number = _is_in(callee, _NUMBERS) or (_of_floats(callee) and len(args) == 1)
 
         def apply(*args: Any, **options: Any) -> Any:
             args = tuple(self.items(arg, line) if self.is_kept(arg) else arg for arg in args)
@@ -199,6 +206,10 @@ class Laters:
     def _function(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """A function as one that is called in each call; None where that may not be."""
         kind = getattr(callee, "__objclass__", None)
+        if args and self.arrays.is_written(args[0]) and callee.__name__ in METHODS:
+            return Method(callee.__name__)
+        if callee is len and args and self.is_kept(args[0]):
+            return None  # an input of the graph
         if kind is str or (kind in (list, deque) and callee.__name__ in _OF_LISTS):
             return None if callee.__name__ == "join" else Method(callee.__name__)
         if _is_in(callee, _FUNCTIONS) or any(_is_of(callee, module) for module in _MODULES):
@@ -207,42 +218,48 @@ class Laters:
 
     def _needs(self, callee: Any, args: Sequence[Any]) -> bool:
         """Whether what a function is given is not known before the graph has run."""
-        if any(map(_holds_later, args)):
+        if any(map(holds_later, args)):
             return True
         if callee is json.dumps or _is_of(callee, statistics) or _is_of_numpy(callee):
-            return any(map(_holds_read, args))
+            return any(map(holds_unknown, args))
         return False
 
-    def _not_followed(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """A function that is not followed gets texts as they are in this call, if they are of
-        numbers that are known before it; other values it does not get."""
-        from graphopt.tracing.outside.files import is_observed
+    def taken(self, callee: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """What a function is given in place of such values: a list takes them one by one; one that
+        is not followed gets texts as they are in this call, and no other values."""
+        callee = original(callee)
+        name = getattr(callee, "__name__", "")
+        if name in ("extend", "extendleft") and type(args[-1]) is Later:
+            return [*args[:-1], list(args[-1])]
+        if not any(map(holds_later, args)) or _is_followed(callee):
+            return args
+        return [self.exact(each) for each in args]
 
-        if isinstance(callee, types.MethodType):
-            callee = callee.__func__
-        if isinstance(callee, types.FunctionType) and is_observed(callee.__code__.co_filename):
-            return None
-        if getattr(callee, "__name__", "") in _TAKING or _is_in(callee, _PASSING):
-            return None
-        if getattr(callee, "__name__", "") == "join" or isinstance(callee, functools.partial):
-            return None
-        if isinstance(callee, type) and hasattr(callee.__init__, "__code__"):
-            return None
-        if type(callee).__call__ is not type.__call__ and hasattr(type(callee).__call__, "__code__"):
-            return None
+    def not_taken(self, callee: Any, args: Sequence[Any]) -> None:
+        """Refuse to give such values to a function that is not followed."""
+        for each in args:
+            if not _is_followed(original(callee)) and self.exact(each) is not each:
+                raise refusal(
+                    "it gives a text with numbers in it to a function by *args, which is not"
+                    " followed",
+                    "give the arguments one by one",
+                )
 
-        def call(*given: Any, **options: Any) -> Any:
-            options = {name: self.exact(value) for name, value in options.items()}
-            return callee(*map(self.exact, given), **options)
-
-        return call
+    def key(self, text: str) -> str:
+        """A key as it is in this call."""
+        if not is_later(text) or self._is_exact(as_later(text)):
+            return self.exact(text)  # type: ignore[no-any-return]
+        raise refusal(
+            "a text with a number that the graph gives is a key",
+            "let the key be a number that is known before the call, or keep the text as a value",
+        )
 
     def exact(self, value: Any) -> Any:
         """A text as it is in this call, for which the graph holds alone; others themselves."""
         if not is_later(value):
             return value
         value = as_later(value)
-        if not all(map(is_host_number, numbers_in(value))) or self.lists_in(value):
+        if not self._is_exact(value):
             raise refusal(
                 "it gives a value that only Python computes, of what the graph gives or of a list"
                 " that it changes, to code that is not followed",
@@ -251,19 +268,27 @@ class Laters:
             )
         return evaluated(value, lambda number: number.exactly(), self._at_trace)
 
-    def lists_in(self, value: Any) -> bool:
-        return any(isinstance(f, KeptItems) for f in functions_in(value))
+    def _is_exact(self, value: Later) -> bool:
+        """Whether a value is known before each call."""
+        lists = any(isinstance(f, (KeptItems, LiveArray)) for f in functions_in(value))
+        return not lists and all(map(is_host_number, numbers_in(value)))
 
     def is_kept(self, value: Any) -> bool:
-        """Whether a value is a list or a queue outside to which the step has added."""
+        """Whether a value is a list or a queue of numbers and texts outside, to which the step has
+        added, or an array to which each call writes."""
+        if self.arrays.is_written(value):
+            return True
         if type(value) not in (list, deque) or not self._record.is_outside(value):
             return False
         found = self._record.kept(value)
-        return found is not None and bool(found[1])
+        return found is not None and bool(found[1]) and all(map(_is_plain, value))
 
     def items(self, container: Any, line: SourceLine, key: Any = None) -> Later:
         """The items of such a list; those that a slice selects."""
         record = self._record
+        if self.arrays.is_written(container):
+            items = self.arrays.read(container)
+            return items if key is None else items[key]
         _, changes = record.kept(container) or (None, [])
         path = record.path(container, type(container).__name__)
         record.reads_behind(container, path, line)
@@ -278,11 +303,18 @@ class Laters:
         items = Later(KeptItems(container, hows, last), values, numbers)
         return items if key is None or last is not None else items[key]
 
-    def item(self, container: Any, key: Any, line: SourceLine) -> Any:
-        """What stands for `container[key]`; None where that is the item itself."""
+    def item(self, container: Any, key: Any, line: SourceLine, feeding: bool = False) -> Any:
+        """What stands for `container[key]`; None where that is the item itself.
+
+        Args:
+            feeding: it only goes into a store to where it comes from.
+        """
         if isinstance(container, str):
             return as_later(container)[key] if is_later(container) else None
-        if not self.is_kept(container) or isinstance(key, (torch.Tensor, *SYMBOLIC)):
+        is_array = self.arrays.is_array(container)
+        if is_array and feeding:
+            return self.arrays.item(container, key)
+        if not self.is_kept(container):
             return None
         return self.items(container, line, key)
 
@@ -297,9 +329,12 @@ class Laters:
             return self.items(value, line)
         return as_later(value) if texts and isinstance(value, str) and is_later(value) else None
 
+    def _gone_through(self, value: Any, line: SourceLine) -> Any:
+        return self.items(value, line) if self.is_kept(value) else value
+
     def percent(self, text: Any, values: Any) -> Any:
         """What stands for the left side of `text % values`."""
-        if isinstance(text, str) and (is_later(text) or _holds_read(values, of_host=True)):
+        if isinstance(text, str) and (is_later(text) or holds_unknown(values, of_host=True)):
             return _Percent(text)
         return None
 
@@ -321,22 +356,22 @@ def functions_in(value: Any) -> list[Callable[..., Any]]:
     return found
 
 
-def _holds_later(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return len(value) <= 1000 and any(map(_holds_later, value))
-    if type(value) is dict:
-        return len(value) <= 1000 and any(map(_holds_later, value.values()))
-    return type(value) is Later or (isinstance(value, str) and is_later(value))
+def _is_followed(callee: Any) -> bool:
+    """Whether such values may be given to a callee: one that is observed, or hands them on."""
+    from graphopt.tracing.outside.files import is_observed
 
-
-def _holds_read(value: Any, of_host: bool = False) -> bool:
-    if type(value) in (list, tuple, deque):
-        return len(value) <= 1000 and any(_holds_read(each, of_host) for each in value)
-    if type(value) is dict:
-        return len(value) <= 1000 and any(_holds_read(each, of_host) for each in value.values())
-    if type(value) is Later or (isinstance(value, str) and is_later(value)):
+    callee = getattr(callee, "__func__", callee)
+    if isinstance(callee, types.FunctionType):
+        return is_observed(callee.__code__.co_filename)
+    name = getattr(callee, "__name__", "")
+    if name in _TAKING or name == "join" or _is_in(callee, _PASSING):
         return True
-    return isinstance(value, SYMBOLIC) and (of_host or not is_host_number(value))
+    code = callee.__init__ if isinstance(callee, type) else type(callee).__call__
+    return isinstance(callee, functools.partial) or hasattr(code, "__code__")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, SYMBOLIC) or is_later(value) or is_value(value)
 
 
 def _is_in(callee: Any, functions: frozenset[Any]) -> bool:
@@ -356,7 +391,9 @@ def _is_of_numpy(callee: Any) -> bool:
     module = str(getattr(callee, "__module__", None) or type(callee).__module__)
     if module.partition(".")[0] != "numpy" or "random" in module:
         return False
-    return getattr(callee, "__name__", "") not in CHANGING and not hasattr(callee, "__self__")
+    of = getattr(callee, "__self__", None)
+    free = of is None or isinstance(of, types.ModuleType)
+    return free and getattr(callee, "__name__", "") not in CHANGING
 
 
 def _of_floats(callee: Any) -> bool:

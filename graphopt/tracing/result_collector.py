@@ -21,10 +21,10 @@ from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
+from graphopt.tracing.later import is_later, nest_of
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.obtained import ObtainedValues
-from graphopt.tracing.later import is_later, nest_of
 from graphopt.tracing.optimizer_state import (
     OfNone,
     distinct_states,

@@ -10,21 +10,21 @@ import functools
 import io
 import logging
 import types
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from graphopt import _compat
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
-from graphopt.tracing.later import Later, Named, is_later, nest_of
+from graphopt.tracing.later import Later, Named, holds_unknown, is_later, nest_of
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
-from graphopt.tracing.source import is_installed, is_library_file
+from graphopt.tracing.source import current_user_line, is_installed, is_library_file
 
 _PRINT = builtins.print
 _MESSAGES = frozenset(
@@ -51,16 +51,17 @@ def saying(
         return None
     callee = original(callee)
     if callee is _PRINT:
-        return functools.partial(_say, callee)
+        return functools.partial(_say, record, callee)
     owner, name = _owner(callee, args), getattr(callee, "__name__", "")
     if _is_message(callee, owner, name) and not is_installed(line.file):
-        return functools.partial(_say, _At(callee, line))
+        at = functools.partial(_at, line.file, line.line, line.function, callee)
+        return functools.partial(_say, record, at)
     if not _is_outlet(owner, name) or not record.is_outside(owner):
         return None
     if discarded:
-        return functools.partial(_hand_on, callee)
+        return functools.partial(_hand_on, record, callee)
     if isinstance(owner, io.TextIOBase) and name == "write":
-        return functools.partial(_write, callee)
+        return functools.partial(_write, record, callee)
     return None
 
 
@@ -93,56 +94,78 @@ def _is_outlet(owner: Any, name: str) -> bool:
     return "wandb" in packages and name == "log"
 
 
-class _At:
-    """Calls a function of `logging`, which looks for the line of its caller, from a line."""
-
-    def __init__(self, function: Any, line: SourceLine) -> None:
-        self.function, self.line = function, line
-        self.__name__ = getattr(function, "__name__", "log")
-
-    def __call__(self, *args: Any, **options: Any) -> None:
-        _called_at(self.line)(self.function, args, options)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and bool(vars(other) == vars(self))
-
-    def __hash__(self) -> int:
-        return hash(self.line)
+def _at(file: str, line: int, name: str, function: Any, /, *args: Any, **options: Any) -> None:
+    """Call a function of `logging`, which looks for the line of its caller, from a line."""
+    _caller(file, line, name)(function, args, options)
 
 
 @functools.lru_cache(maxsize=256)
-def _called_at(line: SourceLine) -> Callable[..., None]:
+def _caller(file: str, line: int, name: str) -> Callable[..., None]:
     """A function that calls another one, with a name and a line of the program's."""
 
     def call(function: Any, args: Any, options: Any) -> None:
         function(*args, **options)
 
-    name = line.function or "call"
-    code = call.__code__.replace(
-        co_filename=line.file, co_firstlineno=max(line.line - 1, 1), co_name=name
-    )
+    code = call.__code__.replace(co_filename=file, co_firstlineno=max(line - 1, 1), co_name=name)
     return types.FunctionType(code, globals())
 
 
-def _say(function: Any, *args: Any, **options: Any) -> None:
+def _say(record: Record, function: Any, *args: Any, **options: Any) -> None:
     """Of what is said, the text: each argument is text here or becomes it in `function`."""
-    _hand_on(function, *map(_shown, args), **options)
+    shown = (_shown(record, arg) for arg in args)
+    _hand_on(record, function, *shown, **options)
 
 
-def _write(function: Any, *args: Any) -> Any:
+def _write(record: Record, function: Any, *args: Any) -> Any:
     """A file says how much it has written."""
-    _hand_on(function, *args)
+    _hand_on(record, function, *args)
     return Later(len, args[-1:], is_number=True)
 
 
-def _hand_on(function: Any, *args: Any, **options: Any) -> None:
-    if options:
-        function, args = Named(function, tuple(options)), (*args, *options.values())
-    args = tuple(list(each) if isinstance(each, types.GeneratorType) else each for each in args)
-    record_call(HostCall(function, [nest_of(arg) for arg in args]))
+def _hand_on(record: Record, function: Any, *args: Any, **options: Any) -> None:
+    given = [_given(record, arg) for arg in (*args, *options.values())]
+    function = functools.partial(_call, function, tuple(options))
+    record_call(HostCall(function, [nest_of(arg) for arg in given]))
 
 
-def _shown(value: Any) -> Any:
+def _call(function: Any, names: tuple[str, ...], *args: Any) -> None:
+    """Call a function with names for its last arguments."""
+    args = tuple(arg() if _is_itself(arg) else arg for arg in args)
+    Named(function, names)(*args)
+
+
+def _given(record: Record, value: Any, within: bool = False) -> Any:
+    """What a function gets for a value: a container outside as it finds it then."""
+    if isinstance(value, types.GeneratorType):
+        value = list(value)
+    if record.laters.is_kept(value):
+        return record.laters.items(value, current_user_line() or SourceLine("", 0, ""))
+    if not isinstance(value, (list, tuple, dict, set, deque)) or is_value(value):
+        return value
+    if record.is_outside(value):
+        if within and holds_unknown(value):
+            raise refusal(
+                "it shows a list or dictionary outside its arguments, into which it puts what the"
+                " graph gives, within another one",
+                "show it by itself",
+            )
+        return value if within else functools.partial(_itself, value)
+    if type(value) is dict:
+        return {key: _given(record, each, True) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_given(record, each, True) for each in value)
+    return value
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _is_itself(value: Any) -> bool:
+    return isinstance(value, functools.partial) and value.func is _itself
+
+
+def _shown(record: Record, value: Any) -> Any:
     """What is shown of a value, which its own code may say."""
     if is_value(value) or isinstance(value, SYMBOLIC) or is_later(value):
         return value
@@ -154,8 +177,6 @@ def _shown(value: Any) -> Any:
                 "show its value: loss.item() or loss.detach()",
             )
         return value
-    if type(value) in (list, tuple, dict):
-        return _compat.tree_map(_shown, value)
     method = type(value).__str__
     method = type(value).__repr__ if method is object.__str__ else method
     code = getattr(method, "__code__", None)

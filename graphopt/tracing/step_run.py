@@ -35,9 +35,9 @@ from graphopt.tracing.host_view import HostView
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
-from graphopt.tracing.leftovers import HostState
-from graphopt.tracing.later import values_of
+from graphopt.tracing.later import refuse_written, values_of
 from graphopt.tracing.laters import Laters
+from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
@@ -173,8 +173,8 @@ class StepRun:
             marker = self._gradient_marker(traced)
             tables = [attributes for _, attributes, _ in holders]
             self.view = self._viewing(traced, before, holders, settings)
-            laters = self.outside.laters = Laters(self.outside, self.made.decide_computed)
-            stack.enter_context(values_of(laters))
+            self.outside.laters = Laters(self.outside, self.made.decide_computed)
+            stack.enter_context(values_of(self.outside.laters))
             ran = self._run(traced, marker, tables)
             marked = list(marks.changes())
             counted = self._counted(settings)
@@ -340,10 +340,11 @@ class StepRun:
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self.call.fn(*args, **kwargs)
                 arrays.finish()
+                refuse_written(redirect.shared)
                 self.outside.read_left()
                 self.outside.note_left_in()
                 gives(self.outside, returned, self.call)
-                self.view.finish()
+                self.view.finish(self.outside.laters.lists)
                 for path, place in self.outside.changed_lengths():
                     self.finder.carries(path, place, counted=True)
                 made: dict[int, Any] = {}

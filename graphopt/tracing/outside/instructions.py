@@ -24,6 +24,7 @@ from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
 from graphopt.tracing.outside.callees import (
+    NAMED_CALLS,
     Substitute,
     called_with,
     expanded_call,
@@ -195,14 +196,14 @@ class Instructions:
             if other is not None:
                 operands.put(2, other)
             return
-        item = None if record.laters is None else record.laters.item(container, key, line)
-        if item is not None:
-            operands.put(2, Gives(item))
-            operands.put(1, 0)
-            return
-        if not record.is_outside(container) or (
-            isinstance(key, slice) and self._is_trimmed(frame, container)
-        ):
+        trimmed = isinstance(key, slice) and self._is_trimmed(frame, container)
+        if record.laters is not None and not trimmed:
+            item = record.laters.item(container, operands.top(1), line, step.feeding is not None)
+            if item is not None:
+                operands.put(2, Gives(item))
+                operands.put(1, 0)
+                return
+        if not record.is_outside(container) or trimmed:
             return
         path = record.path(container, _called(frame, container))
         if isinstance(container, dict) or (
@@ -218,12 +219,14 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         container, key = operands.top(3), slice(operands.top(2), operands.top(1))
+        if self._is_trimmed(frame, container):
+            return
         laters = self._record.laters
         item = None if laters is None else laters.item(container, key, line)
-        if item is not None:
-            operands.put(3, Gives(item))
-        elif not self._is_trimmed(frame, container):
+        if item is None:
             self._read_contents(frame, container, line)
+        else:
+            operands.put(3, Gives(item))
 
     def _is_trimmed(self, frame: FrameType, value: Any) -> bool:
         """Whether a part of a value takes its place, and goes nowhere else."""
@@ -246,6 +249,12 @@ class Instructions:
         container, key = operands.top(2), self._exact(operands, 1, plain(operands.top(1)))
         if not self._record.is_outside(container):
             return
+        laters = self._record.laters
+        if laters is not None:
+            other = laters.arrays.setter(container, operands.top(1), operands.top(3), line)
+            if other is not None:
+                operands.put(2, other)
+                return
         if not is_container(container):
             if set_by_c(container):
                 self._record.unrepeated.add(
@@ -315,7 +324,7 @@ class Instructions:
         laters = self._record.laters
         if laters is None or not isinstance(key, str):
             return key
-        exact = laters.exact(key)
+        exact = laters.key(key)
         if exact is not key:
             operands.put(place, exact)
         return exact
@@ -324,6 +333,12 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         changed, value = operands.top(2), operands.top(1)
+        laters = self._record.laters
+        if laters is not None:
+            other = laters.arrays.changer(changed, step.name, value, line)
+            if other is not None:
+                operands.put(2, other)
+                return
         self._read_contents(frame, value, line)
         if isinstance(changed, (list, dict, set, deque)):
             self._record.read_container(id(frame), changed)
@@ -415,6 +430,7 @@ class Instructions:
         if other is not None:
             operands.put(place_of_callee(step, operands), other)
             return
+        args = self._taken(callee, args, step, operands)
         self._calls.call(callee, args, line, step.discarded)
         other = self._substitute(callee, args)
         if other is not None:
@@ -438,11 +454,24 @@ class Instructions:
         if later is not None:
             operands.put(place, later)
             return
+        if self._record.laters is not None:
+            self._record.laters.not_taken(callee, given)
         self._calls.call(callee, given, line)
         other = self._substitute(callee, given)
         if other is not None:
             operands.put(place, other)
 
+    def _taken(
+        self, callee: Any, args: list[Any], step: OutsideAccess, operands: Operands
+    ) -> list[Any]:
+        """Let a call take what stands for values that are not known in this trace."""
+        laters = self._record.laters
+        taken = args if laters is None else list(laters.taken(callee, args))
+        top = int(step.instruction in NAMED_CALLS)
+        for index, value in enumerate(taken):
+            if value is not args[index]:
+                operands.put(top + len(args) - index, value)
+        return taken
 
     def _done_later(
         self, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool

@@ -76,11 +76,19 @@ class Record(Reads):
     def finish(self) -> None:
         """The step is over: look for what it changed."""
         self._settle_trimmed()
+        if self.laters is not None:
+            self._forget_contents(self.laters.arrays)
         self.unrepeated.finish()
         self.changed = self._changed()
         for identity, (container, line) in self.rewritten.items():
             self.holds_contents(container, line, self._left_in.get(identity))
         self._forget_values()
+
+    def _forget_contents(self, arrays: Any) -> None:
+        """Arrays that each call writes to by itself may hold anything when it begins."""
+        for identity, read in list(self.reads.items()):
+            if arrays.is_written(read.place.holder):
+                del self.reads[identity]
 
     def close(self) -> None:
         """Let go of what only observing needs, which is nearly everything."""
