@@ -28,11 +28,12 @@ from graphopt.tracing.number_expressions import (
     leaves_of,
     same_value,
 )
-from graphopt.tracing.number_functions import ALIKE_IN_NUMPY, BITWISE, of_numpy
+from graphopt.tracing.number_functions import ALIKE_IN_NUMPY, BITWISE, numpy_float64, of_numpy
 from graphopt.tracing.numbers import (
     COMPARISONS,
     Notes,
     TracedFloat,
+    as_read,
     compared,
     current_notes,
     forward,
@@ -77,6 +78,9 @@ class HostNumber(TracedFloat):
 
     def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return _known(function, args)
+
+    def as_scalar(self) -> Any:
+        return scalar_of_numpy(self)
 
     def as_integer(self) -> torch.SymInt | None:
         if type(self.value) is not int:
@@ -231,6 +235,15 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
     number = HostNumber(symbolic, value, term, conditions, numbers[0].notes)
     noted(number)
     return number
+
+
+def scalar_of_numpy(number: Any) -> Any:
+    """A known number of numpy's kind as one that is so when the graph runs; others themselves."""
+    if not (is_host_number(number) and is_of_numpy(number)):
+        return number
+    scalar = as_read(_compat.record_number(numpy_float64, (number,)))
+    scalar.of_numpy = True
+    return scalar
 
 
 def is_of_numpy(value: object) -> bool:

@@ -33,7 +33,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.later import nest_of
+from graphopt.tracing.later import is_later, nest_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
@@ -160,13 +160,16 @@ class HostView:
         made = told(self._record, value)
         if made is None:
             return None
-        leaves, spec = _compat.tree_flatten(nest_of(made))
+        leaves, spec = _compat.tree_flatten(made)
         marks = [self._leaf(leaf, given) for leaf in leaves]
         return LeftValue(None if spec == _compat.ONE_VALUE else spec, tuple(marks))
 
     def _leaf(self, leaf: Any, given: list[Any]) -> Any:
         if isinstance(leaf, Constant):
             return leaf.value
+        if is_later(leaf):
+            inner, spec = _compat.tree_flatten(nest_of(leaf))
+            return LeftValue(spec, tuple(self._leaf(each, given) for each in inner))
         if not (isinstance(leaf, (torch.Tensor, *SYMBOLIC, ScheduledSetting)) or is_known(leaf)):
             return leaf
         if isinstance(leaf, ScheduledSetting):

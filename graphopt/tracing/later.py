@@ -73,9 +73,18 @@ class Later:
             lists, tuples and dictionaries of these.
         is_number: it is a number, which nothing changes in place.
         is_changed: it is a part of an array, which the step only changes in place.
+        shares: it is an array in the memory of an argument or a tensor of the model.
     """
 
-    __slots__ = ("__weakref__", "_args", "_function", "_is_changed", "_is_number", "_size")
+    __slots__ = (
+        "__weakref__",
+        "_args",
+        "_function",
+        "_is_changed",
+        "_is_number",
+        "_shares",
+        "_size",
+    )
 
     def __init__(
         self,
@@ -83,11 +92,14 @@ class Later:
         args: Sequence[Any],
         is_number: bool = False,
         is_changed: bool = False,
+        shares: bool = False,
     ) -> None:
         self._function, self._args = function, tuple(map(argument, args))
         self._is_number, self._is_changed = is_number, is_changed
+        self._shares = shares
         parts = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
-        self._size = 1 + sum(part._size for part in parts)
+        self._shares |= not _is_fresh(function) and any(part._shares for part in parts)
+        self._size: int = 1 + sum(part._size for part in parts)
         if self._size > _AT_MOST:
             raise refusal(
                 f"a value is computed by more than {_AT_MOST} functions of Python",
@@ -225,6 +237,34 @@ def _opened(leaf: Any) -> Any:
     if type(value) is not Later:
         return value
     return _compat.Applied(value._function, [nest_of(each) for each in value._args])
+
+
+def refuse_shared(value: Later) -> None:
+    """Refuse to keep or return an array in the memory of what the step is given."""
+    if value._shares:
+        raise refusal(
+            "it keeps or returns an array in the memory of an argument or of a tensor of the model",
+            "keep a copy: tensor.numpy().copy()",
+        )
+
+
+def _is_fresh(function: Any) -> bool:
+    """Whether a function never gives a part of its arguments."""
+    name = getattr(function, "__name__", "")
+    module = str(getattr(function, "__module__", ""))
+    return name in _FRESH or (module in ("_operator", "builtins", "math") and name != "getitem")
+
+
+_FRESH = frozenset(
+    {"bincount", "argmax", "argmin", "argsort", "mean", "sum", "std", "var", "median", "percentile",
+     "max", "min", "unique", "where", "concatenate", "stack", "array", "copy", "isnan", "isfinite",
+     "clip", "exp", "log", "sqrt", "abs", "round", "histogram", "cumsum", "cumprod", "dot", "all",
+     "any", "nanmean", "nonzero", "count_nonzero", "astype", "tolist", "item", "prod", "take",
+     "array_equal", "tensor", "add", "subtract", "multiply", "divide", "equal", "not_equal",
+     "power", "maximum", "minimum", "logical_and", "logical_or", "logical_not", "norm", "str",
+     "format", "repr", "dumps"}
+)  # fmt: skip
+"""Functions and methods that give values of their own."""
 
 
 def refuse_written(arrays: Sequence[torch.Tensor]) -> None:

@@ -40,6 +40,7 @@ from graphopt.tracing.later import (
 )
 from graphopt.tracing.live_arrays import LiveArray, LiveArrays
 from graphopt.tracing.numbers import SYMBOLIC, refusal
+from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -180,6 +181,8 @@ class Laters:
         written = self.arrays.called(callee, args, line)
         if written is not None:
             return written
+        if of_list(callee, args) is not None and not self.is_kept(args[0]):
+            return None  # a number of the graph
         function = self._function(callee, args)
         if function is not None:
             lists = any(map(self.is_kept, args)) and kept_lists.folded(self._record, callee, args)
@@ -208,7 +211,7 @@ class Laters:
         kind = getattr(callee, "__objclass__", None)
         if args and self.arrays.is_written(args[0]) and callee.__name__ in METHODS:
             return Method(callee.__name__)
-        if callee is len and args and self.is_kept(args[0]):
+        if callee in (len, bool) and args and self.is_kept(args[0]):
             return None  # an input of the graph
         if kind is str or (kind in (list, deque) and callee.__name__ in _OF_LISTS):
             return None if callee.__name__ == "join" else Method(callee.__name__)

@@ -41,6 +41,10 @@ class TracedFloat(torch.SymFloat):
         """`function(*args)`, where more is known of it than that it is a number, else None."""
         return None
 
+    def as_scalar(self) -> Any:
+        """The same number, of numpy's kind when the graph runs where it is one before."""
+        return self
+
     def as_integer(self) -> torch.SymInt | None:
         """The same number among integers, where it is one in each call."""
         return None
@@ -100,7 +104,7 @@ def _record_among_integers(function: Callable[..., Any], args: tuple[Any, ...]) 
     integers = with_integers(args)
     floats = any(isinstance(arg, (torch.SymFloat, float)) for arg in integers)
     if floats or function is operator.truediv:  # for torch a question about what is divided
-        return as_read(_compat.record_number(function, integers))
+        return _recorded(function, integers)
     return as_read(function(*integers))
 
 
@@ -124,6 +128,12 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return result
     if function in GIVING_INTEGERS and len(args) == 1:
         return as_read(_compat.record_integer(function, args))
+    return _recorded(function, args)
+
+
+def _recorded(function: Callable[..., Any], args: Iterable[Any]) -> Any:
+    """A float as one node, which is of numpy's kind where an argument is."""
+    args = tuple(a.as_scalar() if issubclass(type(a), TracedFloat) else a for a in args)
     result = as_read(_compat.record_number(function, args))
     if function is not float and any(map(may_be_of_numpy, args)):
         result.of_numpy = True
@@ -393,8 +403,8 @@ for _base, _kind in _READ.items():
     for _name in _operators_of(_kind, _base):
         setattr(_kind, _name, _reading(_name, _base))
 for _number in _READ.values():
-    for _function in (str, repr, format):
-        setattr(_number, f"__{_function.__name__}__", _as_text(_function))
+    for _writes in (str, repr, format):
+        setattr(_number, f"__{_writes.__name__}__", _as_text(_writes))
     for _name in ("__copy__", "__deepcopy__"):
         setattr(_number, _name, _itself)
     _number.__array__ = _refuse_array  # type: ignore[attr-defined]

@@ -185,9 +185,9 @@ class Redirect(TorchFunctionMode):
             raise recurrent.refused(func)
         elif self._packing.takes(func, args):
             return self._packing.call(func, args, kwargs)
-        elif func is torch.Tensor.numpy and self._is_apart(args[0]):
+        elif func is torch.Tensor.numpy and _has_array(args[0]):
             self.shared.append(args[0])
-            return later.applied(Method("numpy"), args, kwargs)
+            return later.Later(Method("numpy"), args, shares=not self._is_apart(args[0]))
         elif func is torch.Tensor.__deepcopy__:
             return copies.deepcopied(*args)
         elif func == _SET_DATA:
@@ -204,15 +204,14 @@ class Redirect(TorchFunctionMode):
                 "a tensor with its gradient function is turned into text, which the tensors of a"
                 " graph have not",
                 location=str(current_user_line()),
-                hint="show its value: loss.item() or loss.detach()",
+                hint="show its value, loss.item() or loss.detach(), or do it in"
+                " graphopt.callback(print, loss)",
             )
             raise self._made.refuse(refusal)
         return func(*args, **kwargs)
 
     def _is_apart(self, tensor: torch.Tensor) -> bool:
         """Whether an array of a tensor's memory is nobody else's."""
-        if tensor.requires_grad or tensor.is_sparse or tensor.device.type != "cpu":
-            return False
         memory = _compat.storage_key(tensor)
         return all(_compat.storage_key(t) != memory for t in self._traced.by_id.values())
 
@@ -238,6 +237,11 @@ class Redirect(TorchFunctionMode):
         if known is None:
             raise self._finder.unknown(tensor)
         return known
+
+
+def _has_array(tensor: torch.Tensor) -> bool:
+    """Whether an array may lie in the memory of a tensor."""
+    return not tensor.requires_grad and not tensor.is_sparse and tensor.device.type == "cpu"
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

@@ -174,7 +174,8 @@ def _shown(record: Record, value: Any) -> Any:
             raise refusal(
                 "it shows a tensor with its gradient function, which the tensors of a graph have"
                 " not",
-                "show its value: loss.item() or loss.detach()",
+                "show its value, loss.item() or loss.detach(), or do it in"
+                " graphopt.callback(print, loss)",
             )
         return value
     method = type(value).__str__

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from graphopt.tracing.draws.arguments import Known, Metadata, Method
+from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Application, Leaf
+from graphopt.tracing.numbers import SYMBOLIC
 
 METADATA = frozenset({"shape", "ndim", "dtype", "size", "nbytes", "itemsize", "strides"})
 VIEWS = frozenset({"T", "mT", "real", "imag"})
@@ -64,6 +66,12 @@ class HostArray(Known):
     def is_scalar(self) -> bool:
         """Whether numpy would give a scalar, which cannot be changed."""
         return not isinstance(self.plain, _array_type())
+
+    def is_unknown(self, other: Any) -> bool:
+        """Whether a number is not known before the graph runs, with which this one, a float, is to
+        be computed."""
+        unknown = isinstance(other, SYMBOLIC) and not is_host_number(other)
+        return unknown and self.is_scalar and self.calls.as_float(self) is not self
 
     # ------------------------------------------------------------------ for torch
 
@@ -195,6 +203,8 @@ def _forward(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
     def method(self: HostArray, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return function(self.for_torch(), other)
+        if self.is_unknown(other):
+            return function(self.calls.as_float(self), other)
         return self.calls.apply(function, (self, other))
 
     return method
@@ -204,6 +214,8 @@ def _reflected(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
     def method(self: HostArray, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return function(other, self.for_torch())
+        if self.is_unknown(other):
+            return function(other, self.calls.as_float(self))
         return self.calls.apply(function, (other, self))
 
     return method

@@ -185,6 +185,11 @@ class Instructions:
         record, key = self._record, operands.top(1)
         container = record.viewed(operands.top(2))
         other = self._substitute(operator.getitem, (container, key)) if any_known((key,)) else None
+        laters = record.laters
+        if other is not None and laters is not None and laters.arrays.is_array(container):
+            record.contents_read.add(id(container))
+            if step.feeding is not None or laters.arrays.is_written(container):
+                other = None
         if other is not None:  # the item is found in each call
             operands.put(2, other)
             return

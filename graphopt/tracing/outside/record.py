@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.changed_containers import ChangedContainer
@@ -115,12 +116,18 @@ class Record(Reads):
         of them (`kept_lists`), where it reads nothing else of them."""
         for each in self._changes.values():
             reads = [r for r in self.reads.values() if r.place.holder is each.container]
-            if isinstance(each.container, set) or not self.is_changed_by_items(each.container):
+            if isinstance(each.container, set) or not self._is_followed(each):
                 continue
             if id(each.container) in self._gone_over:
                 continue
             if all(read.place.kind in _OF_LISTS or _is_of_number(read) for read in reads):
                 yield from ((r.path, r.place) for r in reads if r.value is not MISSING)
+
+    def _is_followed(self, changed: ChangedContainer) -> bool:
+        """Whether a list is changed by single items, or emptied."""
+        hows = [how for how, _ in changed.changes]
+        emptied = all(how.is_of_one_item or how.method == "clear" for how in hows)
+        return not changed.otherwise and emptied
 
     def wrote(
         self,
@@ -270,6 +277,13 @@ class Record(Reads):
                 each.changes.clear()
             if key not in read:
                 yield each
+            elif any(identity[1] == key for identity in self._inputs):
+                self.refused = self.refused or CaptureError(
+                    f"it changes {self.path(each.container, 'a list')}, whose length or sum is an"
+                    " input of the graph, in a way that is not followed",
+                    location=str(each.line),
+                    hint="append and delete single items, or change it outside the step",
+                )
 
     def places_of(self, value: Any) -> list[OutsidePlace]:
         """All places in which the step has read an object."""
