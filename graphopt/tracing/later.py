@@ -24,8 +24,12 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METADATA, METHODS, VIEWS, Attribute
 from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.known_functions import is_fresh
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 
+BEGIN, ESCAPED = "\udc81", "\\udc81"
+"""What a piece of text begins with that stands for a value; and what that becomes where a text is
+escaped."""
 _AT_MOST = 5000
 """Functions that one value may be made by."""
 
@@ -98,7 +102,7 @@ class Later:
         self._is_number, self._is_changed = is_number, is_changed
         self._shares = shares
         parts = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
-        self._shares |= not _is_fresh(function) and any(part._shares for part in parts)
+        self._shares |= not is_fresh(function) and any(part._shares for part in parts)
         self._size: int = 1 + sum(part._size for part in parts)
         if self._size > _AT_MOST:
             raise refusal(
@@ -167,8 +171,8 @@ class Later:
     def _not_known(self, *args: Any, **options: Any) -> NoReturn:
         raise _refused("gives it to code that is not followed, or changes it in place")
 
-    __float__ = __complex__ = __hash__ = __setitem__ = __delitem__ = _not_known  # type: ignore[assignment]
-    __array__ = __array_function__ = __reduce_ex__ = _not_known  # type: ignore[assignment]
+    __float__ = __complex__ = __hash__ = __setitem__ = __delitem__ = _not_known
+    __array__ = __array_function__ = __reduce_ex__ = _not_known
 
 
 _OF_TENSORS = frozenset(
@@ -214,7 +218,9 @@ def _joined(*parts: Any) -> str:
 
 def as_later(value: Any) -> Any:
     """A text in which something stands for values, as a value; any other value itself."""
-    if not isinstance(value, str) or _current.get() is None:
+    if not isinstance(value, str) or not (BEGIN in value or ESCAPED in value):
+        return value
+    if _current.get() is None:
         return value
     parts = current_trace().parts(value)
     if all(type(part) is str for part in parts):
@@ -246,25 +252,6 @@ def refuse_shared(value: Later) -> None:
             "it keeps or returns an array in the memory of an argument or of a tensor of the model",
             "keep a copy: tensor.numpy().copy()",
         )
-
-
-def _is_fresh(function: Any) -> bool:
-    """Whether a function never gives a part of its arguments."""
-    name = getattr(function, "__name__", "")
-    module = str(getattr(function, "__module__", ""))
-    return name in _FRESH or (module in ("_operator", "builtins", "math") and name != "getitem")
-
-
-_FRESH = frozenset(
-    {"bincount", "argmax", "argmin", "argsort", "mean", "sum", "std", "var", "median", "percentile",
-     "max", "min", "unique", "where", "concatenate", "stack", "array", "copy", "isnan", "isfinite",
-     "clip", "exp", "log", "sqrt", "abs", "round", "histogram", "cumsum", "cumprod", "dot", "all",
-     "any", "nanmean", "nonzero", "count_nonzero", "astype", "tolist", "item", "prod", "take",
-     "array_equal", "tensor", "add", "subtract", "multiply", "divide", "equal", "not_equal",
-     "power", "maximum", "minimum", "logical_and", "logical_or", "logical_not", "norm", "str",
-     "format", "repr", "dumps"}
-)  # fmt: skip
-"""Functions and methods that give values of their own."""
 
 
 def refuse_written(arrays: Sequence[torch.Tensor]) -> None:
@@ -300,6 +287,15 @@ def numbers_in(value: Later) -> list[Any]:
     found: list[Any] = []
     evaluated(value, found.append, lambda function: lambda *args: None)
     return found
+
+
+def refuse_keys(value: Any) -> None:
+    """Refuse a dictionary with a key in which something stands for a value."""
+    if isinstance(value, dict) and any(map(is_later, value)):
+        raise refusal(
+            "a text with a number that the graph gives is a key",
+            "let the key be a number that is known before the call, or keep the text as a value",
+        )
 
 
 def holds_unknown(value: Any, of_host: bool = False) -> bool:
@@ -398,7 +394,7 @@ class _Swapped(Method):
         super().__init__(function.__name__)
         self.function = function
 
-    def __call__(self, one: Any, other: Any) -> Any:  # type: ignore[override]
+    def __call__(self, one: Any, other: Any) -> Any:
         return self.function(other, one)
 
 

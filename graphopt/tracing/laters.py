@@ -7,11 +7,8 @@ surrogates, which no file takes: one that gets anywhere unseen is an error there
 
 from __future__ import annotations
 
-import builtins
-import copy
 import functools
 import json
-import math
 import operator
 import re
 import statistics
@@ -20,14 +17,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from graphopt.host.changes import Change
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import Method
-from graphopt.tracing.draws.arrays import CHANGING, METHODS
+from graphopt.tracing.draws.arrays import METHODS
 from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.kept_items import KeptItems, PieceOfText
+from graphopt.tracing.known_functions import (
+    FUNCTIONS,
+    GOING_THROUGH,
+    MODULES,
+    NUMBERS,
+    OF_LISTS,
+    gives_text,
+    is_followed,
+    is_in,
+    is_of,
+    is_of_numpy,
+    of_floats,
+)
 from graphopt.tracing.later import (
+    BEGIN,
+    ESCAPED,
     Later,
     applied,
     as_later,
@@ -37,6 +47,7 @@ from graphopt.tracing.later import (
     holds_unknown,
     is_later,
     numbers_in,
+    refuse_keys,
 )
 from graphopt.tracing.live_arrays import LiveArray, LiveArrays
 from graphopt.tracing.numbers import SYMBOLIC, refusal
@@ -47,73 +58,8 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.said import saying
 
-_PIECE = re.compile("\udc81(\\d+)\udc82")
-_ESCAPED = "\\udc81"
-_FUNCTIONS = frozenset(
-    {builtins.sum, builtins.min, builtins.max, builtins.len, builtins.sorted, builtins.abs, round,
-     builtins.float, builtins.int, builtins.bool, list, tuple, any, all, divmod, pow, json.dumps,
-     isinstance, repr, str, format, torch.tensor, torch.as_tensor, torch.FloatTensor,
-     torch.LongTensor, torch.stack, torch.mean, torch.median}
-)  # fmt: skip
-"""Functions that change nothing, and whose result nothing else has."""
-_NUMBERS = frozenset({sum, min, max, len, float, int})
-"""What gives a number."""
-_MODULES = (math, statistics)
-_OF_LISTS = frozenset({"copy", "index", "count"})
-_TAKING = frozenset(
-    {"append", "appendleft", "extend", "extendleft", "insert", "update", "setdefault"}
-)
-_GOING_THROUGH = frozenset({reversed, enumerate, zip, iter, map, filter})
-_PASSING = frozenset({setattr, zip, enumerate, iter, reversed, dict, map, filter, next,
-                      callable, id, type(None)})  # fmt: skip
-"""Functions that do nothing with the values that they hand on, or ask them."""
-
-
-class PieceOfText(str):
-    """A text that stands for a value."""
-
-    __slots__ = ()
-
-    def __format__(self, spec: str) -> str:
-        return current_trace().text(Later(format, (self, spec))) if spec else str(self)
-
-    def __repr__(self) -> str:
-        return current_trace().text(Later(repr, (self,)))
-
-    def __str__(self) -> str:
-        return self
-
-
-class KeptItems:
-    """Gives the items of a list or a queue, as a step finds it in a call and has changed it so far.
-
-    Args:
-        changes: made so far, in order.
-        last: how many of the last items are wanted; None: all.
-    """
-
-    def __init__(self, container: Any, changes: Sequence[Change], last: int | None = None) -> None:
-        self.container, self.changes, self.last = container, tuple(changes), last
-        self.__name__ = "items"
-
-    def __call__(self, *values: Any) -> Any:
-        return self.of(self.container, values)
-
-    def of(self, container: Any, values: Sequence[Any]) -> Any:
-        """The items, given what was there before the step."""
-        items = copy.copy(container) if self.last is None else container[-self.last :]
-        given = iter(values)
-        for change in self.changes:
-            change.make(items, next(given) if change.takes else None)
-        return items if self.last is None else items[-self.last :]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, KeptItems) or self.container is not other.container:
-            return False
-        return (self.changes, self.last) == (other.changes, other.last)
-
-    def __hash__(self) -> int:
-        return hash((id(self.container), self.last))
+_END = "\udc82"
+_PIECE = re.compile(f"{BEGIN}(\\d+){_END}")
 
 
 class Laters:
@@ -137,11 +83,11 @@ class Laters:
     def text(self, value: Later) -> str:
         """What stands for a value that is a text."""
         self._texts.append(value)
-        return PieceOfText(f"\udc81{len(self._texts) - 1}\udc82")
+        return PieceOfText(f"{BEGIN}{len(self._texts) - 1}{_END}")
 
     def parts(self, text: str) -> Sequence[Any]:
         """Texts and values that a text is put together of."""
-        if _ESCAPED in text:
+        if ESCAPED in text:
             raise refusal(
                 "it escapes a text in which there is a number that the graph gives",
                 "make the text in graphopt.callback(function, number)",
@@ -188,21 +134,21 @@ class Laters:
             lists = any(map(self.is_kept, args)) and kept_lists.folded(self._record, callee, args)
             if not lists and (self._needs(callee, args) or any(map(self.is_kept, args))):
                 return self._applying(function, callee, args, line)
-        if _is_in(callee, _GOING_THROUGH) and any(map(self.is_kept, args)):
+        if is_in(callee, GOING_THROUGH) and any(map(self.is_kept, args)):
             return lambda *given: callee(*(self._gone_through(e, line) for e in given))
         return None
 
     def _applying(
         self, function: Callable[..., Any], callee: Any, args: Sequence[Any], line: SourceLine
     ) -> Callable[..., Any]:
-        is_number = _is_in(callee, _NUMBERS) or (_of_floats(callee) and len(args) == 1)
+        is_number = is_in(callee, NUMBERS) or (of_floats(callee) and len(args) == 1)
 
         def apply(*args: Any, **options: Any) -> Any:
             args = tuple(self.items(arg, line) if self.is_kept(arg) else arg for arg in args)
             value = applied(function, args, options, is_number and not options)
             if callee is isinstance:
                 return bool(value)
-            return self.text(value) if _gives_text(callee) else value
+            return self.text(value) if gives_text(callee) else value
 
         return apply
 
@@ -213,17 +159,17 @@ class Laters:
             return Method(callee.__name__)
         if callee in (len, bool) and args and self.is_kept(args[0]):
             return None  # an input of the graph
-        if kind is str or (kind in (list, deque) and callee.__name__ in _OF_LISTS):
+        if kind is str or (kind in (list, deque) and callee.__name__ in OF_LISTS):
             return None if callee.__name__ == "join" else Method(callee.__name__)
-        if _is_in(callee, _FUNCTIONS) or any(_is_of(callee, module) for module in _MODULES):
+        if is_in(callee, FUNCTIONS) or any(is_of(callee, module) for module in MODULES):
             return callee  # type: ignore[no-any-return]
-        return callee if _is_of_numpy(callee) else None
+        return callee if is_of_numpy(callee) else None
 
     def _needs(self, callee: Any, args: Sequence[Any]) -> bool:
         """Whether what a function is given is not known before the graph has run."""
         if any(map(holds_later, args)):
             return True
-        if callee is json.dumps or _is_of(callee, statistics) or _is_of_numpy(callee):
+        if callee is json.dumps or is_of(callee, statistics) or is_of_numpy(callee):
             return any(map(holds_unknown, args))
         return False
 
@@ -232,16 +178,16 @@ class Laters:
         is not followed gets texts as they are in this call, and no other values."""
         callee = original(callee)
         name = getattr(callee, "__name__", "")
-        if name in ("extend", "extendleft") and type(args[-1]) is Later:
-            return [*args[:-1], list(args[-1])]
-        if not any(map(holds_later, args)) or _is_followed(callee):
+        if name in ("extend", "extendleft") and is_later(args[-1]):
+            return [*args[:-1], list(as_later(args[-1]))]
+        if not any(map(holds_later, args)) or is_followed(callee):
             return args
         return [self.exact(each) for each in args]
 
     def not_taken(self, callee: Any, args: Sequence[Any]) -> None:
         """Refuse to give such values to a function that is not followed."""
         for each in args:
-            if not _is_followed(original(callee)) and self.exact(each) is not each:
+            if not is_followed(original(callee)) and self.exact(each) is not each:
                 raise refusal(
                     "it gives a text with numbers in it to a function by *args, which is not"
                     " followed",
@@ -252,10 +198,8 @@ class Laters:
         """A key as it is in this call."""
         if not is_later(text) or self._is_exact(as_later(text)):
             return self.exact(text)  # type: ignore[no-any-return]
-        raise refusal(
-            "a text with a number that the graph gives is a key",
-            "let the key be a number that is known before the call, or keep the text as a value",
-        )
+        refuse_keys({text: None})
+        return text
 
     def exact(self, value: Any) -> Any:
         """A text as it is in this call, for which the graph holds alone; others themselves."""
@@ -359,62 +303,5 @@ def functions_in(value: Any) -> list[Callable[..., Any]]:
     return found
 
 
-def _is_followed(callee: Any) -> bool:
-    """Whether such values may be given to a callee: one that is observed, or hands them on."""
-    from graphopt.tracing.outside.files import is_observed
-
-    callee = getattr(callee, "__func__", callee)
-    if isinstance(callee, types.FunctionType):
-        return is_observed(callee.__code__.co_filename)
-    name = getattr(callee, "__name__", "")
-    if name in _TAKING or name == "join" or _is_in(callee, _PASSING):
-        return True
-    code = callee.__init__ if isinstance(callee, type) else type(callee).__call__
-    return isinstance(callee, functools.partial) or hasattr(code, "__code__")
-
-
 def _is_plain(value: Any) -> bool:
     return isinstance(value, SYMBOLIC) or is_later(value) or is_value(value)
-
-
-def _is_in(callee: Any, functions: frozenset[Any]) -> bool:
-    try:
-        return callee in functions
-    except TypeError:  # it has no hash
-        return False
-
-
-def _is_of(callee: Any, module: Any) -> bool:
-    name = getattr(callee, "__name__", None)
-    return isinstance(name, str) and getattr(module, name, None) is callee and callable(callee)
-
-
-def _is_of_numpy(callee: Any) -> bool:
-    """Whether a callee is a function of numpy's that changes nothing."""
-    module = str(getattr(callee, "__module__", None) or type(callee).__module__)
-    if module.partition(".")[0] != "numpy" or "random" in module:
-        return False
-    of = getattr(callee, "__self__", None)
-    free = of is None or isinstance(of, types.ModuleType)
-    return free and getattr(callee, "__name__", "") not in CHANGING
-
-
-def _of_floats(callee: Any) -> bool:
-    name = getattr(callee, "__name__", "")
-    return _is_of(callee, statistics) or (
-        _is_of_numpy(callee) and name in ("mean", "std", "var", "median", "average", "percentile")
-    )
-
-
-def _gives_text(callee: Any) -> bool:
-    if callee in (json.dumps, repr, str, format):
-        return True
-    name = getattr(callee, "__name__", "")
-    return getattr(callee, "__objclass__", None) is str and name in _TEXTS
-
-
-_TEXTS = frozenset(
-    {"format", "ljust", "rjust", "center", "strip", "lstrip", "rstrip", "upper", "lower", "title",
-     "replace", "zfill", "removeprefix", "removesuffix", "capitalize", "expandtabs"}
-)  # fmt: skip
-"""Methods of texts that give a text."""

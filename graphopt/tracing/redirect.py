@@ -47,7 +47,11 @@ from graphopt.tracing.tagging import Tagger
 
 _GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the value it gives
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_TEXT = {torch.Tensor.__repr__: repr, torch.Tensor.__format__: format, torch.Tensor.__str__: str}
+_TEXT: dict[Any, Callable[..., str]] = {
+    torch.Tensor.__repr__: repr,
+    torch.Tensor.__format__: format,
+    torch.Tensor.__str__: str,
+}
 _TRUTHS = frozenset({torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero})
 _INTEGERS = frozenset({torch.Tensor.__index__, torch.Tensor.__int__})
 _FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})

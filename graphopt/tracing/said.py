@@ -19,7 +19,7 @@ import torch
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
-from graphopt.tracing.later import Later, Named, holds_unknown, is_later, nest_of
+from graphopt.tracing.later import Later, Named, holds_unknown, is_later, nest_of, refuse_keys
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -151,6 +151,7 @@ def _given(record: Record, value: Any, within: bool = False) -> Any:
             )
         return value if within else functools.partial(_itself, value)
     if type(value) is dict:
+        refuse_keys(value)
         return {key: _given(record, each, True) for key, each in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_given(record, each, True) for each in value)
@@ -178,7 +179,7 @@ def _shown(record: Record, value: Any) -> Any:
                 " graphopt.callback(print, loss)",
             )
         return value
-    method = type(value).__str__
+    method: Any = type(value).__str__
     method = type(value).__repr__ if method is object.__str__ else method
     code = getattr(method, "__code__", None)
     if code is None or is_library_file(code.co_filename) or isinstance(value, logging.Logger):

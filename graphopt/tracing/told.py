@@ -8,7 +8,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.later import Later, as_later, is_later
+from graphopt.tracing.later import Later, as_later, is_later, refuse_keys
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -47,6 +47,8 @@ def told(
     if record.is_outside(value):
         record.pin(value)
         return Constant(value)
+    if isinstance(value, dict):
+        refuse_keys(value)
     nest = None if id(value) in within else _compat.open_nest(value)
     if nest is None:
         return None

@@ -10,7 +10,7 @@ import builtins
 import operator
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import CellType, FrameType
 from typing import Any
 
@@ -24,7 +24,6 @@ from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
 from graphopt.tracing.outside.callees import (
-    NAMED_CALLS,
     Substitute,
     called_with,
     expanded_call,
@@ -32,6 +31,7 @@ from graphopt.tracing.outside.callees import (
     place_of_callee,
 )
 from graphopt.tracing.outside.calls import NativeCalls
+from graphopt.tracing.outside.later_operands import Gives, LaterOperands
 from graphopt.tracing.outside.native import is_large_array, set_by_c
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import Record
@@ -46,7 +46,7 @@ _METHODS = {"+=": "__iadd__", "|=": "__ior__", "-=": "difference_update"}
 """What operators do with lists, queues and sets."""
 
 
-class Instructions:
+class Instructions(LaterOperands):
     """Follows the instructions of observed functions into a record."""
 
     def __init__(self, record: Record, substitute: Substitute = never) -> None:
@@ -286,20 +286,8 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         """The step gets the items, and what it reads in them is seen."""
-        if not self._stands_later(operands, 1, line):
+        if not self._stands_later(operands, 1, line, texts=True):
             self._read_contents(frame, operands.top(1), line, nested=False)
-
-    def _formatted(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        with_spec = step.instruction == "FORMAT_VALUE" and step.argument & 4
-        place = 2 if with_spec or step.instruction == "FORMAT_WITH_SPEC" else 1
-        laters, value = self._record.laters, operands.top(place)
-        text = None if laters is None or type(value) is not str else laters.piece(value)
-        if text is not None:
-            operands.put(place, text)
-        elif not self._stands_later(operands, place, line):
-            self._read_contents(frame, value, line)
 
     def _two(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -313,26 +301,6 @@ class Instructions:
         for place in (1, 2):
             if not self._stands_later(operands, place, line, texts=step.handler == "_compared"):
                 self._read_contents(frame, operands.top(place), line)
-
-    def _stands_later(
-        self, operands: Operands, place: int, line: SourceLine, texts: bool = False
-    ) -> bool:
-        """Whether something stands from now on for what an instruction takes."""
-        laters, value = self._record.laters, operands.top(place)
-        other = None if laters is None else laters.operand(value, line, texts)
-        if other is not None:
-            operands.put(place, other)
-        return other is not None
-
-    def _exact(self, operands: Operands, place: int, key: Any) -> Any:
-        """A key, a text in which there are numbers that are known before a call as it is."""
-        laters = self._record.laters
-        if laters is None or not isinstance(key, str):
-            return key
-        exact = laters.key(key)
-        if exact is not key:
-            operands.put(place, exact)
-        return exact
 
     def _in_place(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -465,35 +433,6 @@ class Instructions:
         other = self._substitute(callee, given)
         if other is not None:
             operands.put(place, other)
-
-    def _taken(
-        self, callee: Any, args: list[Any], step: OutsideAccess, operands: Operands
-    ) -> list[Any]:
-        """Let a call take what stands for values that are not known in this trace."""
-        laters = self._record.laters
-        taken = args if laters is None else list(laters.taken(callee, args))
-        top = int(step.instruction in NAMED_CALLS)
-        for index, value in enumerate(taken):
-            if value is not args[index]:
-                operands.put(top + len(args) - index, value)
-        return taken
-
-    def _done_later(
-        self, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool
-    ) -> Callable[..., Any] | None:
-        """What is called in place of a function that each call of the step has to call itself."""
-        laters = self._record.laters
-        return None if laters is None else laters.called(callee, args, line, discarded)
-
-
-class Gives:
-    """Gives a value to an instruction that takes an item, or a part, out of it."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._value
 
 
 def _called(frame: FrameType, value: Any) -> str:
