@@ -22,7 +22,8 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.draws.arguments import Method
-from graphopt.tracing.draws.arrays import METADATA, METHODS, VIEWS, Attribute
+from graphopt.tracing.draws.arrays import METADATA, METHODS, VIEWS, Attribute, is_of_numpy
+from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import is_fresh
 from graphopt.tracing.numbers import SYMBOLIC, refusal
@@ -339,6 +340,8 @@ def argument(value: Any) -> Any:
         return {key: argument(each) for key, each in value.items()}
     if type(value) is slice and holds_unknown((value.start, value.stop, value.step), True):
         return Later(slice, (value.start, value.stop, value.step))
+    if is_of_numpy(value) and not value.dtype.hasobject:
+        return Later(Method("copy"), (Later(ArrayConstant(value), ()),))
     if is_constant(value):
         return value
     raise _refused(f"computes it of a {type(value).__name__}")

@@ -354,6 +354,8 @@ class Instructions(LaterOperands):
         if laters is not None and laters.is_kept(container):
             self._stands_later(operands, 1, line)
             return
+        if isinstance(container, (list, tuple)) and self._stands_later(operands, 2, line, True):
+            return
         key = self._exact(operands, 2, plain(operands.top(2)))
         self._record.pin(operands.top(2))
         self._calls.contains(operands.top(1), key, line)
