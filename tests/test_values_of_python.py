@@ -52,6 +52,13 @@ def emptied(kept: Any, loss: Tensor, x: Tensor) -> None:
         kept.rows.clear()
 
 
+def emptied_when_full(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.queue.append(loss.item())
+    if len(kept.queue) == kept.queue.maxlen and sum(kept.queue) / len(kept.queue) > 0.2:
+        kept.count += 1
+        kept.queue.clear()
+
+
 def texts(kept: Any, loss: Tensor, x: Tensor) -> Any:
     text = f"{loss.item():.3f}"
     kept.padded = [f"{text:>12}|", text.ljust(12), "%-9s|" % text, f"{text!r:>14}", f"{loss:.2f}"]
@@ -98,7 +105,15 @@ def run(effect: Effect, compiled: bool) -> tuple[list[str], int]:
     return [*found, repr(model.weight)], len(used.captures) if compiled else 0
 
 
-CAPTURES = {windows: 2, smoothed: 2, decided: 7, emptied: 2, texts: 4, arrays: 1}
+CAPTURES = {
+    windows: 2,
+    smoothed: 2,
+    decided: 7,
+    emptied: 2,
+    emptied_when_full: 4,
+    texts: 4,
+    arrays: 1,
+}
 
 
 @pytest.mark.parametrize("effect", CAPTURES)

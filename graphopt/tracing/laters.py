@@ -180,7 +180,11 @@ class Laters:
         name = getattr(callee, "__name__", "")
         if name in ("extend", "extendleft") and is_later(args[-1]):
             return [*args[:-1], list(as_later(args[-1]))]
-        if not any(map(holds_later, args)) or is_followed(callee):
+        if not any(map(holds_later, args)):
+            return args
+        if callee is setattr or name == "setdefault":
+            return [args[0], self.key(args[1]), *args[2:]]
+        if is_followed(callee):
             return args
         return [self.exact(each) for each in args]
 
@@ -203,6 +207,10 @@ class Laters:
 
     def exact(self, value: Any) -> Any:
         """A text as it is in this call, for which the graph holds alone; others themselves."""
+        if type(value) in (list, tuple) and holds_later(value):
+            return type(value)(map(self.exact, value))
+        if type(value) is dict and holds_later(value):
+            return {key: self.exact(each) for key, each in value.items()}
         if not is_later(value):
             return value
         value = as_later(value)

@@ -29,7 +29,7 @@ from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact
-from graphopt.tracing.later import is_later
+from graphopt.tracing.later import is_later, refuse_keys
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
@@ -74,6 +74,7 @@ def take_placed(
     found, exchanged = [], _exchanged(record)
     for written in list(record.written_places()):
         place, before, value = written.place, written.before, written.place.now()
+        refuse_keys({place.key: None} if isinstance(place.key, str) else {})
         if record.depends_on(place) and not _is_left_alone(written):
             if note_counted(finder, written.path, place, before, value):
                 place.write(before)  # the step is traced anew, and not everything is put back

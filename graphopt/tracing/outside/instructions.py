@@ -157,6 +157,9 @@ class Instructions(LaterOperands):
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         value = operands.top(1)
+        if type(value) is deque and step.name == "maxlen":  # which nothing changes
+            self._record.pin(value)
+            return
         path = f"{self._record.path(value, _called(frame, value))}.{step.name}"
         read_attribute(self._record, value, step.name, path, line)
 
