@@ -55,7 +55,7 @@ class Writer:
         self.rows.append((tag, value, number))
 
     def add_text(self, value: Any) -> None:
-        self.rows.append(f"{value}")  # HERE
+        self.rows.append(f"{value}")
 
 
 writer = Writer()
@@ -68,7 +68,7 @@ def in_a_global(loss: Tensor, rate: Any) -> None:
 
 def swallowed(loss: Tensor, rate: Any) -> None:
     with contextlib.suppress(Exception):
-        history.append(f"{loss.item()}")  # HERE
+        history.append(f"{loss.item()}")
 
 
 def set_attribute(owner: Any, value: Any) -> None:
@@ -76,8 +76,6 @@ def set_attribute(owner: Any, value: Any) -> None:
 
 
 KEPT: dict[str, Keep] = {
-    "writer of text": lambda loss, rate: writer.add_text(loss.item()),
-    "text of a list": lambda loss, rate: history.append(str([loss.item()])),  # HERE
     "queue": lambda loss, rate: waiting.put(-loss.item()),  # HERE
     "set": lambda loss, rate: values.add(loss.item()),  # HERE
     "array of floats": lambda loss, rate: numbers.__setitem__(0, loss.item()),  # HERE
@@ -85,21 +83,11 @@ KEPT: dict[str, Keep] = {
     "array": lambda loss, rate: single.append(loss.item()),  # HERE
     "closure": lambda loss, rate: history.append(partial(print, loss.item())),  # HERE
     "generator": lambda loss, rate: history.append(x for x in [loss.item()]),  # HERE
-    "JSON": lambda loss, rate: history.append(json.dumps({"loss": loss.item()})),  # HERE
-    "printed": lambda loss, rate: print(loss.item()),  # HERE
-    "logged": lambda loss, rate: logging.getLogger("train").error("%s", loss.item()),  # HERE
     "logged tensor": lambda loss, rate: logging.getLogger("train").error("%s", loss),  # HERE
-    "text of the learning rate": lambda loss, rate: history.append(f"{rate}"),  # HERE
-    "text with the learning rate": lambda loss, rate: history.append(f"rate {rate:.2e}"),  # HERE
-    "repr of the learning rate": lambda loss, rate: history.append(repr(rate / 2)),  # HERE
-    "format of the learning rate": lambda loss, rate: history.append(format(rate, ".3f")),  # HERE
     "JSON of the learning rate": lambda loss, rate: history.append(json.dumps([rate])),  # HERE
     "hash of the learning rate": lambda loss, rate: history.append(hash(rate)),  # HERE
     "fraction of the learning rate": lambda loss, rate: history.append(rate.hex()),  # HERE
-    "logged learning rate": lambda loss, rate: logging.getLogger("t").error("%s", rate),  # HERE
-    "printed learning rate": lambda loss, rate: print(rate),  # HERE
     "tensor": lambda loss, rate: values.add(loss.detach()),  # HERE
-    "swallowed": swallowed,
 }
 
 
@@ -149,6 +137,14 @@ KEPT_IN_EACH_CALL: dict[str, Keep] = {
     "learning rate as a float": lambda loss, rate: history.append(float(rate)),
     "tensor": lambda loss, rate: history.append(loss.detach()),
     "global": in_a_global,
+    "writer of text": lambda loss, rate: writer.add_text(loss.item()),
+    "text of a list": lambda loss, rate: history.append(str([loss.item()])),
+    "JSON": lambda loss, rate: history.append(json.dumps({"loss": loss.item()})),
+    "text of the learning rate": lambda loss, rate: history.append(f"{rate}"),
+    "text with the learning rate": lambda loss, rate: history.append(f"rate {rate:.2e}"),
+    "repr of the learning rate": lambda loss, rate: history.append(repr(rate / 2)),
+    "format of the learning rate": lambda loss, rate: history.append(format(rate, ".3f")),
+    "swallowed": swallowed,
 }
 
 

@@ -48,6 +48,10 @@ FUNCTIONS: dict[str, Function] = {
     "round": lambda numbers: round(np.mean(numbers), 3),
     "computed with": lambda numbers: 1.0 - np.min(numbers) / 3 + numbers[0],
     "asked": lambda numbers: isinstance(np.mean(numbers), np.floating),
+    "of an array": lambda numbers: np.array(numbers).mean(),
+    "along an axis": lambda numbers: np.mean(numbers, axis=0),
+    "of another kind": lambda numbers: np.percentile(numbers, 30),
+    "of one number": lambda numbers: np.abs(numbers[0]),
     "decided by": lambda numbers: float(np.mean(numbers) > -1e9),
 }
 
@@ -80,10 +84,6 @@ def test_they_are_numpys_own_of_known_numbers(function: Function) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda numbers: np.array(numbers).mean(),
-        lambda numbers: np.mean(numbers, axis=0),
-        lambda numbers: np.percentile(numbers, 30),
-        lambda numbers: np.abs(numbers[0]),
         lambda numbers: np.float64(2.0) * numbers[0],
     ],
 )

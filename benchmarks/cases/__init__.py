@@ -7,6 +7,7 @@ from . import (
     optimizers,
     randomness,
     reinforcement,
+    reporting,
     representation,
     sequences,
     styles,
@@ -17,7 +18,7 @@ from .case import STEPS, Build, Case, cases, tensors_of
 
 FAMILIES = (
     language, vision, adversarial, reinforcement, representation, sequences, optimizers, styles,
-    trainers, counting, randomness,
+    trainers, counting, randomness, reporting,
 )  # fmt: skip
 
 __all__ = ["FAMILIES", "STEPS", "Build", "Case", "cases", "tensors_of"]

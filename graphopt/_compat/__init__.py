@@ -152,8 +152,10 @@ from graphopt._compat.tracers import (
 )
 from graphopt._compat.trees import (
     ONE_VALUE,
+    Applied,
     flatten_arguments,
     flatten_results,
+    is_applied,
     leaf_names,
     open_nest,
     tree_flatten,
@@ -165,6 +167,7 @@ from graphopt._compat.trees import (
 __all__ = [
     "FAKE_BACKEND",
     "ONE_VALUE",
+    "Applied",
     "Correction",
     "DescribedTensor",
     "HigherOrderOperator",
@@ -222,6 +225,7 @@ __all__ = [
     "hooks_on_saved_tensors",
     "inputs_of",
     "inserts_at_end",
+    "is_applied",
     "is_compiled_module",
     "is_constant",
     "is_fake",

@@ -45,6 +45,27 @@ def _made_anew(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> 
 _pytree.register_pytree_node(_Fields, lambda f: (f.values, (f.kind, f.names)), _made_anew)
 
 
+class Applied:
+    """A nest whose values are the arguments of a function: what makes the nest anew calls it.
+
+    Args:
+        function: equal ones have the same structure.
+    """
+
+    def __init__(self, function: Callable[..., Any], values: Sequence[Any]) -> None:
+        self.function, self.values = function, list(values)
+
+
+_pytree.register_pytree_node(
+    Applied, lambda a: (a.values, a.function), lambda values, function: function(*values)
+)
+
+
+def is_applied(spec: Any) -> bool:
+    """Whether what makes a nest anew calls functions."""
+    return spec.type is Applied or any(map(is_applied, spec.children()))
+
+
 def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list[Any], Any]:
     """What `tree_flatten` gives, where objects of data classes are containers, too.
 

@@ -90,7 +90,7 @@ class HostCall:
         """A pytree in which values are marked; what holds no value stays whole, without a spec."""
         leaves, spec = _compat.tree_flatten(argument)
         found = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, fx.Node, *NUMBERS))]
-        if not found:
+        if not found and not _compat.is_applied(spec):
             return None, [argument]
         self.values += found
         return spec, [_VALUE_OF_GRAPH if any(leaf is v for v in found) else leaf for leaf in leaves]

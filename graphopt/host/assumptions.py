@@ -14,13 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import AssumptionFailedError
-from graphopt.host import HostCall, is_host_call
+from graphopt.host import NUMBERS, HostCall, is_host_call
 
 Answer = bool | int | tuple[int, ...]
+
+TRACED = (torch.Tensor, *NUMBERS)
+"""Values of a graph, while it is traced."""
 
 _HANDED_OUT = "handed_out"
 """Metadata of an assumption: how many of its last arguments are values for another branch."""
@@ -83,6 +87,41 @@ class ValuesAssumption(Assumption):
 
     def repeats(self, other: HostCall) -> bool:
         return isinstance(other, ValuesAssumption) and super().repeats(other)
+
+
+class ComputedAssumption(Assumption):
+    """Compares what Python computes of values with what it was when the step was captured.
+
+    Args:
+        nest: of values of the graph and functions of them (`_compat.Applied`).
+    """
+
+    def __init__(self, index: int, place: str, nest: Any) -> None:
+        super().__init__(index, place)
+        self._leaves, self._spec = _compat.tree_flatten(nest)
+        self._given = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, TRACED)]
+        self.values = [self._leaves[i] for i in self._given]
+        self._leaves = [None if i in self._given else x for i, x in enumerate(self._leaves)]
+        self.count = len(self.values)
+
+    def __call__(self, *values: Any) -> None:
+        if _compat.is_recording():
+            _compat.record_call(self, values)
+        elif not _compat.is_fake_mode_on() and not any(map(_compat.is_fake, values)):
+            self.run(values)
+
+    def run(self, values: Sequence[Any]) -> None:
+        leaves = list(self._leaves)
+        for position, value in zip(self._given, values[: self.count], strict=True):
+            leaves[position] = value
+        found = type(self.answer)(_compat.tree_unflatten(leaves, self._spec))
+        if found != self.answer:
+            raise self.failed(found, values)
+
+    def repeats(self, other: HostCall) -> bool:
+        if not isinstance(other, ComputedAssumption):
+            return False
+        return super().repeats(other) and self._spec == other._spec
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from graphopt import _compat
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, torch.dtype, torch.device)
 _NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _DEPTH = 8
 _NONE: Mapping[int, Any] = {}

@@ -79,7 +79,8 @@ class LeftValue:
 
     Attributes:
         spec: its structure, a pytree's; None of what is one value.
-        leaves: what is in it: constants, and marks of what is another one in each call.
+        leaves: what is in it: constants, marks of what is another one in each call, and values that
+            are put together of these.
     """
 
     spec: Any
@@ -87,7 +88,7 @@ class LeftValue:
 
     @property
     def is_constant(self) -> bool:
-        return not any(isinstance(leaf, (GivenValue, LiveValue)) for leaf in self.leaves)
+        return not any(isinstance(leaf, (GivenValue, LiveValue, LeftValue)) for leaf in self.leaves)
 
     def made(self, values: Sequence[Any]) -> Any:
         """The value in one call; tensors that the graph has computed are copies."""
@@ -102,6 +103,8 @@ class LeftValue:
 def _made(leaf: Any, values: Sequence[Any]) -> Any:
     if isinstance(leaf, LiveValue):
         return leaf.live()
+    if isinstance(leaf, LeftValue):
+        return leaf.made(values)
     if not isinstance(leaf, GivenValue):
         return leaf
     value = values[leaf.index]
@@ -111,6 +114,8 @@ def _made(leaf: Any, values: Sequence[Any]) -> Any:
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, LiveValue) and isinstance(other, LiveValue):
         return one.owner is other.owner
+    if isinstance(one, LeftValue) and isinstance(other, LeftValue):
+        return one.repeats(other)
     if isinstance(one, GivenValue) or isinstance(other, GivenValue):
         return type(one) is type(other)
     return one is other or (type(one) is type(other) and bool(one == other))

@@ -10,7 +10,7 @@ behind an assumption (`graphopt.host.assumptions`). Traces of the same call get 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any, cast
 
@@ -27,7 +27,12 @@ from graphopt._compat.sizes import (
     with_sizes,
 )
 from graphopt.errors import CaptureError
-from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
+from graphopt.host.assumptions import (
+    Answer,
+    Assumption,
+    ComputedAssumption,
+    ValuesAssumption,
+)
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.host.used import Used, UsedAnywhere
 from graphopt.host.voted import VotedAssumption
@@ -38,6 +43,7 @@ from graphopt.tracing.alike import is_alike
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.known import KnownValues
+from graphopt.tracing.later import Later, evaluated, nest_of
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.values import Values, ValuesBeforeCollectives
 
@@ -122,6 +128,30 @@ class Decider:
         assumption = VotedAssumption(self._count, str(line))
         holds = vote_of(number, known[self._count], group)
         _compat.record_call(assumption, [number, holds])
+        return self._assumed(assumption)
+
+    def computed(
+        self, value: Later, kind: type, replaced: Callable[[Any], Callable[..., Any]]
+    ) -> Answer:
+        """What Python computes in this call, which the graph assumes from now on.
+
+        Args:
+            replaced: see `later.evaluated`.
+        """
+        line = current_user_line()
+        known, values = self._inputs.answers, self._values
+        self._refuse(line)
+        if type(values) is not Values:
+            raise another_on_each_rank(line)
+        assumption = ComputedAssumption(self._count, str(line), nest_of(value))
+        if self._count == len(known):
+
+            def known_value(of: Any) -> Any:
+                return values.of(_compat.node_of(self._tracer, _compat.from_functional(of)))
+
+            with _compat.without_modes():
+                known.append(cast(Answer, kind(evaluated(value, known_value, replaced))))
+        _compat.record_call(assumption, assumption.take_values())
         return self._assumed(assumption)
 
     def values(self, tensor: torch.Tensor) -> tuple[int, ...]:

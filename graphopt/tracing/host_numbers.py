@@ -28,11 +28,12 @@ from graphopt.tracing.number_expressions import (
     leaves_of,
     same_value,
 )
-from graphopt.tracing.number_functions import ALIKE_IN_NUMPY, BITWISE, of_numpy
+from graphopt.tracing.number_functions import ALIKE_IN_NUMPY, BITWISE, numpy_float64, of_numpy
 from graphopt.tracing.numbers import (
     COMPARISONS,
     Notes,
     TracedFloat,
+    as_read,
     compared,
     current_notes,
     forward,
@@ -40,7 +41,7 @@ from graphopt.tracing.numbers import (
     record,
     reflected,
 )
-from graphopt.tracing.source import is_torch_file
+from graphopt.tracing.source import is_installed, is_library_file, is_torch_file
 
 EXACT = 2**53
 """Integers below are numbers in float64 themselves."""
@@ -77,6 +78,9 @@ class HostNumber(TracedFloat):
 
     def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return _known(function, args)
+
+    def as_scalar(self) -> Any:
+        return scalar_of_numpy(self)
 
     def as_integer(self) -> torch.SymInt | None:
         if type(self.value) is not int:
@@ -233,6 +237,15 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
     return number
 
 
+def scalar_of_numpy(number: Any) -> Any:
+    """A known number of numpy's kind as one that is so when the graph runs; others themselves."""
+    if not (is_host_number(number) and is_of_numpy(number)):
+        return number
+    scalar = as_read(_compat.record_number(numpy_float64, (number,)))
+    scalar.of_numpy = True
+    return scalar
+
+
 def is_of_numpy(value: object) -> bool:
     """Whether a number is numpy's kind of float, which is one of Python's as well. Its sums and
     products are those of floats; it divides by zero."""
@@ -292,6 +305,10 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
             return self.rounded()
         if of_torch:
             return function(self.exactly(), *args)
+        if function in _TEXTS and self.notes is current_notes():
+            file = sys._getframe(1).f_code.co_filename
+            if not (is_library_file(file) or is_installed(file)):
+                return self.notes.text(function, (self, *args))
         return function(self.handed_out(text=function in _TEXTS), *args)
 
     return method

@@ -10,8 +10,10 @@ there for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from graphopt import _compat
 from graphopt._compat.untraced import without_overrides
@@ -28,8 +30,11 @@ from graphopt.host.seen import (
 )
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
+from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.later import is_later, nest_of
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
 from graphopt.tracing.outside.record import Record
@@ -162,6 +167,11 @@ class HostView:
     def _leaf(self, leaf: Any, given: list[Any]) -> Any:
         if isinstance(leaf, Constant):
             return leaf.value
+        if is_later(leaf):
+            inner, spec = _compat.tree_flatten(nest_of(leaf))
+            return LeftValue(spec, tuple(self._leaf(each, given) for each in inner))
+        if not (isinstance(leaf, (torch.Tensor, *SYMBOLIC, ScheduledSetting)) or is_known(leaf)):
+            return leaf
         if isinstance(leaf, ScheduledSetting):
             read = leaf.read_later()
             return LiveValue(read.scheduler, read)
@@ -181,8 +191,20 @@ class HostView:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self) -> None:
-        """The step is over, and all that it leaves is still there."""
+    def finish(self, lists: Mapping[int, Any]) -> None:
+        """The step is over, and all that it leaves is still there.
+
+        Args:
+            lists: those of which something is computed later, as each call finds them.
+        """
+        for number, (call, _) in enumerate(self._calls):
+            if any(id(each.container) in lists for each in call.outside.changed):
+                raise CaptureError(
+                    "a function that it calls on the host may read a list to which it appends, and"
+                    " of which it computes something besides",
+                    location=None if self._lines[number] is None else str(self._lines[number]),
+                    hint="give the function what it needs of the list",
+                )
         for identity, (place, before) in self._before.items():
             value = place.now()
             self._last[identity] = self._stamp(place, value)

@@ -41,6 +41,10 @@ class TracedFloat(torch.SymFloat):
         """`function(*args)`, where more is known of it than that it is a number, else None."""
         return None
 
+    def as_scalar(self) -> Any:
+        """The same number, of numpy's kind when the graph runs where it is one before."""
+        return self
+
     def as_integer(self) -> torch.SymInt | None:
         """The same number among integers, where it is one in each call."""
         return None
@@ -100,7 +104,7 @@ def _record_among_integers(function: Callable[..., Any], args: tuple[Any, ...]) 
     integers = with_integers(args)
     floats = any(isinstance(arg, (torch.SymFloat, float)) for arg in integers)
     if floats or function is operator.truediv:  # for torch a question about what is divided
-        return as_read(_compat.record_number(function, integers))
+        return _recorded(function, integers)
     return as_read(function(*integers))
 
 
@@ -124,6 +128,12 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return result
     if function in GIVING_INTEGERS and len(args) == 1:
         return as_read(_compat.record_integer(function, args))
+    return _recorded(function, args)
+
+
+def _recorded(function: Callable[..., Any], args: Iterable[Any]) -> Any:
+    """A float as one node, which is of numpy's kind where an argument is."""
+    args = tuple(a.as_scalar() if issubclass(type(a), TracedFloat) else a for a in args)
     result = as_read(_compat.record_number(function, args))
     if function is not float and any(map(may_be_of_numpy, args)):
         result.of_numpy = True
@@ -146,6 +156,9 @@ class Notes(Protocol):
 
     def decide(self, number: Any, kind: type) -> Any:
         """What a number is in this call; the graph holds where it is that again."""
+
+    def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
+        """The text that a function gives, which is made in each call."""
 
     def on_host(self, function: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
         """What a function of numpy's gives, called before the graph runs."""
@@ -179,14 +192,14 @@ def refusal(reason: str, hint: str) -> CaptureError:
     return error if made is None else made.refuse(error)
 
 
-def _refuse_text(self: Any, *spec: str) -> str:
-    if is_torch_file(sys._getframe(1).f_code.co_filename):
-        return f"{type(self).__name__}({self.node})"  # messages and logs of torch's own
-    raise refusal(
-        "the value of a tensor is turned into text",
-        "let a function do it that is called in every step: graphopt.callback(print, loss), or"
-        " return the value from the step and print it outside",
-    )
+def _as_text(function: Callable[..., str]) -> Callable[..., str]:
+    def method(self: Any, *spec: str) -> str:
+        made = _made.get()
+        if made is None or is_torch_file(sys._getframe(1).f_code.co_filename):
+            return f"{type(self).__name__}({self.node})"  # messages and logs of torch's own
+        return made.text(function, (self, *spec))
+
+    return method
 
 
 def _refuse_array(self: Any, *args: Any, **options: Any) -> Any:
@@ -286,7 +299,6 @@ for _sign in (operator.neg, operator.pos, operator.abs):
 
 
 _READ = {torch.SymFloat: ReadFloat, torch.SymInt: ReadInt, torch.SymBool: ReadBool}
-_TEXT = ("__str__", "__repr__", "__format__")
 
 
 def as_read(value: Any) -> Any:
@@ -391,8 +403,8 @@ for _base, _kind in _READ.items():
     for _name in _operators_of(_kind, _base):
         setattr(_kind, _name, _reading(_name, _base))
 for _number in _READ.values():
-    for _name in _TEXT:
-        setattr(_number, _name, _refuse_text)
+    for _writes in (str, repr, format):
+        setattr(_number, f"__{_writes.__name__}__", _as_text(_writes))
     for _name in ("__copy__", "__deepcopy__"):
         setattr(_number, _name, _itself)
     _number.__array__ = _refuse_array  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.impurity import taken_for_a_number
+from graphopt.tracing.later import Later, current_trace
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.tagging import Tagger
 
@@ -80,6 +81,16 @@ class ObtainedValues:
     def decide(self, number: Any, kind: type) -> Any:
         """What a number is in this call."""
         return untraced(self.decider.decide, number, kind)
+
+    def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
+        """The text that a function gives, which is made in each call."""
+        return current_trace().text(Later(function, args))
+
+    def decide_computed(
+        self, value: Later, kind: type, replaced: Callable[[Any], Callable[..., Any]]
+    ) -> Any:
+        """What a value is in this call that Python computes of what the graph gives."""
+        return untraced(self.decider.computed, value, kind, replaced)
 
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
         """The line of the first such number that something still holds, other than `known` (by id);

@@ -29,6 +29,7 @@ from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.later import is_later, refuse_keys
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
@@ -73,6 +74,7 @@ def take_placed(
     found, exchanged = [], _exchanged(record)
     for written in list(record.written_places()):
         place, before, value = written.place, written.before, written.place.now()
+        refuse_keys({place.key: None} if isinstance(place.key, str) else {})
         if record.depends_on(place) and not _is_left_alone(written):
             if note_counted(finder, written.path, place, before, value):
                 place.write(before)  # the step is traced anew, and not everything is put back
@@ -241,7 +243,7 @@ def _is_traced(value: Any, numbers: bool = False, tensors: bool = True) -> bool:
         else:
             inner = each.values() if isinstance(each, dict) else each
             pending.extend((item, within | {id(each)}) for item in inner)
-    of_numbers = any(isinstance(leaf, SYMBOLIC) for leaf in leaves)
+    of_numbers = any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves)
     of_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if (of_numbers and not numbers) or (of_tensors and not tensors):
         return False

@@ -27,6 +27,7 @@ from graphopt.tracing import (
     constants,
     copies,
     fused,
+    later,
     numbers,
     recurrent,
     selecting,
@@ -36,7 +37,7 @@ from graphopt.tracing import (
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import check_anomalies
 from graphopt.tracing.concrete import concrete
-from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.arguments import Method, is_known
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
@@ -46,7 +47,11 @@ from graphopt.tracing.tagging import Tagger
 
 _GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the value it gives
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_TEXT = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__})
+_TEXT: dict[Any, Callable[..., str]] = {
+    torch.Tensor.__repr__: repr,
+    torch.Tensor.__format__: format,
+    torch.Tensor.__str__: str,
+}
 _TRUTHS = frozenset({torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero})
 _INTEGERS = frozenset({torch.Tensor.__index__, torch.Tensor.__int__})
 _FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
@@ -91,6 +96,7 @@ class Redirect(TorchFunctionMode):
 
     Attributes:
         gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
+        shared: tensors in whose memory arrays of the step's lie.
 
     Args:
         traced: stand-ins of the real tensors.
@@ -124,6 +130,7 @@ class Redirect(TorchFunctionMode):
         self._packing = Packing(lambda tensor: untraced(made.decider.values, tensor))
         self._differentiated = False
         self.gradients_first = False
+        self.shared: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -182,6 +189,9 @@ class Redirect(TorchFunctionMode):
             raise recurrent.refused(func)
         elif self._packing.takes(func, args):
             return self._packing.call(func, args, kwargs)
+        elif func is torch.Tensor.numpy and _has_array(args[0]):
+            self.shared.append(args[0])
+            return later.Later(Method("numpy"), args, shares=not self._is_apart(args[0]))
         elif func is torch.Tensor.__deepcopy__:
             return copies.deepcopied(*args)
         elif func == _SET_DATA:
@@ -189,15 +199,25 @@ class Redirect(TorchFunctionMode):
             return None
         elif _names_something(func, args):
             return format(operator.index(numbers.as_read(args[0].item())), args[1])
+        elif func is torch.Tensor.__format__ and not args[0].ndim:
+            return self._made.text(format, (args[0].item(), *args[1:]))
+        elif func in _TEXT and not args[0].requires_grad:
+            return self._made.text(_TEXT[func], args)
         elif func in _TEXT:
             refusal = CaptureError(
-                "the value of a tensor is turned into text",
+                "a tensor with its gradient function is turned into text, which the tensors of a"
+                " graph have not",
                 location=str(current_user_line()),
-                hint="let a function do it that is called in every step: graphopt.callback(print,"
-                " loss), or return the tensor from the step and print it outside",
+                hint="show its value, loss.item() or loss.detach(), or do it in"
+                " graphopt.callback(print, loss)",
             )
             raise self._made.refuse(refusal)
         return func(*args, **kwargs)
+
+    def _is_apart(self, tensor: torch.Tensor) -> bool:
+        """Whether an array of a tensor's memory is nobody else's."""
+        memory = _compat.storage_key(tensor)
+        return all(_compat.storage_key(t) != memory for t in self._traced.by_id.values())
 
     def _stand_ins(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -221,6 +241,11 @@ class Redirect(TorchFunctionMode):
         if known is None:
             raise self._finder.unknown(tensor)
         return known
+
+
+def _has_array(tensor: torch.Tensor) -> bool:
+    """Whether an array may lie in the memory of a tensor."""
+    return not tensor.requires_grad and not tensor.is_sparse and tensor.device.type == "cpu"
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

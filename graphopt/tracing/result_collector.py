@@ -21,6 +21,7 @@ from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
+from graphopt.tracing.later import Later, as_later, is_later, nest_of, refuse_shared
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.obtained import ObtainedValues
@@ -118,6 +119,8 @@ class ResultCollector:
     def recipe(self, value: Any, what: Callable[[], str]) -> Recipe:
         if isinstance(value, ScheduledSetting):
             return Scheduled(value.read_later())
+        if is_later(value):
+            return self._computed_later(as_later(value))
         if isinstance(value, torch.Tensor):
             return self._tensor_recipe(value)
         value = self.made.calls.as_scalar(value)
@@ -368,7 +371,7 @@ class ResultCollector:
         if isinstance(after, torch.Tensor):
             return self._tensor_recipe(after)
         leaves, spec = _compat.tree_flatten(after)
-        if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+        if any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves):
             return self._nest(after)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return Constant(after)
@@ -381,18 +384,24 @@ class ResultCollector:
         """How every call makes a value, its containers anew."""
         if isinstance(value, Constant):
             return value
-        if is_value(value):
+        if is_value(value) and not is_later(value):
             return Constant(value)
         leaves, spec = _compat.tree_flatten(value)
-        recipes = tuple(
-            self.recipe(leaf, lambda: "what it leaves outside its arguments")
-            if isinstance(leaf, (torch.Tensor, *SYMBOLIC, ScheduledSetting)) or is_known(leaf)
-            else leaf
-            if isinstance(leaf, Constant)
-            else Constant(leaf)
-            for leaf in leaves
-        )
+        recipes = tuple(map(self._leaf, leaves))
         return recipes[0] if spec == _compat.ONE_VALUE else Nested(spec, recipes)
+
+    def _leaf(self, leaf: Any) -> Recipe:
+        """How every call makes what is in a nest."""
+        traced = (torch.Tensor, *SYMBOLIC, ScheduledSetting)
+        if isinstance(leaf, traced) or is_known(leaf) or is_later(leaf):
+            return self.recipe(leaf, lambda: "what it leaves outside its arguments")
+        return leaf if isinstance(leaf, Constant) else Constant(leaf)
+
+    def _computed_later(self, value: Later) -> Recipe:
+        """How every call makes a value that only Python computes."""
+        refuse_shared(value)
+        leaves, spec = _compat.tree_flatten(nest_of(value))
+        return Nested(spec, tuple(map(self._leaf, leaves)))
 
     def _real(self, leaf: Any) -> Any:
         """What stands in a container for a leaf: the model's own tensor for its stand-in; None for

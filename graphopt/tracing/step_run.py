@@ -35,6 +35,8 @@ from graphopt.tracing.host_view import HostView
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
+from graphopt.tracing.later import refuse_keys, refuse_written, values_of
+from graphopt.tracing.laters import Laters
 from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
@@ -171,6 +173,8 @@ class StepRun:
             marker = self._gradient_marker(traced)
             tables = [attributes for _, attributes, _ in holders]
             self.view = self._viewing(traced, before, holders, settings)
+            self.outside.laters = Laters(self.outside, self.made.decide_computed)
+            stack.enter_context(values_of(self.outside.laters))
             ran = self._run(traced, marker, tables)
             marked = list(marks.changes())
             counted = self._counted(settings)
@@ -336,10 +340,13 @@ class StepRun:
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self.call.fn(*args, **kwargs)
                 arrays.finish()
+                for each in _dictionaries_in(returned):
+                    refuse_keys(each)
+                refuse_written(redirect.shared)
                 self.outside.read_left()
                 self.outside.note_left_in()
                 gives(self.outside, returned, self.call)
-                self.view.finish()
+                self.view.finish(self.outside.laters.lists)
                 for path, place in self.outside.changed_lengths():
                     self.finder.carries(path, place, counted=True)
                 made: dict[int, Any] = {}
@@ -514,6 +521,18 @@ def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     if isinstance(real, torch.nn.Parameter):
         view = _compat.as_parameter(view)
     return view.requires_grad_(real.requires_grad)
+
+
+def _dictionaries_in(value: Any) -> Iterator[dict[Any, Any]]:
+    """The dictionaries in a nest, which may contain itself."""
+    pending, seen = [value], set[int]()
+    while pending:
+        each = pending.pop()
+        if isinstance(each, (dict, list, tuple)) and id(each) not in seen:
+            seen.add(id(each))
+            pending.extend(each.values() if isinstance(each, dict) else each)
+            if isinstance(each, dict):
+                yield each
 
 
 @contextmanager

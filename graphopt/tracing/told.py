@@ -8,6 +8,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.later import Later, as_later, is_later, refuse_keys
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -32,8 +33,9 @@ def told(
         made: objects that are made anew, by id. One that stands there already would have to be the
             same object in both places, and is none of these.
     """
+    value = as_later(value)
     if (
-        isinstance(value, (*SYMBOLIC, ScheduledSetting))
+        isinstance(value, (*SYMBOLIC, ScheduledSetting, Later))
         or _compat.is_fake(value)
         or is_known(value)
     ):
@@ -43,6 +45,8 @@ def told(
     if record.is_outside(value):
         record.pin(value)
         return Constant(value)
+    if isinstance(value, dict):
+        refuse_keys(value)
     nest = None if id(value) in within else _compat.open_nest(value)
     if nest is None:
         return None
@@ -60,7 +64,7 @@ def holds_traced(record: Record, value: Any) -> bool:
     seen, pending = {id(value)}, [value]
     while pending and len(seen) < _NEAR:
         each = pending.pop()
-        if _compat.is_fake(each) or isinstance(each, SYMBOLIC):
+        if _compat.is_fake(each) or isinstance(each, SYMBOLIC) or is_later(each):
             return True
         if isinstance(each, (type, ModuleType, FunctionType)) or record.is_outside(each):
             continue

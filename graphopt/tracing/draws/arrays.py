@@ -14,18 +14,20 @@ from typing import Any
 import torch
 
 from graphopt.tracing.draws.arguments import Known, Metadata, Method
+from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Application, Leaf
+from graphopt.tracing.numbers import SYMBOLIC
 
-_METADATA = frozenset({"shape", "ndim", "dtype", "size", "nbytes", "itemsize", "strides"})
-_VIEWS = frozenset({"T", "mT", "real", "imag"})
-_METHODS = frozenset(
+METADATA = frozenset({"shape", "ndim", "dtype", "size", "nbytes", "itemsize", "strides"})
+VIEWS = frozenset({"T", "mT", "real", "imag"})
+METHODS = frozenset(
     {"all", "any", "argmax", "argmin", "argsort", "astype", "clip", "compress", "conj", "copy",
      "cumprod", "cumsum", "diagonal", "dot", "flatten", "item", "max", "mean", "min", "nonzero",
      "prod", "ravel", "repeat", "reshape", "round", "searchsorted", "squeeze", "std", "sum",
      "swapaxes", "take", "tolist", "trace", "transpose", "var", "view"}
 )  # fmt: skip
 """Methods that change nothing."""
-_CHANGING = frozenset(
+CHANGING = frozenset(
     {"copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "save", "savez",
      "savez_compressed", "savetxt", "array2string", "array_repr", "array_str"}
 )  # fmt: skip
@@ -65,6 +67,12 @@ class HostArray(Known):
         """Whether numpy would give a scalar, which cannot be changed."""
         return not isinstance(self.plain, _array_type())
 
+    def is_unknown(self, other: Any) -> bool:
+        """Whether a number is not known before the graph runs, with which this one, a float, is to
+        be computed."""
+        unknown = isinstance(other, SYMBOLIC) and not is_host_number(other)
+        return unknown and self.is_scalar and self.calls.as_float(self) is not self
+
     # ------------------------------------------------------------------ for torch
 
     def number(self) -> Any:
@@ -95,7 +103,7 @@ class HostArray(Known):
         return self.calls.apply(function, (*inputs, *options.values()), tuple(options))
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        if function.__name__ in _CHANGING or options.get("out") is not None:
+        if function.__name__ in CHANGING or options.get("out") is not None:
             raise self._changed()
         return self.calls.apply(function, (*args, *options.values()), tuple(options))
 
@@ -107,12 +115,12 @@ class HostArray(Known):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "plain" not in vars(self):
             raise AttributeError(name)
-        if name in _METADATA:
+        if name in METADATA:
             term = Application(Metadata(name), (self.expression,))
             return self.calls.by_value(term, getattr(self.plain, name))
-        if name in _VIEWS:
+        if name in VIEWS:
             return self.calls.apply(Attribute(name), (self,))
-        if name not in _METHODS:
+        if name not in METHODS:
             if not hasattr(self.plain, name):
                 raise AttributeError(name)
             raise self._refused(f"uses its {name}")
@@ -195,6 +203,8 @@ def _forward(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
     def method(self: HostArray, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return function(self.for_torch(), other)
+        if self.is_unknown(other):
+            return function(self.calls.as_float(self), other)
         return self.calls.apply(function, (self, other))
 
     return method
@@ -204,6 +214,8 @@ def _reflected(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
     def method(self: HostArray, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return function(other, self.for_torch())
+        if self.is_unknown(other):
+            return function(other, self.calls.as_float(self))
         return self.calls.apply(function, (other, self))
 
     return method

@@ -23,7 +23,7 @@ from graphopt.tracing.outside.accesses import OutsideAccess
 Substitute = Callable[[Any, Sequence[Any]], "Callable[..., Any] | None"]
 """Says what an instruction calls in place of a function with some arguments; None: itself."""
 
-_NAMED = ("CALL_KW", "CALL_FUNCTION_KW")
+NAMED_CALLS = ("CALL_KW", "CALL_FUNCTION_KW")
 """Calls with names of keywords above all else."""
 _PLAIN = ("CALL_FUNCTION", "CALL_FUNCTION_KW")
 """Calls that are never of a method."""
@@ -35,7 +35,7 @@ def never(callee: Any, args: Sequence[Any]) -> None:
 
 def place_of_callee(step: OutsideAccess, operands: Operands) -> int:
     """Where the callee is on the stack."""
-    top = step.argument + int(step.instruction in _NAMED)
+    top = step.argument + int(step.instruction in NAMED_CALLS)
     if step.instruction in _PLAIN:
         return top + 1
     if sys.version_info >= (3, 13):
@@ -46,7 +46,7 @@ def place_of_callee(step: OutsideAccess, operands: Operands) -> int:
 def called_with(step: OutsideAccess, operands: Operands) -> tuple[Any, list[Any]]:
     """The callee and its arguments, the object of a method first."""
     count = step.argument
-    top = int(step.instruction in _NAMED)
+    top = int(step.instruction in NAMED_CALLS)
     args = [operands.top(top + place) for place in range(count, 0, -1)]
     first, second = operands.top(top + count + 1), NULL
     if step.instruction not in _PLAIN:

@@ -136,6 +136,14 @@ class ContainerChanges(KnownObjects):
                 return None
         return (changed.before, taken, added) if taken <= len(changed.before) else None
 
+    def kept(self, container: Any) -> tuple[Any, list[tuple[Change, Any]]] | None:
+        """A list or a queue as it was before, and what the step has done to it; None where that
+        cannot be done again."""
+        changed = self._changes.get(id(container))
+        if changed is None or changed.otherwise:
+            return None
+        return changed.before, list(changed.changes)
+
     def additions(self, container: Any) -> int:
         """How many items the step has put into a container."""
         changed = self._changes.get(id(container))

@@ -31,6 +31,7 @@ from graphopt.tracing.outside.callees import (
     place_of_callee,
 )
 from graphopt.tracing.outside.calls import NativeCalls
+from graphopt.tracing.outside.later_operands import Gives, LaterOperands
 from graphopt.tracing.outside.native import is_large_array, set_by_c
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import Record
@@ -45,7 +46,7 @@ _METHODS = {"+=": "__iadd__", "|=": "__ior__", "-=": "difference_update"}
 """What operators do with lists, queues and sets."""
 
 
-class Instructions:
+class Instructions(LaterOperands):
     """Follows the instructions of observed functions into a record."""
 
     def __init__(self, record: Record, substitute: Substitute = never) -> None:
@@ -156,6 +157,9 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         value = operands.top(1)
+        if type(value) is deque and step.name == "maxlen":  # which nothing changes
+            self._record.pin(value)
+            return
         path = f"{self._record.path(value, _called(frame, value))}.{step.name}"
         read_attribute(self._record, value, step.name, path, line)
 
@@ -184,10 +188,15 @@ class Instructions:
         record, key = self._record, operands.top(1)
         container = record.viewed(operands.top(2))
         other = self._substitute(operator.getitem, (container, key)) if any_known((key,)) else None
+        laters = record.laters
+        if other is not None and laters is not None and laters.arrays.is_array(container):
+            record.contents_read.add(id(container))
+            if step.feeding is not None or laters.arrays.is_written(container):
+                other = None
         if other is not None:  # the item is found in each call
             operands.put(2, other)
             return
-        key = plain(key)
+        key = self._exact(operands, 1, plain(key))
         kept = kept_lists.item(record, container, key)
         if kept is not None:
             kept_lists.reads(record, kept, container, f"{{}}[{key}]", line)
@@ -195,9 +204,14 @@ class Instructions:
             if other is not None:
                 operands.put(2, other)
             return
-        if not record.is_outside(container) or (
-            isinstance(key, slice) and self._is_trimmed(frame, container)
-        ):
+        trimmed = isinstance(key, slice) and self._is_trimmed(frame, container)
+        if record.laters is not None and not trimmed:
+            item = record.laters.item(container, operands.top(1), line, step.feeding is not None)
+            if item is not None:
+                operands.put(2, Gives(item))
+                operands.put(1, 0)
+                return
+        if not record.is_outside(container) or trimmed:
             return
         path = record.path(container, _called(frame, container))
         if isinstance(container, dict) or (
@@ -212,8 +226,15 @@ class Instructions:
     def _slice(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        if not self._is_trimmed(frame, operands.top(3)):
-            self._read_contents(frame, operands.top(3), line)
+        container, key = operands.top(3), slice(operands.top(2), operands.top(1))
+        if self._is_trimmed(frame, container):
+            return
+        laters = self._record.laters
+        item = None if laters is None else laters.item(container, key, line)
+        if item is None:
+            self._read_contents(frame, container, line)
+        else:
+            operands.put(3, Gives(item))
 
     def _is_trimmed(self, frame: FrameType, value: Any) -> bool:
         """Whether a part of a value takes its place, and goes nowhere else."""
@@ -233,9 +254,15 @@ class Instructions:
     def _set_item(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
-        container, key = operands.top(2), plain(operands.top(1))
+        container, key = operands.top(2), self._exact(operands, 1, plain(operands.top(1)))
         if not self._record.is_outside(container):
             return
+        laters = self._record.laters
+        if laters is not None:
+            other = laters.arrays.setter(container, operands.top(1), operands.top(3), line)
+            if other is not None:
+                operands.put(2, other)
+                return
         if not is_container(container):
             if set_by_c(container):
                 self._record.unrepeated.add(
@@ -262,18 +289,32 @@ class Instructions:
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         """The step gets the items, and what it reads in them is seen."""
-        self._read_contents(frame, operands.top(1), line, nested=False)
+        if not self._stands_later(operands, 1, line, texts=True):
+            self._read_contents(frame, operands.top(1), line, nested=False)
 
     def _two(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
+        laters = self._record.laters
+        if laters is not None and (step.name == "%" or step.instruction == "BINARY_MODULO"):
+            left = laters.percent(operands.top(2), operands.top(1))
+            if left is not None:
+                operands.put(2, left)
+                return
         for place in (1, 2):
-            self._read_contents(frame, operands.top(place), line)
+            if not self._stands_later(operands, place, line, texts=step.handler == "_compared"):
+                self._read_contents(frame, operands.top(place), line)
 
     def _in_place(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         changed, value = operands.top(2), operands.top(1)
+        laters = self._record.laters
+        if laters is not None:
+            other = laters.arrays.changer(changed, step.name, value, line)
+            if other is not None:
+                operands.put(2, other)
+                return
         self._read_contents(frame, value, line)
         if isinstance(changed, (list, dict, set, deque)):
             self._record.read_container(id(frame), changed)
@@ -310,8 +351,17 @@ class Instructions:
     def _contains(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
+        laters, container = self._record.laters, operands.top(1)
+        if isinstance(container, str) and self._stands_later(operands, 1, line, texts=True):
+            return
+        if laters is not None and laters.is_kept(container):
+            self._stands_later(operands, 1, line)
+            return
+        if isinstance(container, (list, tuple)) and self._stands_later(operands, 2, line, True):
+            return
+        key = self._exact(operands, 2, plain(operands.top(2)))
         self._record.pin(operands.top(2))
-        self._calls.contains(operands.top(1), plain(operands.top(2)), line)
+        self._calls.contains(operands.top(1), key, line)
 
     def _truth(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
@@ -354,6 +404,11 @@ class Instructions:
         for each in args:
             if is_container(each):
                 self._record.read_container(id(frame), each)
+        other = self._done_later(callee, args, line, step.discarded)
+        if other is not None:
+            operands.put(place_of_callee(step, operands), other)
+            return
+        args = self._taken(callee, args, step, operands)
         self._calls.call(callee, args, line, step.discarded)
         other = self._substitute(callee, args)
         if other is not None:
@@ -373,6 +428,12 @@ class Instructions:
         callee = operands.top(place)
         self._read_contents(frame, args, line)
         given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
+        later = self._done_later(callee, given, line, step.discarded)
+        if later is not None:
+            operands.put(place, later)
+            return
+        if self._record.laters is not None:
+            self._record.laters.not_taken(callee, given)
         self._calls.call(callee, given, line)
         other = self._substitute(callee, given)
         if other is not None:

@@ -53,6 +53,7 @@ class OutsideReads(ContainerChanges):
 
     def __init__(self, own: Iterable[dict[str, Any]], inputs: Set[Any]) -> None:
         super().__init__(own)
+        self.laters: Any = None
         self._inputs = inputs
         self.refused: CaptureError | None = None
         self._written: set[tuple[Any, ...]] = set()
@@ -66,6 +67,7 @@ class OutsideReads(ContainerChanges):
         self.behind: Behind | None = None
         self.length_of: Callable[[Any], Any] = of_none
         self._gone_over: set[int] = set()
+        self.contents_read: set[int] = set()
 
     def read(self, place: OutsidePlace, path: str, line: SourceLine) -> Any:
         """The step reads a place. Returns what is there."""
@@ -99,7 +101,7 @@ class OutsideReads(ContainerChanges):
             if isinstance(value, torch.Tensor):
                 self.read(OutsidePlace("kind", value), path, line)
             elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-                self.contents(value, path, line)
+                self._reads_bytes(value, path, line)
         return value
 
     def _begins_in(self, identity: tuple[Any, ...]) -> bool:
@@ -133,6 +135,7 @@ class OutsideReads(ContainerChanges):
         seen.add(id(container))
         self._goes_through(container)
         if is_bytes(container):
+            self.contents_read.add(id(container))
             self._reads_bytes(container, path, line)
             return
         items = self._items_of(container, path, line)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.changed_containers import ChangedContainer
@@ -76,11 +77,19 @@ class Record(OutsideReads):
     def finish(self) -> None:
         """The step is over: look for what it changed."""
         self._settle_trimmed()
+        if self.laters is not None:
+            self._forget_contents(self.laters.arrays)
         self.unrepeated.finish()
         self.changed = self._changed()
         for identity, (container, line) in self.rewritten.items():
             self.holds_contents(container, line, self._left_in.get(identity))
         self._forget_values()
+
+    def _forget_contents(self, arrays: Any) -> None:
+        """Arrays that each call writes to by itself may hold anything when it begins."""
+        for identity, read in list(self.reads.items()):
+            if arrays.is_written(read.place.holder):
+                del self.reads[identity]
 
     def close(self) -> None:
         """Let go of what only observing needs, which is nearly everything."""
@@ -100,18 +109,25 @@ class Record(OutsideReads):
         self._left_in.clear()
         self._begun.clear()
         self.length_of = of_none
+        self.laters = None
 
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
         """Lengths of lists and queues that the step changes by single items, and what it computes
         of them (`kept_lists`), where it reads nothing else of them."""
         for each in self._changes.values():
             reads = [r for r in self.reads.values() if r.place.holder is each.container]
-            if isinstance(each.container, set) or not self.is_changed_by_items(each.container):
+            if isinstance(each.container, set) or not self._is_followed(each):
                 continue
             if id(each.container) in self._gone_over:
                 continue
             if all(read.place.kind in _OF_LISTS or _is_of_number(read) for read in reads):
                 yield from ((r.path, r.place) for r in reads if r.value is not MISSING)
+
+    def _is_followed(self, changed: ChangedContainer) -> bool:
+        """Whether a list is changed by single items, or emptied."""
+        hows = [how for how, _ in changed.changes]
+        emptied = all(how.is_of_one_item or how.method == "clear" for how in hows)
+        return not changed.otherwise and emptied
 
     def wrote(
         self,
@@ -261,6 +277,13 @@ class Record(OutsideReads):
                 each.changes.clear()
             if key not in read:
                 yield each
+            elif any(identity[1] == key for identity in self._inputs):
+                self.refused = self.refused or CaptureError(
+                    f"it changes {self.path(each.container, 'a list')}, whose length or sum is an"
+                    " input of the graph, in a way that is not followed",
+                    location=str(each.line),
+                    hint="append and delete single items, or change it outside the step",
+                )
 
     def places_of(self, value: Any) -> list[OutsidePlace]:
         """All places in which the step has read an object."""

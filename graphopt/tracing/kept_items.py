@@ -1,0 +1,57 @@
+"""What stands in a trace for texts, and what gives the items of a list that the step changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from graphopt.host.changes import Change
+from graphopt.tracing.later import Later, current_trace
+
+
+class PieceOfText(str):
+    """A text that stands for a value."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return current_trace().text(Later(format, (self, spec))) if spec else str(self)
+
+    def __repr__(self) -> str:
+        return current_trace().text(Later(repr, (self,)))
+
+    def __str__(self) -> str:
+        return self
+
+
+class KeptItems:
+    """Gives the items of a list or a queue, as a step finds it in a call and has changed it so far.
+
+    Args:
+        changes: made so far, in order.
+        last: how many of the last items are wanted; None: all.
+    """
+
+    def __init__(self, container: Any, changes: Sequence[Change], last: int | None = None) -> None:
+        self.container, self.changes, self.last = container, tuple(changes), last
+        self.__name__ = "items"
+
+    def __call__(self, *values: Any) -> Any:
+        return self.of(self.container, values)
+
+    def of(self, container: Any, values: Sequence[Any]) -> Any:
+        """The items, given what was there before the step."""
+        items = copy.copy(container) if self.last is None else container[-self.last :]
+        given = iter(values)
+        for change in self.changes:
+            change.make(items, next(given) if change.takes else None)
+        return items if self.last is None else items[-self.last :]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KeptItems) or self.container is not other.container:
+            return False
+        return (self.changes, self.last) == (other.changes, other.last)
+
+    def __hash__(self) -> int:
+        return hash((id(self.container), self.last))

@@ -1,0 +1,114 @@
+"""Functions of Python, numpy and torch that change nothing: each call may call them when its graph
+has run."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import json
+import math
+import statistics
+import types
+from typing import Any
+
+import torch
+
+from graphopt.tracing.draws.arrays import CHANGING
+
+FUNCTIONS = frozenset(
+    {builtins.sum, builtins.min, builtins.max, builtins.len, builtins.sorted, builtins.abs, round,
+     builtins.float, builtins.int, builtins.bool, list, tuple, any, all, divmod, pow, json.dumps,
+     isinstance, repr, str, format, torch.tensor, torch.as_tensor, torch.FloatTensor,
+     torch.LongTensor, torch.stack, torch.mean, torch.median}
+)  # fmt: skip
+"""Functions that change nothing, and whose result nothing else has."""
+NUMBERS = frozenset({sum, min, max, len, float, int})
+"""What gives a number."""
+MODULES = (math, statistics)
+OF_LISTS = frozenset({"copy", "index", "count"})
+TAKING = frozenset(
+    {"append", "appendleft", "extend", "extendleft", "insert", "update", "setdefault"}
+)
+GOING_THROUGH = frozenset({reversed, enumerate, zip, iter, map, filter})
+PASSING = frozenset({setattr, zip, enumerate, iter, reversed, dict, map, filter, next,
+                      callable, id})  # fmt: skip
+"""Functions that do nothing with the values that they hand on, or ask them."""
+
+
+def is_followed(callee: Any) -> bool:
+    """Whether such values may be given to a callee: one that is observed, or hands them on."""
+    from graphopt.tracing.outside.files import is_observed
+
+    callee = getattr(callee, "__func__", callee)
+    if isinstance(callee, types.FunctionType):
+        return is_observed(callee.__code__.co_filename)
+    name = getattr(callee, "__name__", "")
+    of_sets = getattr(callee, "__objclass__", type(getattr(callee, "__self__", None))) is set
+    if (name in TAKING and not of_sets) or name == "join" or is_in(callee, PASSING):
+        return True
+    code = getattr(
+        *((callee, "__init__") if isinstance(callee, type) else (type(callee), "__call__"))
+    )
+    return isinstance(callee, functools.partial) or hasattr(code, "__code__")
+
+
+def is_in(callee: Any, functions: frozenset[Any]) -> bool:
+    try:
+        return callee in functions
+    except TypeError:  # it has no hash
+        return False
+
+
+def is_of(callee: Any, module: Any) -> bool:
+    name = getattr(callee, "__name__", None)
+    return isinstance(name, str) and getattr(module, name, None) is callee and callable(callee)
+
+
+def is_of_numpy(callee: Any) -> bool:
+    """Whether a callee is a function of numpy's that changes nothing."""
+    module = str(getattr(callee, "__module__", None) or type(callee).__module__)
+    if module.partition(".")[0] != "numpy" or "random" in module:
+        return False
+    of = getattr(callee, "__self__", None)
+    free = of is None or isinstance(of, types.ModuleType)
+    return free and getattr(callee, "__name__", "") not in CHANGING
+
+
+def of_floats(callee: Any) -> bool:
+    name = getattr(callee, "__name__", "")
+    return is_of(callee, statistics) or (
+        is_of_numpy(callee) and name in ("mean", "std", "var", "median", "average", "percentile")
+    )
+
+
+def gives_text(callee: Any) -> bool:
+    if callee in (json.dumps, repr, str, format):
+        return True
+    name = getattr(callee, "__name__", "")
+    return getattr(callee, "__objclass__", None) is str and name in _TEXTS
+
+
+_TEXTS = frozenset(
+    {"format", "ljust", "rjust", "center", "strip", "lstrip", "rstrip", "upper", "lower", "title",
+     "replace", "zfill", "removeprefix", "removesuffix", "capitalize", "expandtabs"}
+)  # fmt: skip
+"""Methods of texts that give a text."""
+
+
+def is_fresh(function: Any) -> bool:
+    """Whether a function never gives a part of its arguments."""
+    name = getattr(function, "__name__", "")
+    module = str(getattr(function, "__module__", ""))
+    return name in _FRESH or (module in ("_operator", "builtins", "math") and name != "getitem")
+
+
+_FRESH = frozenset(
+    {"bincount", "argmax", "argmin", "argsort", "mean", "sum", "std", "var", "median", "percentile",
+     "max", "min", "unique", "where", "concatenate", "stack", "array", "copy", "isnan", "isfinite",
+     "clip", "exp", "log", "sqrt", "abs", "round", "histogram", "cumsum", "cumprod", "dot", "all",
+     "any", "nanmean", "nonzero", "count_nonzero", "astype", "tolist", "item", "prod", "take",
+     "array_equal", "tensor", "add", "subtract", "multiply", "divide", "equal", "not_equal",
+     "power", "maximum", "minimum", "logical_and", "logical_or", "logical_not", "norm", "str",
+     "format", "repr", "dumps"}
+)  # fmt: skip
+"""Functions and methods that give values of their own."""

@@ -1,0 +1,411 @@
+"""Values of Python that are computed in each call when the graph has run, as the step says.
+
+    np.mean(rows[-100:])       of a list that the step appends to
+    f"loss {loss.item():.3f}"  a text
+    images.cpu().numpy()       an array
+
+Nobody but Python needs them: the step keeps, returns or shows them. The trace knows no more than
+how they are made, of numbers and tensors that the graph gives. Deciding by one asks for its value.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.draws.arguments import Method
+from graphopt.tracing.draws.arrays import METADATA, METHODS, VIEWS, Attribute, is_of_numpy
+from graphopt.tracing.draws.program import ArrayConstant
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.known_functions import is_fresh
+from graphopt.tracing.numbers import SYMBOLIC, refusal
+
+BEGIN, ESCAPED = "\udc81", "\\udc81"
+"""What a piece of text begins with that stands for a value; and what that becomes where a text is
+escaped."""
+_AT_MOST = 5000
+"""Functions that one value may be made by."""
+
+
+class Trace(Protocol):
+    """What values need of the trace that they belong to."""
+
+    def decide(self, value: Later, kind: type) -> Any:
+        """What a value is in this call; the graph holds where it is that again."""
+
+    def text(self, value: Later) -> str:
+        """What stands for a value that is a text."""
+
+    def parts(self, text: str) -> Sequence[Any]:
+        """Texts and values that a text is put together of."""
+
+
+_current: ContextVar[Trace | None] = ContextVar("later", default=None)
+
+
+def current_trace() -> Trace:
+    """The trace that is running."""
+    found = _current.get()
+    if found is None:
+        raise refusal("it uses a value of a step whose trace is over", "make it in each call")
+    return found
+
+
+@contextmanager
+def values_of(trace: Trace) -> Iterator[None]:
+    """While active, values belong to a trace."""
+    token = _current.set(trace)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class Later:
+    """Stands for a value while a step is traced.
+
+    Args:
+        function: gives it.
+        args: of the function: numbers and tensors of the trace, other such values, constants, and
+            lists, tuples and dictionaries of these.
+        is_number: it is a number, which nothing changes in place.
+        is_changed: it is a part of an array, which the step only changes in place.
+        shares: it is an array in the memory of an argument or a tensor of the model.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_args",
+        "_function",
+        "_is_changed",
+        "_is_number",
+        "_shares",
+        "_size",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        is_number: bool = False,
+        is_changed: bool = False,
+        shares: bool = False,
+    ) -> None:
+        self._function, self._args = function, tuple(map(argument, args))
+        self._is_number, self._is_changed = is_number, is_changed
+        self._shares = shares
+        parts = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
+        self._shares |= not is_fresh(function) and any(part._shares for part in parts)
+        self._size: int = 1 + sum(part._size for part in parts)
+        if self._size > _AT_MOST:
+            raise refusal(
+                f"a value is computed by more than {_AT_MOST} functions of Python",
+                "compute it with tensors, or in graphopt.callback(function, …)",
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in METADATA or name in VIEWS:
+            return Later(Attribute(name), (self,))
+        if name not in METHODS and name not in _OF_TENSORS:
+            raise _refused(f"uses its {name}")
+
+        def method(*args: Any, **options: Any) -> Any:
+            return applied(Method(name), (self, *args), options, is_number=name == "item")
+
+        return method
+
+    def __getitem__(self, key: Any) -> Any:
+        return Later(operator.getitem, (self, key), self._is_number)
+
+    def __len__(self) -> int:
+        return int(current_trace().decide(Later(len, (self,)), int))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(Later(operator.contains, (self, value)))
+
+    def __bool__(self) -> bool:
+        return bool(current_trace().decide(self, bool))
+
+    def __int__(self) -> int:
+        return int(current_trace().decide(Later(int, (self,)), int))
+
+    def __index__(self) -> int:
+        return int(current_trace().decide(Later(operator.index, (self,)), int))
+
+    def __str__(self) -> str:
+        return current_trace().text(Later(str, (self,)))
+
+    def __repr__(self) -> str:
+        return current_trace().text(Later(repr, (self,)))
+
+    def __format__(self, spec: str) -> str:
+        return current_trace().text(Later(format, (self, spec)))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if options.get("out") is not None or method != "__call__":
+            raise _refused("writes it into an array")
+        return applied(ufunc, inputs, options, _are_numbers(inputs))
+
+    def __copy__(self) -> Later:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Later:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **options: Any) -> NoReturn:
+        raise _refused("computes with it and tensors of the graph")
+
+    def _not_known(self, *args: Any, **options: Any) -> NoReturn:
+        raise _refused("gives it to code that is not followed, or changes it in place")
+
+    __float__ = __complex__ = __hash__ = __setitem__ = __delitem__ = _not_known
+    __array__ = __array_function__ = __reduce_ex__ = _not_known
+
+
+_OF_TENSORS = frozenset(
+    {"item", "tolist", "median", "float", "double", "long", "int", "cpu", "numpy", "detach",
+     "quantile", "count", "index", "view", "bool", "unsqueeze"}
+)  # fmt: skip
+"""Methods of tensors and lists that change nothing."""
+
+
+def applied(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    options: dict[str, Any],
+    is_number: bool = False,
+) -> Later:
+    """What a function gives for these arguments, in each call."""
+    if options:
+        function, args = Named(function, tuple(options)), (*args, *options.values())
+    return Later(function, args, is_number)
+
+
+class Named:
+    """Calls a function with names for its last arguments."""
+
+    def __init__(self, function: Callable[..., Any], names: tuple[str, ...]) -> None:
+        self.function, self.names = function, names
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, *args: Any) -> Any:
+        count = len(args) - len(self.names)
+        return self.function(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and bool(vars(other) == vars(self))
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+
+def _joined(*parts: Any) -> str:
+    return "".join(parts)
+
+
+def as_later(value: Any) -> Any:
+    """A text in which something stands for values, as a value; any other value itself."""
+    if not isinstance(value, str) or not (BEGIN in value or ESCAPED in value):
+        return value
+    if _current.get() is None:
+        return value
+    parts = current_trace().parts(value)
+    if all(type(part) is str for part in parts):
+        return value
+    return parts[0] if len(parts) == 1 else Later(_joined, parts)
+
+
+def is_later(value: Any) -> bool:
+    """Whether a value is computed when the graph has run, a text or another one."""
+    return type(as_later(value)) is Later
+
+
+def nest_of(value: Any) -> Any:
+    """A nest in which functions stand for what they give: what makes it anew calls them."""
+    return _compat.tree_map(_opened, value)
+
+
+def _opened(leaf: Any) -> Any:
+    value = as_later(leaf)
+    if type(value) is not Later:
+        return value
+    return _compat.Applied(value._function, [nest_of(each) for each in value._args])
+
+
+def refuse_shared(value: Later) -> None:
+    """Refuse to keep or return an array in the memory of what the step is given."""
+    if value._shares:
+        raise refusal(
+            "it keeps or returns an array in the memory of an argument or of a tensor of the model",
+            "keep a copy: tensor.numpy().copy()",
+        )
+
+
+def refuse_written(arrays: Sequence[torch.Tensor]) -> None:
+    """Refuse a step that writes to tensors in whose memory arrays lie, which it keeps or shows."""
+    if any(map(_compat.may_be_written, arrays)):
+        raise refusal(
+            "it updates a tensor in place in whose memory an array lies",
+            "convert a copy: tensor.clone().numpy()",
+        )
+
+
+def evaluated(value: Any, known: Callable[[Any], Any], replaced: Callable[[Any], Any]) -> Any:
+    """What a value is in this call.
+
+    Args:
+        known: gives numbers and tensors of the trace.
+        replaced: says what is called in place of a function.
+    """
+    if type(value) is Later:
+        args = [evaluated(each, known, replaced) for each in value._args]
+        return replaced(value._function)(*args)
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+        return known(value)
+    if type(value) in (list, tuple):
+        return type(value)(evaluated(each, known, replaced) for each in value)
+    if type(value) is dict:
+        return {key: evaluated(each, known, replaced) for key, each in value.items()}
+    return value
+
+
+def numbers_in(value: Later) -> list[Any]:
+    """The numbers and tensors of the trace that a value is made of."""
+    found: list[Any] = []
+    evaluated(value, found.append, lambda function: lambda *args: None)
+    return found
+
+
+def refuse_keys(value: Any) -> None:
+    """Refuse a dictionary with a key in which something stands for a value."""
+    if isinstance(value, dict) and any(map(is_later, value)):
+        raise refusal(
+            "a text with a number that the graph gives is a key",
+            "let the key be a number that is known before the call, or keep the text as a value",
+        )
+
+
+def holds_unknown(value: Any, of_host: bool = False) -> bool:
+    """Whether a value, or one in lists, tuples and dictionaries, is known only when the graph runs.
+
+    Args:
+        of_host: so are numbers that are known before.
+    """
+    if type(value) in (list, tuple):
+        return len(value) <= _FEW and any(holds_unknown(each, of_host) for each in value)
+    if type(value) is dict:
+        return len(value) <= _FEW and any(holds_unknown(e, of_host) for e in value.values())
+    if isinstance(value, SYMBOLIC):
+        return of_host or not is_host_number(value)
+    return is_later(value) or _compat.is_fake(value)
+
+
+def holds_later(value: Any) -> bool:
+    """Whether a value, or one in lists, tuples and dictionaries, is computed when the graph has
+    run."""
+    if type(value) in (list, tuple):
+        return len(value) <= _FEW and any(map(holds_later, value))
+    if type(value) is dict:
+        return len(value) <= _FEW and any(map(holds_later, value.values()))
+    return is_later(value)
+
+
+_FEW = 1000
+
+
+def argument(value: Any) -> Any:
+    """An argument as it is now: what the step changes afterwards is another one."""
+    value = as_later(value)
+    if isinstance(value, (Later, *SYMBOLIC)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(argument, value))
+    if type(value) is dict:
+        return {key: argument(each) for key, each in value.items()}
+    if type(value) is slice and holds_unknown((value.start, value.stop, value.step), True):
+        return Later(slice, (value.start, value.stop, value.step))
+    if is_of_numpy(value) and not value.dtype.hasobject:
+        return Later(Method("copy"), (Later(ArrayConstant(value), ()),))
+    if is_constant(value):
+        return value
+    raise _refused(f"computes it of a {type(value).__name__}")
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value is one that nothing changes."""
+    from graphopt.tracing.outside.places import is_value
+
+    return is_value(value) or isinstance(value, (type, *_PLAIN))
+
+
+_PLAIN = (types.BuiltinFunctionType, torch.dtype, torch.device, type(Ellipsis))
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(
+        each._is_number if type(each) is Later else isinstance(each, (int, float, *SYMBOLIC))
+        for each in values
+    )
+
+
+def _refused(what: str) -> CaptureError:
+    return refusal(
+        "it computes a value in Python of what the graph gives, or of a list that it changes, and"
+        f" {what}",
+        "keep, return or show such values, compute with them, or decide by them; compute what the"
+        " graph needs with tensors, or do it in graphopt.callback(function, …)",
+    )
+
+
+def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
+    def method(self: Later, *others: Any) -> Any:
+        if any(isinstance(other, torch.Tensor) for other in others):
+            raise _refused("computes with it and tensors of the graph")
+        if in_place and self._is_changed:
+            return Later(getattr(operator, f"i{function.__name__}"), (self, *others), False, True)
+        if in_place and not self._is_number:
+            self._not_known()
+        return Later(function, (self, *others), _are_numbers((self, *others)))
+
+    return method
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: _forward(_Swapped(function))(self, other)
+
+
+class _Swapped(Method):
+    """An operator whose operands are the other way round."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function.__name__)
+        self.function = function
+
+    def __call__(self, one: Any, other: Any) -> Any:
+        return self.function(other, one)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_"):
+    _function, _bare = getattr(operator, _name), _name.strip("_")
+    setattr(Later, f"__{_bare}__", _forward(_function))
+    setattr(Later, f"__r{_bare}__", _reflected(_function))
+    setattr(Later, f"__i{_bare}__", _forward(_function, in_place=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert"):
+    setattr(Later, f"__{_name}__", _forward(getattr(operator, _name)))
+Later.__round__ = _forward(round)  # type: ignore[attr-defined]

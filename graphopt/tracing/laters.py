@@ -1,0 +1,315 @@
+"""What a traced step computes in Python of what only the graph knows, and of lists that it changes:
+found at the instructions and calls of the step, and made values of `later`.
+
+A text is put together by Python's own code, of pieces that stand for values. A piece holds lone
+surrogates, which no file takes: one that gets anywhere unseen is an error there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import re
+import statistics
+import types
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.draws.arguments import Method
+from graphopt.tracing.draws.arrays import METHODS
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.kept_items import KeptItems, PieceOfText
+from graphopt.tracing.known_functions import (
+    FUNCTIONS,
+    GOING_THROUGH,
+    MODULES,
+    NUMBERS,
+    OF_LISTS,
+    gives_text,
+    is_followed,
+    is_in,
+    is_of,
+    is_of_numpy,
+    of_floats,
+)
+from graphopt.tracing.later import (
+    BEGIN,
+    ESCAPED,
+    Later,
+    applied,
+    as_later,
+    current_trace,
+    evaluated,
+    holds_later,
+    holds_unknown,
+    is_later,
+    numbers_in,
+    refuse_keys,
+)
+from graphopt.tracing.live_arrays import LiveArray, LiveArrays
+from graphopt.tracing.numbers import SYMBOLIC, refusal
+from graphopt.tracing.numpy_lists import of_list
+from graphopt.tracing.outside import kept_lists
+from graphopt.tracing.outside.places import is_value
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.replace import original
+from graphopt.tracing.said import saying
+
+_END = "\udc82"
+_PIECE = re.compile(f"{BEGIN}(\\d+){_END}")
+
+
+class Laters:
+    """Such values of one trace.
+
+    Args:
+        record: of what the step does outside its arguments.
+        ask: the value of something, by `evaluated`, and the kind of the answer.
+    """
+
+    def __init__(
+        self, record: Record, ask: Callable[[Later, type, Callable[[Any], Any]], Any]
+    ) -> None:
+        self._record, self._ask = record, ask
+        self._texts: list[Later] = []
+        self.arrays = LiveArrays(record)
+        self.lists: dict[int, Any] = {}
+
+    # ------------------------------------------------------------------ for values
+
+    def text(self, value: Later) -> str:
+        """What stands for a value that is a text."""
+        self._texts.append(value)
+        return PieceOfText(f"{BEGIN}{len(self._texts) - 1}{_END}")
+
+    def parts(self, text: str) -> Sequence[Any]:
+        """Texts and values that a text is put together of."""
+        if ESCAPED in text:
+            raise refusal(
+                "it escapes a text in which there is a number that the graph gives",
+                "make the text in graphopt.callback(function, number)",
+            )
+        pieces = _PIECE.split(text)
+        found = [
+            self._texts[int(piece)] if index % 2 else piece for index, piece in enumerate(pieces)
+        ]
+        return [piece for piece in found if not isinstance(piece, str) or piece] or [""]
+
+    def decide(self, value: Later, kind: type) -> Any:
+        """What a value is in this call."""
+        return self._ask(value, kind, self._at_trace)
+
+    def _at_trace(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if not isinstance(function, KeptItems):
+            return function
+        before, _ = self._record.kept(function.container) or (function.container, [])
+        return lambda *values: function.of(before, values)
+
+    # ------------------------------------------------------------------ for instructions
+
+    def called(
+        self, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
+    ) -> Callable[..., Any] | None:
+        """What is called in place of a function; None where it is called itself."""
+        callee = original(callee)
+        said = saying(self._record, callee, args, line, discarded)
+        if said is not None:
+            return said
+        bound = getattr(callee, "__self__", None)
+        of_known = isinstance(bound, (str, list, deque)) or self.arrays.is_written(bound)
+        if isinstance(callee, types.BuiltinMethodType) and of_known:
+            callee, args = getattr(type(bound), callee.__name__), [bound, *args]
+            other = self.called(callee, args, line)
+            return None if other is None else functools.partial(other, bound)
+        written = self.arrays.called(callee, args, line)
+        if written is not None:
+            return written
+        if of_list(callee, args) is not None and not self.is_kept(args[0]):
+            return None  # a number of the graph
+        function = self._function(callee, args)
+        if function is not None:
+            lists = any(map(self.is_kept, args)) and kept_lists.folded(self._record, callee, args)
+            if not lists and (self._needs(callee, args) or any(map(self.is_kept, args))):
+                return self._applying(function, callee, args, line)
+        if is_in(callee, GOING_THROUGH) and any(map(self.is_kept, args)):
+            return lambda *given: callee(*(self._gone_through(e, line) for e in given))
+        return None
+
+    def _applying(
+        self, function: Callable[..., Any], callee: Any, args: Sequence[Any], line: SourceLine
+    ) -> Callable[..., Any]:
+        is_number = is_in(callee, NUMBERS) or (of_floats(callee) and len(args) == 1)
+
+        def apply(*args: Any, **options: Any) -> Any:
+            args = tuple(self.items(arg, line) if self.is_kept(arg) else arg for arg in args)
+            value = applied(function, args, options, is_number and not options)
+            if callee is isinstance:
+                return bool(value)
+            return self.text(value) if gives_text(callee) else value
+
+        return apply
+
+    def _function(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """A function as one that is called in each call; None where that may not be."""
+        kind = getattr(callee, "__objclass__", None)
+        if args and self.arrays.is_written(args[0]) and callee.__name__ in METHODS:
+            return Method(callee.__name__)
+        if callee in (len, bool) and args and self.is_kept(args[0]):
+            return None  # an input of the graph
+        if kind is str or (kind in (list, deque) and callee.__name__ in OF_LISTS):
+            return None if callee.__name__ == "join" else Method(callee.__name__)
+        if is_in(callee, FUNCTIONS) or any(is_of(callee, module) for module in MODULES):
+            return callee  # type: ignore[no-any-return]
+        return callee if is_of_numpy(callee) else None
+
+    def _needs(self, callee: Any, args: Sequence[Any]) -> bool:
+        """Whether what a function is given is not known before the graph has run."""
+        if any(map(holds_later, args)):
+            return True
+        if callee is json.dumps or is_of(callee, statistics) or is_of_numpy(callee):
+            return any(map(holds_unknown, args))
+        return False
+
+    def taken(self, callee: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """What a function is given in place of such values: a list takes them one by one; one that
+        is not followed gets texts as they are in this call, and no other values."""
+        callee = original(callee)
+        name = getattr(callee, "__name__", "")
+        if name in ("extend", "extendleft") and is_later(args[-1]):
+            return [*args[:-1], list(as_later(args[-1]))]
+        if not any(map(holds_later, args)):
+            return args
+        if callee is setattr or name == "setdefault":
+            return [args[0], self.key(args[1]), *args[2:]]
+        if is_followed(callee):
+            return args
+        return [self.exact(each) for each in args]
+
+    def not_taken(self, callee: Any, args: Sequence[Any]) -> None:
+        """Refuse to give such values to a function that is not followed."""
+        for each in args:
+            if not is_followed(original(callee)) and self.exact(each) is not each:
+                raise refusal(
+                    "it gives a text with numbers in it to a function by *args, which is not"
+                    " followed",
+                    "give the arguments one by one",
+                )
+
+    def key(self, text: str) -> str:
+        """A key as it is in this call."""
+        if not is_later(text) or self._is_exact(as_later(text)):
+            return self.exact(text)  # type: ignore[no-any-return]
+        refuse_keys({text: None})
+        return text
+
+    def exact(self, value: Any) -> Any:
+        """A text as it is in this call, for which the graph holds alone; others themselves."""
+        if type(value) in (list, tuple) and holds_later(value):
+            return type(value)(map(self.exact, value))
+        if type(value) is dict and holds_later(value):
+            return {key: self.exact(each) for key, each in value.items()}
+        if not is_later(value):
+            return value
+        value = as_later(value)
+        if not self._is_exact(value):
+            raise refusal(
+                "it gives a value that only Python computes, of what the graph gives or of a list"
+                " that it changes, to code that is not followed",
+                "let a function do it that is called in every step: graphopt.callback(function,"
+                " value)",
+            )
+        return evaluated(value, lambda number: number.exactly(), self._at_trace)
+
+    def _is_exact(self, value: Later) -> bool:
+        """Whether a value is known before each call."""
+        lists = any(isinstance(f, (KeptItems, LiveArray)) for f in functions_in(value))
+        return not lists and all(map(is_host_number, numbers_in(value)))
+
+    def is_kept(self, value: Any) -> bool:
+        """Whether a value is a list or a queue of numbers and texts outside, to which the step has
+        added, or an array to which each call writes."""
+        if self.arrays.is_written(value):
+            return True
+        if type(value) not in (list, deque) or not self._record.is_outside(value):
+            return False
+        found = self._record.kept(value)
+        return found is not None and bool(found[1]) and all(map(_is_plain, value))
+
+    def items(self, container: Any, line: SourceLine, key: Any = None) -> Later:
+        """The items of such a list; those that a slice selects."""
+        record = self._record
+        if self.arrays.is_written(container):
+            items = self.arrays.read(container)
+            return items if key is None else items[key]
+        _, changes = record.kept(container) or (None, [])
+        path = record.path(container, type(container).__name__)
+        record.reads_behind(container, path, line)
+        record.pin(container)
+        self.lists[id(container)] = container
+        hows, values = [how for how, _ in changes], [v for how, v in changes if how.takes]
+        last = None
+        if type(key) is slice and type(container) is list and (key.stop, key.step) == (None, None):
+            appends = all(how.method == "append" for how in hows)
+            last = -key.start if appends and type(key.start) is int and key.start < 0 else None
+        numbers = all(type(v) in (int, float) or isinstance(v, SYMBOLIC) for v in container)
+        items = Later(KeptItems(container, hows, last), values, numbers)
+        return items if key is None or last is not None else items[key]
+
+    def item(self, container: Any, key: Any, line: SourceLine, feeding: bool = False) -> Any:
+        """What stands for `container[key]`; None where that is the item itself.
+
+        Args:
+            feeding: it only goes into a store to where it comes from.
+        """
+        if isinstance(container, str):
+            return as_later(container)[key] if is_later(container) else None
+        is_array = self.arrays.is_array(container)
+        if is_array and feeding:
+            return self.arrays.item(container, key)
+        if not self.is_kept(container):
+            return None
+        return self.items(container, line, key)
+
+    def piece(self, text: str) -> str | None:
+        """A text that stands for a value as one that knows that; None: no such text."""
+        return PieceOfText(text) if is_later(text) else None
+
+    def operand(self, value: Any, line: SourceLine, texts: bool = False) -> Any:
+        """What stands for a list that an instruction goes through, or for a text that it compares;
+        None: itself."""
+        if self.is_kept(value):
+            return self.items(value, line)
+        return as_later(value) if texts and isinstance(value, str) and is_later(value) else None
+
+    def _gone_through(self, value: Any, line: SourceLine) -> Any:
+        return self.items(value, line) if self.is_kept(value) else value
+
+    def percent(self, text: Any, values: Any) -> Any:
+        """What stands for the left side of `text % values`."""
+        if isinstance(text, str) and (is_later(text) or holds_unknown(values, of_host=True)):
+            return _Percent(text)
+        return None
+
+
+class _Percent:
+    """The left side of `text % values`."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __mod__(self, values: Any) -> str:
+        return current_trace().text(Later(operator.mod, (self._text, values)))
+
+
+def functions_in(value: Any) -> list[Callable[..., Any]]:
+    """The functions that a value is made by."""
+    found: list[Callable[..., Any]] = []
+    evaluated(value, lambda number: number, lambda f: lambda *args: found.append(f))
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, SYMBOLIC) or is_later(value) or is_value(value)

@@ -1,0 +1,152 @@
+"""Arrays of numpy's outside a step into which it writes what only the graph knows.
+
+    confusion[t, p] += 1        each call does so, where the program does, as `graphopt.callback`
+    totals += counts
+    np.add.at(table, index, 1)
+
+What the step reads of such an array behind that is computed when the graph has run, and is refused
+where the array changes once more.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from graphopt.host import HostCall
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.callback import record as record_call
+from graphopt.tracing.later import Later, argument, holds_unknown, nest_of
+from graphopt.tracing.numbers import refusal
+from graphopt.tracing.outside.record import Record
+
+_IN_PLACE = {
+    f"{sign}=": getattr(operator, f"i{name}")
+    for sign, name in (("+", "add"), ("-", "sub"), ("*", "mul"), ("/", "truediv"))
+}
+
+
+class LiveArray:
+    """Gives an array as it is when it is called."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.__name__ = "array"
+
+    def __call__(self) -> Any:
+        return self.array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LiveArray) and other.array is self.array
+
+    def __hash__(self) -> int:
+        return id(self.array)
+
+
+class LiveArrays:
+    """The arrays of one trace."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._written: dict[int, Any] = {}
+        self._read: set[int] = set()
+
+    def is_array(self, value: Any) -> bool:
+        """Whether a value is an array outside the step."""
+        numpy = sys.modules.get("numpy")
+        return numpy is not None and type(value) is numpy.ndarray and self._record.is_outside(value)
+
+    def is_written(self, value: Any) -> bool:
+        """Whether each call writes to an array by itself."""
+        return id(value) in self._written
+
+    def read(self, array: Any) -> Later:
+        """What stands for an array that each call writes to."""
+        self._read.add(id(array))
+        return Later(LiveArray(array), ())
+
+    def item(self, array: Any, key: Any) -> Any:
+        """What stands for an item which the step only changes: `array[key] += …`."""
+        return Later(operator.getitem, (Later(LiveArray(array), ()), key), is_changed=True)
+
+    def setter(self, array: Any, key: Any, value: Any, line: SourceLine) -> Any:
+        """What stands for an array where an instruction writes an item; None: itself."""
+        if not self.is_array(array):
+            return None
+        if not (holds_unknown((key, value)) or self.is_written(array)):
+            return None
+        return _Sets(self, array, line)
+
+    def changer(self, array: Any, sign: str, value: Any, line: SourceLine) -> Any:
+        """What stands for an array that an operator changes in place; None: itself."""
+        if not self.is_array(array) or sign not in _IN_PLACE:
+            return None
+        if not (holds_unknown(value) or self.is_written(array)):
+            return None
+        return _Changes(self, array, _IN_PLACE[sign], line)
+
+    def called(
+        self, callee: Any, args: Sequence[Any], line: SourceLine
+    ) -> Callable[..., Any] | None:
+        """What is called in place of `numpy.add.at` and the like."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None or getattr(callee, "__name__", "") != "at" or len(args) < 2:
+            return None
+        of, *given = [*filter(None, [_ufunc_of(callee)]), *args]
+        if not (isinstance(of, numpy.ufunc) and self.is_array(given[0])):
+            return None
+        if not (holds_unknown(given[1:]) or self.is_written(given[0])):
+            return None
+        first = len(args) - len(given)
+        return lambda *found: self.write(of.at, found[first], found[first + 1 :], line)
+
+    def write(self, function: Any, array: Any, args: Sequence[Any], line: SourceLine) -> None:
+        """Each call calls a function that writes to an array."""
+        record = self._record
+        if id(array) in self._read:
+            raise refusal(
+                "it reads an array outside its arguments between two places where it changes it",
+                "change it in one place, or do it in graphopt.callback(function, …)",
+            )
+        path = record.path(array, "an array")
+        if id(array) in record.contents_read:
+            raise refusal(
+                f"it reads {path} and then changes it by what the graph gives",
+                "read it behind that, or do it in graphopt.callback(function, …)",
+            )
+        record.pin(array)
+        self._written[id(array)] = array
+        record_call(HostCall(function, [array, *(nest_of(argument(each)) for each in args)]))
+
+
+def _ufunc_of(callee: Any) -> Any:
+    of = getattr(callee, "__self__", None)
+    return of if type(of).__module__ == "numpy" else None
+
+
+class _Sets:
+    """Takes items in place of an array."""
+
+    def __init__(self, arrays: LiveArrays, array: Any, line: SourceLine) -> None:
+        self._arrays, self._array, self._line = arrays, array, line
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._arrays.write(operator.setitem, self._array, (key, value), self._line)
+
+
+class _Changes:
+    """Is changed in place of an array."""
+
+    def __init__(
+        self, arrays: LiveArrays, array: Any, function: Callable[..., Any], line: SourceLine
+    ) -> None:
+        self._arrays, self._array, self._line = arrays, array, line
+        self._function = function
+
+    def _change(self, value: Any) -> Any:
+        self._arrays.write(self._function, self._array, (value,), self._line)
+        return self._array
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = _change

@@ -1,0 +1,187 @@
+"""Calls by which a step says something to the outside: `print`, a logger's messages, progress bars,
+files, tables and boards. Each call of the step makes them, where the program does, as by
+`graphopt.callback`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import logging
+import types
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphopt.host import HostCall
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.callback import record as record_call
+from graphopt.tracing.later import Later, Named, holds_unknown, is_later, nest_of, refuse_keys
+from graphopt.tracing.numbers import SYMBOLIC, refusal
+from graphopt.tracing.outside.places import is_value
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.replace import original
+from graphopt.tracing.source import current_user_line, is_installed, is_library_file
+
+_PRINT = builtins.print
+_MESSAGES = frozenset(
+    {"debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log"}
+)
+_OF_BARS = frozenset(
+    {"set_postfix", "set_postfix_str", "set_description", "set_description_str", "update", "write",
+     "refresh", "display"}
+)  # fmt: skip
+_OF_FILES = frozenset({"write", "writelines", "flush"})
+_OF_TABLES = frozenset({"writerow", "writerows"})
+
+
+def saying(
+    record: Record, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool
+) -> Callable[..., Any] | None:
+    """What is called in place of a function that only says something; None for other functions.
+
+    Args:
+        args: positional values, the object of a method first.
+        discarded: nothing uses the result.
+    """
+    if is_library_file(line.file):
+        return None
+    callee = original(callee)
+    if callee is _PRINT:
+        return functools.partial(_say, record, callee)
+    owner, name = _owner(callee, args), getattr(callee, "__name__", "")
+    if _is_message(callee, owner, name) and not is_installed(line.file):
+        at = functools.partial(_at, line.file, line.line, line.function, callee)
+        return functools.partial(_say, record, at)
+    if not _is_outlet(owner, name) or not record.is_outside(owner):
+        return None
+    if discarded:
+        return functools.partial(_hand_on, record, callee)
+    if isinstance(owner, io.TextIOBase) and name == "write":
+        return functools.partial(_write, record, callee)
+    return None
+
+
+def _owner(callee: Any, args: Sequence[Any]) -> Any:
+    owner = getattr(callee, "__self__", None)
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        return owner
+    return args[0] if args else None
+
+
+def _is_message(callee: Any, owner: Any, name: str) -> bool:
+    """Whether a callee writes a message to a log."""
+    function = getattr(callee, "__func__", callee)
+    return name in _MESSAGES and getattr(function, "__module__", None) == "logging"
+
+
+def _is_outlet(owner: Any, name: str) -> bool:
+    """Whether an object's method of this name says something and gives nothing."""
+    if isinstance(owner, io.IOBase):
+        return name in _OF_FILES
+    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    homes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in kinds}
+    packages = {package for package, _ in homes}
+    if packages & {"_csv", "csv"}:
+        return name in _OF_TABLES
+    if "tqdm" in packages:
+        return name in _OF_BARS
+    if any(kind == "SummaryWriter" for _, kind in homes):
+        return name.startswith("add_") or name == "flush"
+    return "wandb" in packages and name == "log"
+
+
+def _at(file: str, line: int, name: str, function: Any, /, *args: Any, **options: Any) -> None:
+    """Call a function of `logging`, which looks for the line of its caller, from a line."""
+    _caller(file, line, name)(function, args, options)
+
+
+@functools.lru_cache(maxsize=256)
+def _caller(file: str, line: int, name: str) -> Callable[..., None]:
+    """A function that calls another one, with a name and a line of the program's."""
+
+    def call(function: Any, args: Any, options: Any) -> None:
+        function(*args, **options)
+
+    code = call.__code__.replace(co_filename=file, co_firstlineno=max(line - 1, 1), co_name=name)
+    return types.FunctionType(code, globals())
+
+
+def _say(record: Record, function: Any, *args: Any, **options: Any) -> None:
+    """Of what is said, the text: each argument is text here or becomes it in `function`."""
+    shown = (_shown(record, arg) for arg in args)
+    _hand_on(record, function, *shown, **options)
+
+
+def _write(record: Record, function: Any, *args: Any) -> Any:
+    """A file says how much it has written."""
+    _hand_on(record, function, *args)
+    return Later(len, args[-1:], is_number=True)
+
+
+def _hand_on(record: Record, function: Any, *args: Any, **options: Any) -> None:
+    given = [_given(record, arg) for arg in (*args, *options.values())]
+    function = functools.partial(_call, function, tuple(options))
+    record_call(HostCall(function, [nest_of(arg) for arg in given]))
+
+
+def _call(function: Any, names: tuple[str, ...], *args: Any) -> None:
+    """Call a function with names for its last arguments."""
+    args = tuple(arg() if _is_itself(arg) else arg for arg in args)
+    Named(function, names)(*args)
+
+
+def _given(record: Record, value: Any, within: bool = False) -> Any:
+    """What a function gets for a value: a container outside as it finds it then."""
+    if isinstance(value, types.GeneratorType):
+        value = list(value)
+    if record.laters.is_kept(value):
+        return record.laters.items(value, current_user_line() or SourceLine("", 0, ""))
+    if not isinstance(value, (list, tuple, dict, set, deque)) or is_value(value):
+        return value
+    if record.is_outside(value):
+        if within and holds_unknown(value):
+            raise refusal(
+                "it shows a list or dictionary outside its arguments, into which it puts what the"
+                " graph gives, within another one",
+                "show it by itself",
+            )
+        return value if within else functools.partial(_itself, value)
+    if type(value) is dict:
+        refuse_keys(value)
+        return {key: _given(record, each, True) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_given(record, each, True) for each in value)
+    return value
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _is_itself(value: Any) -> bool:
+    return isinstance(value, functools.partial) and value.func is _itself
+
+
+def _shown(record: Record, value: Any) -> Any:
+    """What is shown of a value, which its own code may say."""
+    if is_value(value) or isinstance(value, SYMBOLIC) or is_later(value):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            raise refusal(
+                "it shows a tensor with its gradient function, which the tensors of a graph have"
+                " not",
+                "show its value, loss.item() or loss.detach(), or do it in"
+                " graphopt.callback(print, loss)",
+            )
+        return value
+    method: Any = type(value).__str__
+    method = type(value).__repr__ if method is object.__str__ else method
+    code = getattr(method, "__code__", None)
+    if code is None or is_library_file(code.co_filename) or isinstance(value, logging.Logger):
+        return value
+    return str(value)

@@ -1,0 +1,128 @@
+"""What a step says to the outside: it does so in each call, as eager code, in the same order."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.errors import CaptureError
+
+Effect = Callable[[Any, Tensor], Any]
+
+
+class Meter:
+    """A running average that says what it is."""
+
+    def __init__(self) -> None:
+        self.total, self.count, self.queue = 0.0, 0, deque[float](maxlen=3)
+
+    def update(self, value: float) -> None:
+        self.total, self.count = self.total + value, self.count + 1
+        self.queue.append(value)
+
+    def __str__(self) -> str:
+        return f"{np.mean(self.queue):.4f} ({self.total / self.count:.4f})"
+
+
+def prints(said: Any, loss: Tensor) -> None:
+    said.meter.update(loss.item())
+    said.rows.append(loss.item())
+    print(f"loss {loss.item():.4f}", said.meter, {"loss": loss.item()}, said.rows, loss.detach())
+    print(said.optimizer.param_groups[0]["lr"], end="|\n", sep="-")
+    print(f"{np.mean(said.rows[-2:]):.3f}", len(said.rows), said.rows[-1], said.table)
+    said.table["loss"] = loss.item()
+
+
+def prints_at_times(said: Any, loss: Tensor) -> None:
+    said.count += 1
+    if said.count % 2 == 0:
+        print(f"Epoch {1} [{said.count}/{9}]\tLoss: {loss.item():.6f}")
+    if loss.item() < said.best:
+        said.best = loss.item()
+        print(f"new best {said.best:.5f}")
+
+
+def logs(said: Any, loss: Tensor) -> None:
+    said.logger.info("loss %.3f", loss.item())
+    said.logger.warning(f"loss {loss.item():.2f} of {said.count}")
+    said.logger.debug("nobody reads %s", loss.item())
+
+
+def writes(said: Any, loss: Tensor) -> Any:
+    said.table_writer.writerow([said.count, loss.item()])
+    said.file.write(f"{loss.item():.5f}\n")
+    said.count += 1
+    return said.file.write(f"{loss.item():.2f}")
+
+
+def shows_progress(said: Any, loss: Tensor) -> None:
+    said.bar.set_description(f"loss {loss.item():.4f}")
+    said.bar.set_postfix(loss=loss.item(), lr=said.optimizer.param_groups[0]["lr"])
+    said.bar.update(1)
+
+
+def run(effect: Effect, compiled: bool, capture: pytest.CaptureFixture[str]) -> list[str]:
+    """What each call says, gives and leaves."""
+    tqdm = pytest.importorskip("tqdm")
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    stream, shown = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(filename)s:%(lineno)d %(funcName)s %(message)s"))
+    said = SimpleNamespace(rows=[], table={}, count=0, best=1.0, meter=Meter(), file=io.StringIO())
+    said.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said.logger = logging.Logger("said", logging.INFO)
+    said.logger.addHandler(handler)
+    rows = io.StringIO()
+    said.table_writer = csv.writer(rows)
+    options: dict[str, Any] = {"mininterval": 0, "miniters": 1}
+    said.bar = tqdm.tqdm(total=9, file=shown, bar_format="{desc}{n_fmt}{postfix}", **options)
+
+    def step(x: Tensor) -> Any:
+        said.optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        given = effect(said, loss)
+        said.optimizer.step()
+        return loss.detach(), given
+
+    used: Any = graphopt.compile(step) if compiled else step
+    found = []
+    for x in torch.randn(5, 3, 4):
+        given = repr(used(x))
+        streams = (capture.readouterr().out, stream, rows, said.file, shown)
+        texts = [each if isinstance(each, str) else each.getvalue() for each in streams]
+        found.append(f"{given} {texts} {said.rows} {said.table} {said.count} {said.best}")
+    return [*found, repr(model.weight)]
+
+
+@pytest.mark.parametrize("effect", [prints, prints_at_times, logs, writes, shows_progress])
+def test_each_call_says_what_eager_code_says(
+    effect: Effect, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = run(effect, False, capsys)
+    assert run(effect, True, capsys) == expected
+
+
+def test_a_tensor_with_its_gradient_function_is_not_shown() -> None:
+    weight = nn.Parameter(torch.ones(2))
+
+    @graphopt.compile
+    def step(x: Tensor) -> None:
+        loss = (weight * x).sum()
+        print(loss)
+        loss.backward()
+
+    with pytest.raises(CaptureError, match="gradient function"):
+        step(torch.ones(2))

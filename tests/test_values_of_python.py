@@ -1,0 +1,198 @@
+# ruff: noqa: UP031, UP032 - texts are made as people make them
+"""What a step computes in Python of what the graph gives: windows over lists, texts, arrays."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.errors import CaptureError
+
+Effect = Callable[[Any, Tensor, Tensor], Any]
+
+
+def windows(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    kept.rows.append(loss.item())
+    kept.mean = np.mean(kept.rows[-3:])
+    kept.others = [sum(kept.rows[-2:]) / 2, statistics.mean(kept.rows), np.array(kept.rows).std()]
+    kept.sorted = sorted(kept.rows)[len(kept.rows) // 2]
+    return max(kept.rows[-3:]), np.percentile(kept.rows, 90), int(np.argmin(kept.rows))
+
+
+def smoothed(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    kept.queue.append(loss.item())
+    values = torch.tensor(list(kept.queue), dtype=torch.float32)
+    kept.median, kept.mean = values.median().item(), np.mean(kept.queue)
+    return kept.queue[-1], f"{values.mean().item():.4f}"
+
+
+def decided(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    kept.rows.append(loss.item())
+    if len(kept.rows) > 3 and all(row > kept.rows[-1] for row in kept.rows[-3:-1]):
+        kept.count += 1
+    if kept.rows[-1] > np.mean(kept.rows[-3:]) + 0.01:
+        kept.best = np.mean(kept.rows[-2:])
+    return len(kept.rows) > 1 and kept.rows[-1] > min(kept.rows[:-1])
+
+
+def emptied(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.rows.append(loss.item())
+    if len(kept.rows) == 3:
+        kept.mean = sum(kept.rows) / len(kept.rows)
+        kept.rows.clear()
+
+
+def emptied_when_full(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.queue.append(loss.item())
+    if len(kept.queue) == kept.queue.maxlen and sum(kept.queue) / len(kept.queue) > 0.2:
+        kept.count += 1
+        kept.queue.clear()
+
+
+def texts(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    text = f"{loss.item():.3f}"
+    kept.padded = [f"{text:>12}|", text.ljust(12), "%-9s|" % text, f"{text!r:>14}", f"{loss:.2f}"]
+    kept.split = [*text.split("."), text[:3], len(text), text.startswith("0")]
+    kept.joined = ", ".join(f"{name}={value:.2f}" for name, value in {"a": loss.item()}.items())
+    kept.nested = str({"loss": loss.item(), "text": text}) + json.dumps({"loss": loss.item()})
+    kept.table[f"step{kept.count}"] = f"{kept.count}/{len(kept.rows)} {loss.item()!r:>25}"
+    kept.rows.append("loss %.3f after %d" % (loss.item(), kept.count))
+    kept.count = 1 - kept.count
+    return "{:.4f} {}".format(loss.item(), 3), float(text) * 2, text == "0.416"
+
+
+def arrays(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    found, wanted = x.argmax(1).numpy(), x.argmin(1).cpu().numpy()
+    for one, other in zip(wanted, found, strict=True):
+        kept.confusion[one, other] += 1
+    kept.confusion += np.bincount(wanted * 4 + found, minlength=16).reshape(4, 4)
+    np.add.at(kept.confusion, (wanted, found), 1)
+    kept.numbers[0] += loss.item()
+    kept.numbers[1:4] += x.numpy().mean(0)[:3]
+    kept.rows.extend(found.tolist())
+    kept.accuracy = np.diag(kept.confusion).sum() / kept.confusion.sum()
+    return (found == wanted).mean(), found
+
+
+def run(effect: Effect, compiled: bool) -> tuple[list[str], int]:
+    """What each call gives and leaves, as text, and how many graphs there are."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = SimpleNamespace(rows=[], queue=deque(maxlen=3), count=0, table={}, best=0.0)
+    kept.confusion, kept.numbers = np.zeros((4, 4), dtype=np.int64), np.zeros(5)
+    kept.hist = defaultdict(list)
+
+    def step(x: Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), effect(kept, loss, x)
+
+    used: Any = graphopt.compile(step) if compiled else step
+    found = [f"{used(x)!r} {kept!r}" for x in torch.randn(7, 5, 4)]
+    return [*found, repr(model.weight)], len(used.captures) if compiled else 0
+
+
+CAPTURES = {
+    windows: 2,
+    smoothed: 2,
+    decided: 7,
+    emptied: 2,
+    emptied_when_full: 4,
+    texts: 4,
+    arrays: 1,
+}
+
+
+@pytest.mark.parametrize("effect", CAPTURES)
+def test_it_is_what_eager_code_computes(effect: Effect) -> None:
+    expected, _ = run(effect, False)
+    found, captures = run(effect, True)
+    assert found == expected
+    assert captures <= CAPTURES[effect]
+
+
+def keeps_the_array(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.rows.append(x.numpy())
+
+
+def writes_to_its_tensor(kept: Any, loss: Tensor, x: Tensor) -> None:
+    double = x * 2
+    kept.rows.append(double.numpy())
+    double.add_(1)
+
+
+def adds_to_an_array_with_two_names(kept: Any, loss: Tensor, x: Tensor) -> None:
+    one = other = np.array([loss.item(), 1.0])
+    one += 1
+    kept.rows.append(other)
+
+
+def is_a_key(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.table[f"{loss.item():.1f}"] = 1
+
+
+def computes_with_tensors(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    kept.rows.append(loss.item())
+    return x * np.mean(kept.rows[-2:])
+
+
+def reads_before(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.before = kept.numbers.sum()
+    kept.numbers[0] = loss.item()
+
+
+def shows_a_gradient(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    return str(loss)
+
+
+REFUSED = {
+    keeps_the_array: "in the memory of an argument",
+    writes_to_its_tensor: "in whose memory an array lies",
+    adds_to_an_array_with_two_names: "changes it in place",
+    is_a_key: "is a key",
+    computes_with_tensors: "tensors of the graph",
+    reads_before: "and then changes it",
+    shows_a_gradient: "gradient function",
+}
+
+
+@pytest.mark.parametrize("effect", REFUSED)
+def test_what_is_not_exact_is_refused(effect: Effect) -> None:
+    with pytest.raises(CaptureError, match=REFUSED[effect]):
+        run(effect, True)
+
+
+def test_a_failed_step_keeps_nothing() -> None:
+    def fails(kept: Any, loss: Tensor, x: Tensor) -> None:
+        kept.rows.append(loss.item())
+        kept.mean = statistics.mean(kept.rows)
+        if kept.fails:
+            raise ValueError(f"no {loss.item():.2f}")
+
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    kept = SimpleNamespace(rows=[1.0], mean=0.0, fails=True)
+
+    @graphopt.compile
+    def step(x: Tensor) -> None:
+        loss = (weight * x).sum()
+        loss.backward()
+        fails(kept, loss, x)
+        optimizer.step()
+
+    with pytest.raises((ValueError, CaptureError)):
+        step(torch.ones(2))
+    assert kept.rows == [1.0] and kept.mean == 0.0 and weight.tolist() == [1.0, 1.0]
