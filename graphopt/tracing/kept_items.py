@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from graphopt.host.changes import Change
+from graphopt.host.changes import ChangeByMethod
 from graphopt.tracing.later import Later, current_trace
 
 
@@ -33,7 +33,9 @@ class KeptItems:
         last: how many of the last items are wanted; None: all.
     """
 
-    def __init__(self, container: Any, changes: Sequence[Change], last: int | None = None) -> None:
+    def __init__(
+        self, container: Any, changes: Sequence[ChangeByMethod], last: int | None = None
+    ) -> None:
         self.container, self.changes, self.last = container, tuple(changes), last
         self.__name__ = "items"
 

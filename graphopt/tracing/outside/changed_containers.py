@@ -136,7 +136,7 @@ class ContainerChanges(KnownObjects):
                 return None
         return (changed.before, taken, added) if taken <= len(changed.before) else None
 
-    def kept(self, container: Any) -> tuple[Any, list[tuple[Change, Any]]] | None:
+    def kept(self, container: Any) -> tuple[Any, list[tuple[ChangeByMethod, Any]]] | None:
         """A list or a queue as it was before, and what the step has done to it; None where that
         cannot be done again."""
         changed = self._changes.get(id(container))
