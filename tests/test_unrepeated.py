@@ -6,7 +6,6 @@ import array
 import bisect
 import contextlib
 import contextvars
-import csv
 import ctypes
 import functools
 import io
@@ -254,10 +253,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], Effect]] = {
     "context variable": (lambda: contextvars.ContextVar("v"), lambda kept, loss: kept.set(3)),
     "iterator in a slice": (itertools.count, lambda kept, loss: list(itertools.islice(kept, 2))),
     "iterator in a zip": (lambda: iter(range(9)), lambda kept, loss: list(zip(kept, range(1)))),  # noqa: B905
-    "open file": (io.StringIO, lambda kept, loss: kept.write("a")),
+    "open file": (io.StringIO, lambda kept, loss: kept.truncate(0)),
     "array into a file": (io.BytesIO, lambda kept, loss: np.save(kept, np.zeros(1))),
-    "rows of a file": (lambda: csv.writer(io.StringIO()), lambda kept, loss: kept.writerow([1])),
-    "logger": (listened, lambda kept, loss: kept.warning("seen")),
+    "logger": (listened, lambda kept, loss: list(map(kept.warning, ["seen"]))),
     "large array": (lambda: np.zeros(1 << 18), counts_in_c),
     "array of C's items": (lambda: (ctypes.c_int * 3)(), lambda kept, loss: kept.__setitem__(0, 1)),
     "weak dictionary": (weakref.WeakKeyDictionary, lambda kept, loss: kept.update({Meter: 1})),

@@ -60,8 +60,10 @@ def is_in(callee: Any, functions: frozenset[Any]) -> bool:
 
 
 def is_of(callee: Any, module: Any) -> bool:
+    """Whether a callee is a function that a module defines itself."""
     name = getattr(callee, "__name__", None)
-    return isinstance(name, str) and getattr(module, name, None) is callee and callable(callee)
+    defined = getattr(callee, "__module__", None) == module.__name__
+    return defined and isinstance(name, str) and getattr(module, name, None) is callee
 
 
 def is_of_numpy(callee: Any) -> bool:
