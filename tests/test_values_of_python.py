@@ -71,6 +71,24 @@ def texts(kept: Any, loss: Tensor, x: Tensor) -> Any:
     return "{:.4f} {}".format(loss.item(), 3), float(text) * 2, text == "0.416"
 
 
+def letters(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    """What goes through a text sees the letters of this call, and not what stands for it."""
+    text = f"{loss.item():.2f}"
+    kept.listed = [*text, *enumerate(text), *(letter for letter in text), *list(text), *tuple(text)]
+    kept.reversed = "".join(reversed(text))
+    kept.largest = max(*text)
+    kept.rows.extend(text)
+    first, *others = text
+    return first, others, [text] == ["0.42"], (text, 1) < ("0.3", 2), {"a": text} == {"a": "0.42"}
+
+
+def added_up(kept: Any, loss: Tensor, x: Tensor) -> None:
+    """What the step finds in a place where it leaves such a value is not a constant."""
+    kept.rows.append(loss.item())
+    kept.count += len(str(loss.item()))
+    kept.best = 0.9 * kept.best + 0.1 * statistics.mean(kept.rows)
+
+
 def arrays(kept: Any, loss: Tensor, x: Tensor) -> Any:
     found, wanted = x.argmax(1).numpy(), x.argmin(1).cpu().numpy()
     for one, other in zip(wanted, found, strict=True):
@@ -112,6 +130,8 @@ CAPTURES = {
     emptied: 2,
     emptied_when_full: 4,
     texts: 4,
+    letters: 4,
+    added_up: 2,
     arrays: 1,
 }
 
@@ -144,6 +164,23 @@ def is_a_key(kept: Any, loss: Tensor, x: Tensor) -> None:
     kept.table[f"{loss.item():.1f}"] = 1
 
 
+def is_called_in_c(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.rows.append(list(map(str.upper, [f"{loss.item():.1e}"])))
+
+
+def asks_for_letters_in_c(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.rows.append(list(filter(str.isdigit, f"{loss.item():.1f}")))
+
+
+def adds_up_numpys(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.rows.append(loss.item())
+    kept.best = kept.best + np.mean(kept.rows)
+
+
+def adds_to_a_text(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.table["all"] = kept.table.get("all", "") + f"{loss.item():.1f}"
+
+
 def computes_with_tensors(kept: Any, loss: Tensor, x: Tensor) -> Any:
     kept.rows.append(loss.item())
     return x * np.mean(kept.rows[-2:])
@@ -163,6 +200,10 @@ REFUSED = {
     writes_to_its_tensor: "in whose memory an array lies",
     adds_to_an_array_with_two_names: "changes it in place",
     is_a_key: "is a key",
+    is_called_in_c: "to code that is not followed",
+    asks_for_letters_in_c: "to code that is not followed",
+    adds_up_numpys: "and then puts a text or another value",
+    adds_to_a_text: "and then puts a text",
     computes_with_tensors: "tensors of the graph",
     reads_before: "and then changes it",
     shows_a_gradient: "gradient function",

@@ -234,6 +234,21 @@ def is_later(value: Any) -> bool:
     return type(as_later(value)) is Later
 
 
+def is_later_text(value: Any) -> bool:
+    """Whether a value is a text in which something stands for values."""
+    return isinstance(value, str) and is_later(value)
+
+
+def is_number_later(value: Any) -> bool:
+    """Whether a value is a number that is computed when the graph has run."""
+    return type(value) is Later and value._is_number
+
+
+def letters(text: str) -> list[str]:
+    """The letters of a text that is made when the graph has run, as many as in this call."""
+    return [current_trace().text(letter) for letter in as_later(text)]
+
+
 def nest_of(value: Any) -> Any:
     """A nest in which functions stand for what they give: what makes it anew calls them."""
     return _compat.tree_map(_opened, value)

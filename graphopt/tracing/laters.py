@@ -23,6 +23,7 @@ from graphopt.tracing.draws.arrays import METHODS
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.kept_items import KeptItems, PieceOfText
 from graphopt.tracing.known_functions import (
+    CALLING,
     FUNCTIONS,
     GOING_THROUGH,
     MODULES,
@@ -46,6 +47,8 @@ from graphopt.tracing.later import (
     holds_later,
     holds_unknown,
     is_later,
+    is_later_text,
+    letters,
     numbers_in,
     refuse_keys,
 )
@@ -180,8 +183,12 @@ class Laters:
         name = getattr(callee, "__name__", "")
         if name in ("extend", "extendleft") and is_later(args[-1]):
             return [*args[:-1], list(as_later(args[-1]))]
+        if is_in(callee, GOING_THROUGH):
+            args = [letters(each) if is_later_text(each) else each for each in args]
         if not any(map(holds_later, args)):
             return args
+        if is_in(callee, CALLING) and not is_followed(args[0]):
+            return [args[0], *map(self.exact, args[1:])]
         if callee is setattr or name == "setdefault":
             return [args[0], self.key(args[1]), *args[2:]]
         if is_followed(callee):
@@ -278,11 +285,16 @@ class Laters:
         return PieceOfText(text) if is_later(text) else None
 
     def operand(self, value: Any, line: SourceLine, texts: bool = False) -> Any:
-        """What stands for a list that an instruction goes through, or for a text that it compares;
-        None: itself."""
+        """What stands for a list that an instruction goes through, or for what it compares, if that
+        is a text or holds one; None: itself."""
         if self.is_kept(value):
             return self.items(value, line)
-        return as_later(value) if texts and isinstance(value, str) and is_later(value) else None
+        if not texts or not holds_later(value):
+            return None
+        kind = type(value)
+        if kind in (list, tuple, dict):
+            return Later(kind, (value,))
+        return as_later(value) if is_later_text(value) else None
 
     def _gone_through(self, value: Any, line: SourceLine) -> Any:
         return self.items(value, line) if self.is_kept(value) else value

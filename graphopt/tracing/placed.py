@@ -29,7 +29,7 @@ from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact
-from graphopt.tracing.later import is_later, refuse_keys
+from graphopt.tracing.later import holds_later, is_later, is_number_later, refuse_keys
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
@@ -103,7 +103,10 @@ def take_placed(
         )
         left = value if in_place else _left_by_each_call(record, written, value, made)
         if left is None:
-            _leave(record, written, value)
+            if holds_later(value):
+                place.write(before)
+            else:
+                _leave(record, written, value)
             continue
         place.write(before)
         if in_place:
@@ -184,7 +187,7 @@ def _are_counts(before: Any, value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, SYMBOLIC) or type(value) in (int, float)
+    return isinstance(value, SYMBOLIC) or type(value) in (int, float) or is_number_later(value)
 
 
 def _left_by_each_call(
@@ -201,6 +204,15 @@ def _left_by_each_call(
         alone = not isinstance(written.before, torch.Tensor)
         follows = (place.is_written if alone else place.may_carry) or not reads
         follows = follows or _is_traced(value, numbers=True, tensors=False)
+        if reads and holds_later(value) and not record.is_input(place):
+            record.refused = record.refused or CaptureError(
+                f"it reads {written.path} outside its arguments, and then puts a text or another"
+                " value there that only Python computes, of what the graph gives",
+                location=None if written.line is None else str(written.line),
+                hint="keep it in another place than the one that is read, or let a function do it"
+                " that is called in every step: graphopt.callback(function, value)",
+            )
+            return None
     elif is_plain(value):
         told_of = record.is_told(place) and type(written.before) not in (int, float)
         begins = written.before is MISSING and record.counts_in(place)

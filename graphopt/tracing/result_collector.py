@@ -21,7 +21,7 @@ from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
-from graphopt.tracing.later import Later, as_later, is_later, nest_of, refuse_shared
+from graphopt.tracing.later import Later, as_later, holds_later, is_later, nest_of, refuse_shared
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.obtained import ObtainedValues
@@ -384,7 +384,7 @@ class ResultCollector:
         """How every call makes a value, its containers anew."""
         if isinstance(value, Constant):
             return value
-        if is_value(value) and not is_later(value):
+        if is_value(value) and not holds_later(value):
             return Constant(value)
         leaves, spec = _compat.tree_flatten(value)
         recipes = tuple(map(self._leaf, leaves))

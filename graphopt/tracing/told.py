@@ -8,7 +8,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.later import Later, as_later, is_later, refuse_keys
+from graphopt.tracing.later import Later, as_later, holds_later, is_later, refuse_keys
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -40,7 +40,7 @@ def told(
         or is_known(value)
     ):
         return value
-    if is_value(value):
+    if is_value(value) and not holds_later(value):
         return Constant(value)
     if record.is_outside(value):
         record.pin(value)

@@ -424,6 +424,7 @@ class Instructions(LaterOperands):
     def _call_expanded(
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
+        self._spread(step, operands)
         place, args, given = expanded_call(step, operands)
         callee = operands.top(place)
         self._read_contents(frame, args, line)

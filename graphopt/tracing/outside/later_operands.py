@@ -8,6 +8,7 @@ from typing import Any
 
 from graphopt._compat.frames import Operands
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.later import is_later_text, letters
 from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.callees import NAMED_CALLS
 from graphopt.tracing.outside.record import Record
@@ -79,6 +80,12 @@ class LaterOperands:
             if value is not args[index]:
                 operands.put(top + len(args) - index, value)
         return taken
+
+    def _spread(self, step: OutsideAccess, operands: Operands) -> None:
+        """Let `function(*text)` take the letters of a text."""
+        place = 1 + (step.argument & 1)
+        if self._record.laters is not None and is_later_text(operands.top(place)):
+            operands.put(place, tuple(letters(operands.top(place))))
 
     def _done_later(
         self, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool

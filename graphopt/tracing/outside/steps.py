@@ -12,6 +12,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.besides import Besides, CarriedPlace, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
+from graphopt.tracing.later import BEGIN
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.callees import Substitute, never
 from graphopt.tracing.outside.guard import shown
@@ -134,7 +135,7 @@ def refuse_unrepeated(record: Record) -> None:
 
 
 def _is_flag(value: Any) -> bool:
-    return value is None or type(value) in (bool, str)
+    return value is None or type(value) is bool or (type(value) is str and BEGIN not in value)
 
 
 def _refuse(read: Read, now: Any) -> None:
