@@ -24,6 +24,7 @@ from torch.optim import SGD, Optimizer
 import graphopt
 from graphopt.graph_utils import find_nodes, is_collective
 from graphopt.runtime import joint_capture as _joint
+from graphopt.runtime import joint_traces as _traces
 
 WORLD = 3
 STEPS = 4
@@ -228,7 +229,7 @@ def _exchange_functions(trouble: Trouble) -> None:
 
         setattr(holder, name, failing)
 
-    exchange(_joint, "first_trace", "trace 1")
+    exchange(_traces, "first_trace", "trace 1")
     exchange(_joint, "finish", "trace 2")
     exchange(_joint.JointCapture, "join", "agreed")
 
