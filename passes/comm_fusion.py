@@ -23,9 +23,7 @@ What is sent while the backward computes costs no time; what is left when it end
 large last bucket is most of a small model. With `min_buckets` buckets close earlier, so that there
 are about that many, but none below 256 KB, where the time of a collective no longer depends on its
 size. With None it is a number by cost (`graphopt.schedule.granularity`): of tables, so that it is
-the same on every rank and every machine; where all updates wait for all gradients, those between
-the first and the last are larger then, and fewer (`graphopt.comm.bucket_sizes`). The default
-pipeline does so.
+the same on every rank and every machine. The default pipeline does so.
 
 A gradient that fills a bucket by itself goes alone: nothing copies it, and a graph in its
 executable form reduces it where it is. A bucket of small ones is filled beside those, one for every
@@ -58,11 +56,6 @@ import torch
 from torch import fx
 
 from graphopt.comm import CommBlock
-from graphopt.comm.bucket_sizes import (
-    GROWTH,
-    SMALLEST_BUCKET_BYTES,
-    BucketSizes,
-)
 from graphopt.comm.buckets import (
     Bucket,
     Planner,
@@ -78,13 +71,13 @@ from graphopt.graph_utils import call_function_with_meta, is_collective, move_af
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import fake_value, sent_names, set_phase, set_sent_names
 from graphopt.manager import PassArgumentError, graph_optimization_pass
-from graphopt.optim.descendants import are_needed_together
 from graphopt.schedule import collectives_by_cost
 
 aten = torch.ops.aten
 
 MEGABYTE = 2**20
 FIRST_BUCKET_BYTES = MEGABYTE
+SMALLEST_BUCKET_BYTES = MEGABYTE // 4
 ALIGNMENT_BYTES = 64
 
 
@@ -103,21 +96,22 @@ def comm_fusion_with_concat(
     Returns:
         How many all-reduces changed.
     """
-    sizes = _sizes(gm, _bytes_of(bucket_size_mb), min_buckets)
+    size = min(_bytes_of(bucket_size_mb), _share(gm, min_buckets))
+    limits = min(FIRST_BUCKET_BYTES, size), size
     changed = 0
-    while changed_now := _fuse_all(gm, sizes):  # each bucket may let more launches move up
+    while changed_now := _fuse_all(gm, limits):  # each bucket may let more launches move up
         changed += changed_now
     return changed
 
 
-def _fuse_all(gm: fx.GraphModule, sizes: BucketSizes) -> int:
+def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
     fusable = fusable_blocks(gm)
-    if not may_change(fusable, gm.graph, sizes):
+    if not may_change(fusable, gm.graph, limits):
         return 0
     effects = Effects(gm.graph)
     changed = raise_launches(gm.graph, fusable, effects)
     received: dict[fx.Node, fx.Node] = {}
-    for bucket in Planner(fusable, effects, pinned_nodes(gm.graph), sizes).plan(gm.graph):
+    for bucket in Planner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):
         changed.update(block.comm_node for block in bucket.blocks)
         received |= _fuse(gm.graph, bucket)
     for wait, result in received.items():
@@ -131,18 +125,15 @@ def _fuse_all(gm: fx.GraphModule, sizes: BucketSizes) -> int:
     return len(changed)
 
 
-def _sizes(gm: fx.GraphModule, most: int, min_buckets: int | None) -> BucketSizes:
-    """Where buckets close so that there are `min_buckets`."""
+def _share(gm: fx.GraphModule, min_buckets: int | None) -> int:
+    """Bytes at which a bucket closes so that there are `min_buckets`."""
     _check_count(min_buckets)
     if min_buckets == 1:
-        return BucketSizes(min(FIRST_BUCKET_BYTES, most), most, most)
+        return sys.maxsize
     blocks = fusable_blocks(gm)
-    outputs = [block.outputs for block in blocks.values()]
     count = min_buckets or collectives_by_cost(gm.graph, list(blocks), default_cost_model(gm.graph))
-    growth = 1.0 if min_buckets or not are_needed_together(gm.graph, outputs) else GROWTH
     total = sum(block.nbytes for block in blocks.values())
-    ends = max(SMALLEST_BUCKET_BYTES, math.ceil(total / count))
-    return BucketSizes(min(FIRST_BUCKET_BYTES, ends, most), ends, most, growth)
+    return max(SMALLEST_BUCKET_BYTES, math.ceil(total / count))
 
 
 def _check_count(count: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 import graphopt
 from graphopt.comm import get_all_comm_blocks
-from graphopt.comm.bucket_sizes import SMALLEST_BUCKET_BYTES, BucketSizes
 from graphopt.cost import Collective, CostModel, Transfer, default_cost_model
 from graphopt.graph_utils import find_nodes, is_collective
 from graphopt.passes import comm_fusion_with_concat
@@ -52,31 +50,8 @@ def test_count(compute: float, overhead: float, latency: float, count: int) -> N
     assert collectives_by_cost(gm.graph, [], costs(compute, overhead, latency)) == 1
 
 
-@pytest.mark.parametrize("growth", [1.0, 1.5, 3.0])
-@pytest.mark.parametrize("ends", [2**25, 2**27])
-def test_buckets_begin_and_end_small(ends: int, growth: float) -> None:
-    """Those of a step that fills each exactly to its limit."""
-    total = 2**30
-    sizes = BucketSizes(ends, ends, total, growth)
-    found: list[int] = []
-    while (before := sum(found)) < total:
-        found.append(min(sizes.at(before, total - before), total - before))
-    assert len(found) < total // ends if growth > 1 else len(found) == total // ends
-    assert found[0] == ends >= found[-1]
-    for one, next_ in itertools.pairwise(found):
-        assert next_ <= growth * one + 1
-
-
-@pytest.mark.parametrize(("before", "left"), [(0, 2**24), (2**23, 2**23), (2**24, 0)])
-def test_limits_of_growing_buckets(before: int, left: int) -> None:
-    assert BucketSizes(0, 1000, 2**20, 2.0).at(before, left) <= 2**20
-    assert BucketSizes(0, 1000, 2**30, 2.0).at(before, left) >= SMALLEST_BUCKET_BYTES
-    assert BucketSizes(0, 1000, 2**30).at(before, left) == 1000
-
-
-def buckets_of(width: int, rows: int, layers: int = 12, norm: float | None = None) -> list[int]:
-    """Bytes of the buckets by cost of a model of equal layers, whose gradients are clipped by their
-    `norm`."""
+def buckets_of(width: int, rows: int, layers: int = 12) -> list[int]:
+    """Bytes of the buckets by cost of a model of equal layers."""
     with torch.device("meta"):
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -84,8 +59,6 @@ def buckets_of(width: int, rows: int, layers: int = 12, norm: float | None = Non
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
         model(x).sum().backward()
-        if norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -100,15 +73,6 @@ def test_little_compute_has_few_collectives_and_much_has_many() -> None:
     assert len(few) < len(some) <= len(many)
     assert len(few) <= 6
     assert max(many) <= 5 * 2**20
-
-
-def test_buckets_grow_where_all_updates_wait_for_all_gradients() -> None:
-    """Only the first and the last are seen then; else each has a place in the next forward."""
-    alike, growing = buckets_of(256, 2048, 48), buckets_of(256, 2048, 48, norm=1.0)
-    assert sum(alike) == sum(growing)
-    assert max(alike) < 2 * min(alike[:-1])
-    assert 2 * max(growing[0], growing[-1]) <= max(growing)
-    assert len(growing) < len(alike)
 
 
 def test_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ whose collectives have the same order, sizes and kinds.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -17,7 +16,6 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes
-from graphopt.comm.bucket_sizes import BucketSizes
 from graphopt.graph_utils import is_collective, is_operator, is_random, written
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import fake_value, is_launch_kept, known_value
@@ -88,7 +86,9 @@ def raise_launches(
     return moved
 
 
-def may_change(fusable: Mapping[fx.Node, CommBlock], graph: fx.Graph, sizes: BucketSizes) -> bool:
+def may_change(
+    fusable: Mapping[fx.Node, CommBlock], graph: fx.Graph, limits: tuple[int, int]
+) -> bool:
     """Whether a launch might move up, or a bucket get two members, if nothing were in the way: what
     is in the way closes buckets, and one that is closed gets no more members."""
     previous: dict[Any, fx.Node] = {}
@@ -97,7 +97,7 @@ def may_change(fusable: Mapping[fx.Node, CommBlock], graph: fx.Graph, sizes: Buc
         if node in fusable and _anchor(node, previous.get(group)).next is not node:
             return True
         previous[group] = node
-    return bool(Planner(fusable, None, set(), sizes).of_sizes_alone())
+    return bool(Planner(fusable, None, set(), limits).of_sizes_alone())
 
 
 def _anchor(launch: fx.Node, previous: fx.Node | None) -> fx.Node:
@@ -143,11 +143,6 @@ def scaled_input(sent: fx.Node) -> Scaled | None:
     return Scaled(tensor, factor, views[::-1])
 
 
-def _kind(block: CommBlock) -> Any:
-    """What all members of a bucket have in common."""
-    return block.group, block.reduce_op, block.dtype, block.device
-
-
 @dataclass(eq=False)
 class Bucket:
     """All-reduces that become one.
@@ -188,16 +183,12 @@ class Planner:
         fusable: Mapping[fx.Node, CommBlock],
         effects: Effects | None,
         pinned: set[fx.Node],
-        sizes: BucketSizes,
+        limits: tuple[int, int],
     ) -> None:
         self._fusable = fusable
         self._key: Callable[[fx.Node], object] = str if effects is None else effects.key
         self._pinned = pinned
-        self._sizes = sizes
-        self._left = Counter[Any]()
-        for block in fusable.values():
-            self._left[_kind(block)] += block.nbytes
-        self._before = Counter[Any]()
+        self._first_limit, self._limit = limits
         self._open: dict[Any, Bucket] = {}
         self._alone: dict[Any, int] = {}
         self._closed: list[Bucket] = []
@@ -231,15 +222,12 @@ class Planner:
         return [bucket for bucket in self._closed if len(bucket.blocks) > 1]
 
     def _add(self, block: CommBlock) -> None:
-        key = _kind(block)
-        limit = self._sizes.at(self._before[key], self._left[key])
-        self._before[key] += block.nbytes
-        self._left[key] -= block.nbytes
-        if block.nbytes >= limit and not self._joins(key, block.nbytes, limit):
+        key = (block.group, block.reduce_op, block.dtype, block.device)
+        if block.nbytes >= self._limit and not self._joins(key, block.nbytes):
             return  # alone: sent as it is, nobody copies it into a bucket
         bucket = self._open.get(key)
         if bucket is None or not bucket.is_open:
-            bucket = Bucket(min(self._sizes.first, limit) if bucket is None else limit)
+            bucket = Bucket(self._first_limit if bucket is None else self._limit)
             self._open[key] = bucket
         scaled = scaled_input(block.inputs[0])
         bucket.blocks.append(block)
@@ -251,12 +239,12 @@ class Planner:
         if bucket.nbytes >= bucket.limit:
             self._close([bucket])
 
-    def _joins(self, key: Any, nbytes: int, limit: int) -> bool:
+    def _joins(self, key: Any, nbytes: int) -> bool:
         """Whether a large gradient goes into the bucket that is filled beside such. That closes
         each time that a few times its limit has gone by, with this one or without."""
         before = self._alone.get(key, 0)
         self._alone[key] = before + nbytes
-        span = BESIDE * limit
+        span = BESIDE * self._limit
         bucket = self._open.get(key)
         if bucket is None or not bucket.is_open or before // span == self._alone[key] // span:
             return False

@@ -156,27 +156,6 @@ class Descendants:
                 )
 
 
-def are_needed_together(graph: fx.Graph, sets: Sequence[Sequence[fx.Node]]) -> bool:
-    """Whether no update of one set of gradients can be without the others, as with clipping by the
-    norm of all.
-
-    Args:
-        sets: disjoint sets of nodes that hold gradients.
-
-    >>> from graphopt.optim.descendants import are_needed_together
-    >>> from graphopt.optim import gradients_of
-    >>> are_needed_together(gm.graph, [[gradient] for gradient in gradients_of(gm)])
-    False
-    """
-    if len(sets) < 2:
-        return False
-    try:
-        found = Descendants(graph, sets)
-    except OptimizerSplitError:  # updates in place: of what depends on what, nothing is known
-        return False
-    return len({found.root(index) for index in range(len(sets))}) == 1
-
-
 def _final_copies(graph: fx.Graph) -> Iterator[fx.Node]:
     """The copies into state that nothing in the graph reads afterwards."""
     returned = {value for value in get_outputs(graph).results if isinstance(value, fx.Node)}
