@@ -267,7 +267,7 @@ def not_run_eagerly(rank: int) -> str:
         total = model(x).sum().detach()
         dist.all_reduce(total)
         if total < 0:
-            print(total)
+            next(map(float, [total]))
         return total
 
     run = graphopt.compile(step, parallel=graphopt.Manual(), fallback="eager")
@@ -280,7 +280,7 @@ def not_run_eagerly(rank: int) -> str:
 
 
 def test_what_others_have_joined_does_not_run_again_eagerly(two_ranks: Pool) -> None:
-    assert all("print" in message for message in two_ranks.run(not_run_eagerly))
+    assert all("map(float" in message for message in two_ranks.run(not_run_eagerly))
 
 
 class Heads(nn.Module):

@@ -145,10 +145,10 @@ def test_a_refused_capture_leaves_no_state() -> None:
 
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         loss = train_step(model, optimizer, x, y)
-        print(loss.shape)
+        next(map(float, [loss.detach()]))
         return loss
 
-    with pytest.raises(graphopt.CaptureError, match="prints"):
+    with pytest.raises(graphopt.CaptureError, match="value of a tensor"):
         graphopt.compile(step)(w.model, w.optimizer, *CASE.batch(0))
     before.assert_unchanged()
     assert not w.optimizer.state
@@ -259,7 +259,7 @@ def _refused_on_one(rank: int) -> int:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         loss = train_step(model, optimizer, x, y)
         if rank:
-            print(loss.shape)
+            next(map(float, [loss.detach()]))
         return loss
 
     compiled = graphopt.compile(step)

@@ -15,9 +15,9 @@ from typing import Any
 from graphopt.errors import CaptureError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
 from graphopt.tracing.outside.changed_containers import ChangedContainer
-from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.places import FoundPlace
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.placed import Placed, is_at
+from graphopt.tracing.placed import Placed, found_again, is_at
 from graphopt.tracing.signature import Constant
 from graphopt.tracing.told import told
 
@@ -33,7 +33,7 @@ class Changed:
 
     container: Any
     changes: tuple[tuple[ChangeByMethod, Any], ...]
-    within: OutsidePlace | None = None
+    within: FoundPlace | None = None
 
 
 def take_changed(
@@ -55,7 +55,7 @@ def take_changed(
     for container, line in record.rewritten.values():
         if not puts_back(container):
             record.unrepeated.refuse(record.path(container, type(container).__name__), line)
-    exchanged = {id(each.place.now()): each.place for each in placed}
+    exchanged = {id(each.place.now()): FoundPlace(each.place) for each in placed}
     for each in record.take_changed():
         if not puts_back(each.container):
             if is_changed_to(each.container, each.before, each.changes):
@@ -78,8 +78,9 @@ def take_changed(
             continue
         put_back(each.container, each.before)
         within = exchanged.get(id(each.container))
-        if within is None or not is_at(record, each.container, within):
-            within = None
+        if within is None or not is_at(record, each.container, within.place):
+            within = found_again(record, each.container)
+        if within is None:
             record.pin(each.container)
         found.append(Changed(each.container, items, within))
     return found

@@ -112,12 +112,17 @@ class HostView:
     def _held(self, call: HostCall) -> HeldByFunction | None:
         """What the function of a call, and what it is given, hold of the step's own."""
         given = {id(value): Given(path) for value, path in self.given.paths()}
-        held = HeldByFunction(self._record.is_outside, given)
+        held = HeldByFunction(self._is_used, given)
         held.add(call.fn)
         for argument in call.constants:
             held.add(argument)
         held.finish()
         return held or None
+
+    def _is_used(self, value: Any) -> bool:
+        """Whether an object of a call was there before the step: each call uses this very one."""
+        self._record.pin(value)
+        return self._record.is_outside(value)
 
     def steps(self, optimizer: Any) -> None:
         """The step steps an optimizer, which reads its settings."""

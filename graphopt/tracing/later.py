@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -320,26 +321,45 @@ def holds_unknown(value: Any, of_host: bool = False) -> bool:
     Args:
         of_host: so are numbers that are known before.
     """
-    if type(value) in (list, tuple):
-        return len(value) <= _FEW and any(holds_unknown(each, of_host) for each in value)
-    if type(value) is dict:
-        return len(value) <= _FEW and any(holds_unknown(e, of_host) for e in value.values())
-    if isinstance(value, SYMBOLIC):
-        return of_host or not is_host_number(value)
-    return is_later(value) or _compat.is_fake(value)
+
+    def is_unknown(leaf: Any) -> bool:
+        if isinstance(leaf, SYMBOLIC):
+            return of_host or not is_host_number(leaf)
+        return is_later(leaf) or _compat.is_fake(leaf)
+
+    return any(map(is_unknown, _leaves(value)))
 
 
 def holds_later(value: Any) -> bool:
     """Whether a value, or one in lists, tuples and dictionaries, is computed when the graph has
     run."""
-    if type(value) in (list, tuple):
-        return len(value) <= _FEW and any(map(holds_later, value))
-    if type(value) is dict:
-        return len(value) <= _FEW and any(map(holds_later, value.values()))
-    return is_later(value)
+    return any(map(is_later, _leaves(value)))
 
 
-_FEW = 1000
+def containers_in(value: Any) -> list[Any]:
+    """A list, queue, dictionary or set, or those in lists, tuples and dictionaries."""
+    return [each for each in _parts(value) if isinstance(each, _CONTAINERS)]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    return (each for each in _parts(value) if type(each) not in _NESTS)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """A value, and what is in lists, tuples and dictionaries, which may contain themselves."""
+    seen, pending = set[int](), [value]
+    while pending:
+        each = pending.pop()
+        if type(each) not in _NESTS:
+            yield each
+        elif id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            pending.extend(each.values() if type(each) is dict else each)
+
+
+_NESTS = frozenset({list, tuple, dict})
+_CONTAINERS = (list, dict, set, deque)
 
 
 def argument(value: Any) -> Any:

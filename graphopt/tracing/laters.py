@@ -42,6 +42,7 @@ from graphopt.tracing.later import (
     Later,
     applied,
     as_later,
+    containers_in,
     current_trace,
     evaluated,
     holds_later,
@@ -145,6 +146,7 @@ class Laters:
         self, function: Callable[..., Any], callee: Any, args: Sequence[Any], line: SourceLine
     ) -> Callable[..., Any]:
         is_number = is_in(callee, NUMBERS) or (of_floats(callee) and len(args) == 1)
+        self._reads(args, line)
 
         def apply(*args: Any, **options: Any) -> Any:
             args = tuple(self.items(arg, line) if self.is_kept(arg) else arg for arg in args)
@@ -154,6 +156,13 @@ class Laters:
             return self.text(value) if gives_text(callee) else value
 
         return apply
+
+    def _reads(self, values: Any, line: SourceLine) -> None:
+        """The step computes of what is in these values."""
+        for value in containers_in(values):
+            if self._record.is_outside(value) and not self.is_kept(value):
+                path = self._record.path(value, type(value).__name__)
+                self._record.contents(value, path, line)
 
     def _function(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """A function as one that is called in each call; None where that may not be."""
@@ -299,9 +308,10 @@ class Laters:
     def _gone_through(self, value: Any, line: SourceLine) -> Any:
         return self.items(value, line) if self.is_kept(value) else value
 
-    def percent(self, text: Any, values: Any) -> Any:
+    def percent(self, text: Any, values: Any, line: SourceLine) -> Any:
         """What stands for the left side of `text % values`."""
         if isinstance(text, str) and (is_later(text) or holds_unknown(values, of_host=True)):
+            self._reads(values, line)
             return _Percent(text)
         return None
 

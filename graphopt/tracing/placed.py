@@ -33,7 +33,7 @@ from graphopt.tracing.later import holds_later, is_later, is_number_later, refus
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
+from graphopt.tracing.outside.places import MISSING, FoundPlace, OutsidePlace, same
 from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.told import holds_traced, told
@@ -44,13 +44,13 @@ class Placed:
     """A value that the step has left in a place outside.
 
     Attributes:
-        within: the place in which each call finds the container that it is an item of; None where
+        within: where each call finds the container that it is an item of; None where
             that is the same in each call.
     """
 
     place: OutsidePlace
     value: Any
-    within: OutsidePlace | None = None
+    within: FoundPlace | None = None
 
 
 def take_placed(
@@ -111,7 +111,7 @@ def take_placed(
         place.write(before)
         if in_place:
             continue
-        within = exchanged.get(id(place.holder))
+        within = exchanged.get(id(place.holder)) or found_again(record, place.holder)
         if within is None:
             for each in (place.holder, written.owner, record.owner(place.holder)):
                 record.pin(each)
@@ -129,7 +129,30 @@ def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
         record.unrepeated.add(written.path, written.line)
 
 
-def _exchanged(record: Record) -> dict[int, OutsidePlace]:
+def found_again(record: Record, container: Any) -> FoundPlace | None:
+    """Where each call finds a container that the step changes, be it another one than before, as
+    where a program begins a new list in each epoch; None where it has to be the same one.
+
+    The step has got to it by one place alone, which it leaves as it is, and goes by nothing but
+    what the guard of the graph looks at there.
+    """
+    if type(container) not in _CONTAINERS or record.is_pinned(container):
+        return None
+    places = {place.identity: place for place in record.places_of(container)}
+    if len(places) != 1 or record.is_asked(container):
+        return None
+    ((identity, place),) = places.items()
+    written = any(each.place.identity == identity for each in record.written_places())
+    if written or place.kind not in ("item", "cell"):
+        return None
+    within = found_again(record, place.holder)
+    if within is None:
+        record.pin(place.holder)
+        record.pin(record.owner(place.holder))
+    return FoundPlace(place, within)
+
+
+def _exchanged(record: Record) -> dict[int, FoundPlace]:
     """The containers outside, by id, in whose place the step leaves a new one, each with that place
     (`self.backup = {}`), where the step has got to it by that alone: each call finds another."""
     found = {}
@@ -137,7 +160,7 @@ def _exchanged(record: Record) -> dict[int, OutsidePlace]:
         before = written.before
         new = _is_new(record, written) or _is_traced(written.place.now(), numbers=True)
         if type(before) in _CONTAINERS and new and is_at(record, before, written.place):
-            found[id(before)] = written.place
+            found[id(before)] = FoundPlace(written.place)
     return found
 
 

@@ -19,7 +19,15 @@ import torch
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
-from graphopt.tracing.later import Later, Named, holds_unknown, is_later, nest_of, refuse_keys
+from graphopt.tracing.later import (
+    Later,
+    Named,
+    holds_later,
+    holds_unknown,
+    is_later,
+    nest_of,
+    refuse_keys,
+)
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -125,7 +133,7 @@ def _write(record: Record, function: Any, *args: Any) -> Any:
 def _hand_on(record: Record, function: Any, *args: Any, **options: Any) -> None:
     given = [_given(record, arg) for arg in (*args, *options.values())]
     function = functools.partial(_call, function, tuple(options))
-    record_call(HostCall(function, [nest_of(arg) for arg in given]))
+    record_call(HostCall(function, [nest_of(arg) if holds_later(arg) else arg for arg in given]))
 
 
 def _call(function: Any, names: tuple[str, ...], *args: Any) -> None:
@@ -149,7 +157,11 @@ def _given(record: Record, value: Any, within: bool = False) -> Any:
                 " graph gives, within another one",
                 "show it by itself",
             )
-        return value if within else functools.partial(_itself, value)
+        if not within:
+            return functools.partial(_itself, value)
+        line = current_user_line() or SourceLine("", 0, "")
+        record.contents(value, record.path(value, type(value).__name__), line)
+        return value
     if type(value) is dict:
         refuse_keys(value)
         return {key: _given(record, each, True) for key, each in value.items()}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphopt.tracing.object_guards import ModuleGuards
-from graphopt.tracing.outside.held import GuardedObject, GuardedPlace
+from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
 from graphopt.tracing.outside.modules import only_within
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 from graphopt.tracing.outside.record import Record
@@ -77,6 +77,7 @@ class OutsideGuard:
             return
         following = _Following()
         change = next(filter(None, map(following.change, self._entries)), None)
+        change = change or following.meeting()
         if change is not None:
             yield change
             return
@@ -182,6 +183,15 @@ class _Following:
         if same(now, entry.value) if entry.held is None else self._is(entry.held, now):
             return None
         return f"{entry.path}: {shown(entry.expected())} -> {shown(now)}, read at {line}"
+
+    def meeting(self) -> str | None:
+        """Which containers that were two are one by now, if any: the step changes one after the
+        other."""
+        seen: dict[int, GuardedObject] = {}
+        for held, value in self._found.items():
+            if type(value) in CONTAINERS and seen.setdefault(id(value), held) is not held:
+                return f"a {type(value).__name__} that the step reads in two places was two before"
+        return None
 
     def settle(self, entries: Sequence[GuardedPlace]) -> None:
         """All that was found is what is expected from now on."""

@@ -11,6 +11,7 @@ import functools
 import sys
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.modules import description_of
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 
-_CONTAINERS = frozenset({dict, list, set})
+CONTAINERS = frozenset({dict, list, set, deque})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
@@ -136,7 +137,7 @@ class GuardedObject:
 
 def can_follow(value: Any) -> bool:
     """Whether all that an object of this kind does to a step is seen as reads of its places."""
-    if type(value) in _CONTAINERS:
+    if type(value) in CONTAINERS:
         return True
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, tuple)):
         return True

@@ -297,7 +297,7 @@ class Instructions(LaterOperands):
     ) -> None:
         laters = self._record.laters
         if laters is not None and (step.name == "%" or step.instruction == "BINARY_MODULO"):
-            left = laters.percent(operands.top(2), operands.top(1))
+            left = laters.percent(operands.top(2), operands.top(1), line)
             if left is not None:
                 operands.put(2, left)
                 return

@@ -29,6 +29,25 @@ _COPIED = (set, frozenset, bytearray)
 
 
 @dataclass(frozen=True)
+class FoundPlace:
+    """The place in which each call finds a container, whichever is there by then.
+
+    Attributes:
+        place: as it was found when the step was captured.
+        within: where each call finds its holder, where that may be another one as well.
+    """
+
+    place: OutsidePlace
+    within: FoundPlace | None = None
+
+    def now(self) -> Any:
+        """The container that is there."""
+        if self.within is None:
+            return self.place.now()
+        return OutsidePlace(self.place.kind, self.within.now(), self.place.key).now()
+
+
+@dataclass(frozen=True)
 class OutsidePlace:
     """One place. `holder` is kept alive.
 

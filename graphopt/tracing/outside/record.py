@@ -277,13 +277,17 @@ class Record(OutsideReads):
                 each.changes.clear()
             if key not in read:
                 yield each
-            elif any(identity[1] == key for identity in self._inputs):
+            elif self.is_asked(each.container):
                 self.refused = self.refused or CaptureError(
                     f"it changes {self.path(each.container, 'a list')}, whose length or sum is an"
                     " input of the graph, in a way that is not followed",
                     location=str(each.line),
                     hint="append and delete single items, or change it outside the step",
                 )
+
+    def is_asked(self, container: Any) -> bool:
+        """Whether the graph takes numbers of a container, such as its length."""
+        return any(identity[1] == id(container) for identity in self._inputs)
 
     def places_of(self, value: Any) -> list[OutsidePlace]:
         """All places in which the step has read an object."""
