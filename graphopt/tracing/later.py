@@ -27,6 +27,7 @@ from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import is_fresh
 from graphopt.tracing.numbers import SYMBOLIC, refusal
+from graphopt.tracing.scheduled import ScheduledSetting, is_scheduled
 
 BEGIN, ESCAPED = "\udc81", "\\udc81"
 """What a piece of text begins with that stands for a value; and what that becomes where a text is
@@ -157,7 +158,7 @@ class Later:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if options.get("out") is not None or method != "__call__":
             raise _refused("writes it into an array")
-        return applied(ufunc, inputs, options, _are_numbers(inputs))
+        return applied(ufunc, inputs, options, are_numbers(inputs))
 
     def __copy__(self) -> Later:
         return self
@@ -256,6 +257,8 @@ def nest_of(value: Any) -> Any:
 
 def _opened(leaf: Any) -> Any:
     value = as_later(leaf)
+    if is_scheduled(value):
+        return _compat.Applied(value.read_later(), [])
     if type(value) is not Later:
         return value
     return _compat.Applied(value._function, [nest_of(each) for each in value._args])
@@ -289,7 +292,7 @@ def evaluated(value: Any, known: Callable[[Any], Any], replaced: Callable[[Any],
     if type(value) is Later:
         args = [evaluated(each, known, replaced) for each in value._args]
         return replaced(value._function)(*args)
-    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+    if isinstance(value, (torch.Tensor, ScheduledSetting, *SYMBOLIC)):
         return known(value)
     if type(value) in (list, tuple):
         return type(value)(evaluated(each, known, replaced) for each in value)
@@ -299,7 +302,7 @@ def evaluated(value: Any, known: Callable[[Any], Any], replaced: Callable[[Any],
 
 
 def numbers_in(value: Later) -> list[Any]:
-    """The numbers and tensors of the trace that a value is made of."""
+    """The numbers and tensors of the trace that a value is made of, and settings of schedulers."""
     found: list[Any] = []
     evaluated(value, found.append, lambda function: lambda *args: None)
     return found
@@ -326,7 +329,7 @@ def holds_unknown(value: Any, of_host: bool = False) -> bool:
         return len(value) <= _FEW and any(holds_unknown(e, of_host) for e in value.values())
     if isinstance(value, SYMBOLIC):
         return of_host or not is_host_number(value)
-    return is_later(value) or _compat.is_fake(value)
+    return is_later(value) or is_scheduled(value) or _compat.is_fake(value)
 
 
 def holds_later(value: Any) -> bool:
@@ -345,7 +348,7 @@ _FEW = 1000
 def argument(value: Any) -> Any:
     """An argument as it is now: what the step changes afterwards is another one."""
     value = as_later(value)
-    if isinstance(value, (Later, *SYMBOLIC)):
+    if isinstance(value, (Later, ScheduledSetting, *SYMBOLIC)):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
@@ -370,12 +373,13 @@ def is_constant(value: Any) -> bool:
 
 
 _PLAIN = (types.BuiltinFunctionType, torch.dtype, torch.device, type(Ellipsis))
+_NUMBERS = (int, float, ScheduledSetting, *SYMBOLIC)
 
 
-def _are_numbers(values: Sequence[Any]) -> bool:
+def are_numbers(values: Sequence[Any]) -> bool:
+    """Whether values are numbers, some of which may be known only when the graph has run."""
     return all(
-        each._is_number if type(each) is Later else isinstance(each, (int, float, *SYMBOLIC))
-        for each in values
+        each._is_number if type(each) is Later else isinstance(each, _NUMBERS) for each in values
     )
 
 
@@ -396,7 +400,7 @@ def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[.
             return Later(getattr(operator, f"i{function.__name__}"), (self, *others), False, True)
         if in_place and not self._is_number:
             self._not_known()
-        return Later(function, (self, *others), _are_numbers((self, *others)))
+        return Later(function, (self, *others), are_numbers((self, *others)))
 
     return method
 
