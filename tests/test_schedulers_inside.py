@@ -255,6 +255,27 @@ def test_rates_are_kept_as_each_call_finds_them(
     assert left[0] == left[1]
 
 
+def test_a_module_keeps_rates() -> None:
+    found: list[Any] = []
+    for compiled in (False, True):
+        trained = Trained("sgd", "sequential")
+        model: Any = trained.model
+        model.rate, model.rates, model.total = 0.1, None, 0.0
+
+        def step(x: Tensor, trained: Trained = trained, model: Any = model) -> Any:
+            loss = trained.step(x * model.rate)
+            model.rate = trained.optimizer.param_groups[0]["lr"]
+            model.rates = [model.rate, f"{model.rate}"]
+            model.total += model.rate
+            return loss
+
+        run: Any = graphopt.compile(step) if compiled else step
+        calls = [(run(torch.ones(4, 3) * call).item(), model.rate, model.rates, model.total)
+                 for call in range(5)]  # fmt: skip
+        found.append([calls, trained.left()])
+    assert found[0] == found[1]
+
+
 def sets_rate_before(trained: Trained, x: Tensor) -> Any:
     for group in trained.optimizer.param_groups:
         group["lr"] = group["lr"] * 0.5

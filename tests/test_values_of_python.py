@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -103,6 +104,16 @@ def kept_in_numpys(kept: Any, loss: Tensor, x: Tensor) -> Any:
     return kept.best, f"{kept.best} {kept.first!r}", scaled, 1 / kept.best
 
 
+def kept_in_a_module(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    kept.rows.append(loss.item())
+    mean, model = np.mean(kept.rows[-3:]), kept.model
+    model.best = 0.5 * model.best + mean
+    if model.first is None or mean < model.first:
+        model.first = mean
+    risen = model.best > model.first
+    return math.exp(mean), math.floor(model.best), math.isnan(mean), risen, model.best == model.best
+
+
 def in_dictionaries(kept: Any, loss: Tensor, x: Tensor) -> Any:
     kept.rows.append(loss.item())
     values = {"mean": np.mean(kept.rows), "value": f"{loss.item():.3f}"}
@@ -132,6 +143,8 @@ def run(effect: Effect, compiled: bool) -> tuple[list[str], int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = SimpleNamespace(rows=[], queue=deque(maxlen=3), count=0, table={}, best=0.0)
     kept.confusion, kept.numbers = np.zeros((4, 4), dtype=np.int64), np.zeros(5)
+    kept.model = nn.Identity()
+    kept.model.best, kept.model.first = 0.0, None
     kept.hist, kept.others, kept.first, kept.scale = defaultdict(list), [], None, np.float64(0.5)
 
     def step(x: Tensor) -> Any:
@@ -142,7 +155,7 @@ def run(effect: Effect, compiled: bool) -> tuple[list[str], int]:
         return loss.detach(), effect(kept, loss, x)
 
     used: Any = graphopt.compile(step) if compiled else step
-    found = [f"{used(x)!r} {kept!r}" for x in torch.randn(7, 5, 4)]
+    found = [f"{used(x)!r} {kept!r} {vars(kept.model)}" for x in torch.randn(7, 5, 4)]
     return [*found, repr(model.weight)], len(used.captures) if compiled else 0
 
 
@@ -156,6 +169,7 @@ CAPTURES = {
     letters: 4,
     added_up: 2,
     kept_in_numpys: 4,
+    kept_in_a_module: 4,
     in_dictionaries: 2,
     arrays: 1,
 }

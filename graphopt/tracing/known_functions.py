@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphopt.tracing.draws.arrays import CHANGING
+from graphopt.tracing.replace import original
 
 FUNCTIONS = frozenset(
     {builtins.sum, builtins.min, builtins.max, builtins.len, builtins.sorted, builtins.abs, round,
@@ -74,7 +75,7 @@ def is_of(callee: Any, module: Any) -> bool:
     """Whether a callee is a function that a module defines itself."""
     name = getattr(callee, "__name__", None)
     defined = getattr(callee, "__module__", None) == module.__name__
-    return defined and isinstance(name, str) and getattr(module, name, None) is callee
+    return defined and isinstance(name, str) and original(getattr(module, name, None)) is callee
 
 
 def is_of_numpy(callee: Any) -> bool:

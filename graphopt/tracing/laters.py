@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import operator
 import re
 import statistics
@@ -152,7 +153,8 @@ class Laters:
         self, function: Callable[..., Any], callee: Any, args: Sequence[Any], line: SourceLine
     ) -> Callable[..., Any]:
         is_number = is_in(callee, NUMBERS) or (of_floats(callee) and len(args) == 1)
-        is_number |= hasattr(callee, "nin") and is_of_numpy(callee) and are_numbers(args)
+        of_numbers = is_of(callee, math) or (hasattr(callee, "nin") and is_of_numpy(callee))
+        is_number |= of_numbers and are_numbers(args)
 
         def apply(*args: Any, **options: Any) -> Any:
             args = tuple(self.items(arg, line) if self.is_kept(arg) else arg for arg in args)
