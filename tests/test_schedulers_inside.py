@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable
@@ -68,6 +69,7 @@ class Trained:
         self.model = nn.Linear(3, 2)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.seen: list[float] = []
 
     def step(self, x: Tensor) -> Tensor:
         loss = self.model(x).square().mean()
@@ -132,6 +134,7 @@ class Log:
     def __init__(self) -> None:
         self.rates: list[Any] = []
         self.last: Any = None
+        self.total = 0.0
         self.figures: dict[str, Any] = {}
         self.seen: list[Any] = []
 
@@ -195,8 +198,38 @@ def keeps_of_group_between(trained: Trained, log: Log) -> Any:
     return trained.optimizer.param_groups[0]["lr"]
 
 
-KEEPING = [appends, appends_a_row, appends_of_group, extends, keeps, returns, shows_a_callback,
-           steps_once_more, computes, asks_for_a_float, keeps_of_group_between]  # fmt: skip
+def shows(trained: Trained, log: Log) -> Any:
+    rates, group = trained.scheduler.get_last_lr(), trained.optimizer.param_groups[0]
+    log.rates.append(f"{rates[0]:.3e} {group['lr']}" + "{:.4f}".format(*rates) + repr(rates))
+    graphopt.callback(log.seen.append, f"{group['lr']!r}")
+    print(rates, "{value:.2e}".format(value=group["lr"]), group["lr"])
+    return ", ".join(map(str, rates)), json.dumps({"rate": rates[0]})
+
+
+def keeps_windows(trained: Trained, log: Log) -> Any:
+    rate = trained.optimizer.param_groups[0]["lr"]
+    log.seen.append(rate)
+    log.total += rate
+    log.last = f"{log.total / len(log.seen):.4f}"
+    values = torch.tensor(list(log.seen[-3:]))
+    return values.median().item(), rate * trained.model.bias.detach().sum().item()
+
+
+KEEPING = [
+    shows,
+    keeps_windows,
+    appends,
+    appends_a_row,
+    appends_of_group,
+    extends,
+    keeps,
+    returns,
+    shows_a_callback,
+    steps_once_more,
+    computes,
+    asks_for_a_float,
+    keeps_of_group_between,
+]
 
 
 @pytest.mark.sliced(2)
@@ -222,6 +255,27 @@ def test_rates_are_kept_as_each_call_finds_them(
     assert left[0] == left[1]
 
 
+def test_a_module_keeps_rates() -> None:
+    found: list[Any] = []
+    for compiled in (False, True):
+        trained = Trained("sgd", "sequential")
+        model: Any = trained.model
+        model.rate, model.rates, model.total = 0.1, None, 0.0
+
+        def step(x: Tensor, trained: Trained = trained, model: Any = model) -> Any:
+            loss = trained.step(x * model.rate)
+            model.rate = trained.optimizer.param_groups[0]["lr"]
+            model.rates = [model.rate, f"{model.rate}"]
+            model.total += model.rate
+            return loss
+
+        run: Any = graphopt.compile(step) if compiled else step
+        calls = [(run(torch.ones(4, 3) * call).item(), model.rate, model.rates, model.total)
+                 for call in range(5)]  # fmt: skip
+        found.append([calls, trained.left()])
+    assert found[0] == found[1]
+
+
 def sets_rate_before(trained: Trained, x: Tensor) -> Any:
     for group in trained.optimizer.param_groups:
         group["lr"] = group["lr"] * 0.5
@@ -236,16 +290,22 @@ def scales_by_rate(trained: Trained, x: Tensor) -> Any:
     return trained.step(x) * trained.optimizer.param_groups[0]["lr"]
 
 
-def logs_with_loss(trained: Trained, x: Tensor) -> Any:
-    return trained.step(x).item() * trained.optimizer.param_groups[0]["lr"]
+def decides_by_text_of_rate(trained: Trained, x: Tensor) -> Any:
+    loss = trained.step(x)
+    return loss, 1 if f"{trained.optimizer.param_groups[0]['lr']:.2f}" == "0.05" else 0
 
 
-def makes_an_array(trained: Trained, x: Tensor) -> Any:
-    return trained.step(x), numpy.mean(trained.scheduler.get_last_lr())
+def decides_by_mean(trained: Trained, x: Tensor) -> Any:
+    loss = trained.step(x)
+    trained.seen.append(trained.scheduler.get_last_lr()[0])
+    return loss, 1 if numpy.mean(trained.seen) > 0.05 else 0
 
 
-def formats_rate(trained: Trained, x: Tensor) -> Any:
-    return trained.step(x), format(trained.scheduler.get_last_lr()[0], ".6f")
+def keeps_text_between_steps(trained: Trained, x: Tensor) -> Any:
+    loss = trained.step(x)
+    text = f"{trained.optimizer.param_groups[0]['lr']}"
+    trained.scheduler.step()
+    return loss, text
 
 
 def keeps_of_group_between_steps(trained: Trained, x: Tensor) -> Any:
@@ -253,10 +313,6 @@ def keeps_of_group_between_steps(trained: Trained, x: Tensor) -> Any:
     rate = trained.optimizer.param_groups[0]["lr"] * 2
     trained.scheduler.step()
     return loss, rate
-
-
-def shows_rate(trained: Trained, x: Tensor) -> Any:
-    return trained.step(x), f"{trained.optimizer.param_groups[0]['lr']}"
 
 
 def keeps_between(trained: Trained, x: Tensor) -> Any:
@@ -287,9 +343,9 @@ def sets_rate(trained: Trained, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "step",
-    [decides_by_rate, scales_by_rate, logs_with_loss, makes_an_array, formats_rate,
-     keeps_of_group_between_steps, shows_rate, keeps_between, counts_epochs, asks_inner,
-     steps_again, sets_rate],
+    [decides_by_rate, scales_by_rate, decides_by_text_of_rate, decides_by_mean,
+     keeps_text_between_steps, keeps_of_group_between_steps, keeps_between, counts_epochs,
+     asks_inner, steps_again, sets_rate],
 )  # fmt: skip
 def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> None:
     trained = Trained("adam", "sequential" if step is asks_inner else "step")

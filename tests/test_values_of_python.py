@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -89,6 +90,39 @@ def added_up(kept: Any, loss: Tensor, x: Tensor) -> None:
     kept.best = 0.9 * kept.best + 0.1 * statistics.mean(kept.rows)
 
 
+def kept_in_numpys(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    """A place in which one of numpy's floats is left becomes an input, which is one as well."""
+    kept.rows.append(loss.item())
+    mean = np.mean(kept.rows[-3:])
+    kept.best = max(kept.best, mean)
+    kept.table["sum"] = 0.5 * kept.table.get("sum", 1.0) + 0.5 * mean
+    if kept.first is None or mean < kept.first:
+        kept.first = mean
+    scaled = x * kept.scale
+    kept.scale = np.tanh(mean) + kept.scale
+    graphopt.callback(kept.others.append, [mean, kept.best, f"{mean:.2f}"])
+    return kept.best, f"{kept.best} {kept.first!r}", scaled, 1 / kept.best
+
+
+def kept_in_a_module(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    kept.rows.append(loss.item())
+    mean, model = np.mean(kept.rows[-3:]), kept.model
+    model.best = 0.5 * model.best + mean
+    if model.first is None or mean < model.first:
+        model.first = mean
+    risen = model.best > model.first
+    return math.exp(mean), math.floor(model.best), math.isnan(mean), risen, model.best == model.best
+
+
+def in_dictionaries(kept: Any, loss: Tensor, x: Tensor) -> Any:
+    kept.rows.append(loss.item())
+    values = {"mean": np.mean(kept.rows), "value": f"{loss.item():.3f}"}
+    kept.others += [*values, [f"{name}={value}" for name, value in values.items()]]
+    text = "{mean:.3f} {value}".format(**values) + "{value}".format_map(values)
+    mean, other = [np.mean(kept.rows[-2:]), loss.item()]
+    return {**values, "text": text}, dict(values, more=1), mean, other
+
+
 def arrays(kept: Any, loss: Tensor, x: Tensor) -> Any:
     found, wanted = x.argmax(1).numpy(), x.argmin(1).cpu().numpy()
     for one, other in zip(wanted, found, strict=True):
@@ -109,7 +143,9 @@ def run(effect: Effect, compiled: bool) -> tuple[list[str], int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = SimpleNamespace(rows=[], queue=deque(maxlen=3), count=0, table={}, best=0.0)
     kept.confusion, kept.numbers = np.zeros((4, 4), dtype=np.int64), np.zeros(5)
-    kept.hist = defaultdict(list)
+    kept.model = nn.Identity()
+    kept.model.best, kept.model.first = 0.0, None
+    kept.hist, kept.others, kept.first, kept.scale = defaultdict(list), [], None, np.float64(0.5)
 
     def step(x: Tensor) -> Any:
         optimizer.zero_grad()
@@ -119,7 +155,7 @@ def run(effect: Effect, compiled: bool) -> tuple[list[str], int]:
         return loss.detach(), effect(kept, loss, x)
 
     used: Any = graphopt.compile(step) if compiled else step
-    found = [f"{used(x)!r} {kept!r}" for x in torch.randn(7, 5, 4)]
+    found = [f"{used(x)!r} {kept!r} {vars(kept.model)}" for x in torch.randn(7, 5, 4)]
     return [*found, repr(model.weight)], len(used.captures) if compiled else 0
 
 
@@ -132,6 +168,9 @@ CAPTURES = {
     texts: 4,
     letters: 4,
     added_up: 2,
+    kept_in_numpys: 4,
+    kept_in_a_module: 4,
+    in_dictionaries: 2,
     arrays: 1,
 }
 
@@ -172,9 +211,8 @@ def asks_for_letters_in_c(kept: Any, loss: Tensor, x: Tensor) -> None:
     kept.rows.append(list(filter(str.isdigit, f"{loss.item():.1f}")))
 
 
-def adds_up_numpys(kept: Any, loss: Tensor, x: Tensor) -> None:
-    kept.rows.append(loss.item())
-    kept.best = kept.best + np.mean(kept.rows)
+def keeps_a_short_float(kept: Any, loss: Tensor, x: Tensor) -> None:
+    kept.best = max(kept.best, loss.detach().numpy().mean())
 
 
 def adds_to_a_text(kept: Any, loss: Tensor, x: Tensor) -> None:
@@ -202,7 +240,7 @@ REFUSED = {
     is_a_key: "is a key",
     is_called_in_c: "to code that is not followed",
     asks_for_letters_in_c: "to code that is not followed",
-    adds_up_numpys: "and then puts a text or another value",
+    keeps_a_short_float: "and then puts a text or another value",
     adds_to_a_text: "and then puts a text",
     computes_with_tensors: "tensors of the graph",
     reads_before: "and then changes it",

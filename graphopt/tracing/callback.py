@@ -16,7 +16,8 @@ from graphopt.host.counts import EagerCounts, place_of
 from graphopt.host.functions import traced_in
 from graphopt.host.seen import current_view
 from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
+from graphopt.tracing.host_numbers import scalar_of_numpy
+from graphopt.tracing.later import nest_of
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_user_line, is_around_step
 
@@ -67,8 +68,7 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
         _refuse_traced(fn)
         _refuse_arrays(tensors)
         place = place_of(sys._getframe(1), is_around_step)
-        call = HostCall(original(fn), tensors, every, place)
-        record(call)
+        record(HostCall(original(fn), nest_of(tensors), every, place))
         return
     call = HostCall(fn, tensors, every)
     graphs = {value.graph for value in call.values if isinstance(value, fx.Node)}
@@ -119,6 +119,4 @@ def _refuse_arrays(values: Any) -> None:
 
 
 def _detached(value: Any) -> Any:
-    if is_of_numpy(value) and is_host_number(value):
-        return value.exactly()
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    return value.detach() if isinstance(value, torch.Tensor) else scalar_of_numpy(value)

@@ -288,7 +288,7 @@ def _placed_numbers(call: Call) -> Iterator[PlacedNumber]:
 
 def _numbers_at(place: OutsidePlace, path: str, counted: bool) -> Iterator[PlacedNumber]:
     value = place.now()
-    if is_exact(value):
+    if may_be_input(value):
         yield PlacedNumber(place, path, counted)
     leaves, spec = leaves_of(value, is_exact) or ([], None)
     for position in range(len(leaves)):

@@ -276,9 +276,9 @@ def _compared(compare: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
     other = right.value if is_host_number(right) else right
     if type(other) not in (int, float, bool) and not is_of_numpy(other):
         return NotImplemented
-    answer = bool(compare(left.value, other))
+    answer = compare(left.value, other)  # of numpy's kind where one of them is
     expression = right.expression if is_host_number(right) else right
-    left.conditions.add(Condition(compare, left.expression, expression, answer))
+    left.conditions.add(Condition(compare, left.expression, expression, bool(answer)))
     return answer
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphopt.tracing.draws.arrays import CHANGING
+from graphopt.tracing.replace import original
 
 FUNCTIONS = frozenset(
     {builtins.sum, builtins.min, builtins.max, builtins.len, builtins.sorted, builtins.abs, round,
@@ -37,16 +38,25 @@ PASSING = frozenset({setattr, zip, enumerate, iter, reversed, dict, map, filter,
 """Functions that do nothing with the values that they hand on, or ask them."""
 
 
+_GIVING = frozenset({"items", "values", "keys", "copy"})
+"""Methods of dictionaries that hand on what is in them."""
+
+
 def is_followed(callee: Any) -> bool:
     """Whether such values may be given to a callee: one that is observed, or hands them on."""
+    from graphopt.tracing.callback import callback
     from graphopt.tracing.outside.files import is_observed
 
+    if callee is callback:
+        return True
     callee = getattr(callee, "__func__", callee)
     if isinstance(callee, types.FunctionType):
         return is_observed(callee.__code__.co_filename)
     name = getattr(callee, "__name__", "")
     of_sets = getattr(callee, "__objclass__", type(getattr(callee, "__self__", None))) is set
     if (name in TAKING and not of_sets) or name == "join" or is_in(callee, PASSING):
+        return True
+    if getattr(callee, "__objclass__", None) is dict and name in _GIVING:
         return True
     code = getattr(
         *((callee, "__init__") if isinstance(callee, type) else (type(callee), "__call__"))
@@ -65,7 +75,7 @@ def is_of(callee: Any, module: Any) -> bool:
     """Whether a callee is a function that a module defines itself."""
     name = getattr(callee, "__name__", None)
     defined = getattr(callee, "__module__", None) == module.__name__
-    return defined and isinstance(name, str) and getattr(module, name, None) is callee
+    return defined and isinstance(name, str) and original(getattr(module, name, None)) is callee
 
 
 def is_of_numpy(callee: Any) -> bool:

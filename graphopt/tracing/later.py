@@ -28,6 +28,7 @@ from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import is_fresh
 from graphopt.tracing.numbers import SYMBOLIC, refusal
+from graphopt.tracing.scheduled import ScheduledSetting, is_scheduled
 
 BEGIN, ESCAPED = "\udc81", "\\udc81"
 """What a piece of text begins with that stands for a value; and what that becomes where a text is
@@ -158,7 +159,7 @@ class Later:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if options.get("out") is not None or method != "__call__":
             raise _refused("writes it into an array")
-        return applied(ufunc, inputs, options, _are_numbers(inputs))
+        return applied(ufunc, inputs, options, are_numbers(inputs))
 
     def __copy__(self) -> Later:
         return self
@@ -257,6 +258,8 @@ def nest_of(value: Any) -> Any:
 
 def _opened(leaf: Any) -> Any:
     value = as_later(leaf)
+    if is_scheduled(value):
+        return _compat.Applied(value.read_later(), [])
     if type(value) is not Later:
         return value
     return _compat.Applied(value._function, [nest_of(each) for each in value._args])
@@ -290,7 +293,7 @@ def evaluated(value: Any, known: Callable[[Any], Any], replaced: Callable[[Any],
     if type(value) is Later:
         args = [evaluated(each, known, replaced) for each in value._args]
         return replaced(value._function)(*args)
-    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+    if isinstance(value, (torch.Tensor, ScheduledSetting, *SYMBOLIC)):
         return known(value)
     if type(value) in (list, tuple):
         return type(value)(evaluated(each, known, replaced) for each in value)
@@ -300,7 +303,7 @@ def evaluated(value: Any, known: Callable[[Any], Any], replaced: Callable[[Any],
 
 
 def numbers_in(value: Later) -> list[Any]:
-    """The numbers and tensors of the trace that a value is made of."""
+    """The numbers and tensors of the trace that a value is made of, and settings of schedulers."""
     found: list[Any] = []
     evaluated(value, found.append, lambda function: lambda *args: None)
     return found
@@ -325,7 +328,7 @@ def holds_unknown(value: Any, of_host: bool = False) -> bool:
     def is_unknown(leaf: Any) -> bool:
         if isinstance(leaf, SYMBOLIC):
             return of_host or not is_host_number(leaf)
-        return is_later(leaf) or _compat.is_fake(leaf)
+        return is_later(leaf) or is_scheduled(leaf) or _compat.is_fake(leaf)
 
     return any(map(is_unknown, _leaves(value)))
 
@@ -365,7 +368,7 @@ _CONTAINERS = (list, dict, set, deque)
 def argument(value: Any) -> Any:
     """An argument as it is now: what the step changes afterwards is another one."""
     value = as_later(value)
-    if isinstance(value, (Later, *SYMBOLIC)):
+    if isinstance(value, (Later, ScheduledSetting, *SYMBOLIC)):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
@@ -390,12 +393,13 @@ def is_constant(value: Any) -> bool:
 
 
 _PLAIN = (types.BuiltinFunctionType, torch.dtype, torch.device, type(Ellipsis))
+_NUMBERS = (int, float, ScheduledSetting, *SYMBOLIC)
 
 
-def _are_numbers(values: Sequence[Any]) -> bool:
+def are_numbers(values: Sequence[Any]) -> bool:
+    """Whether values are numbers, some of which may be known only when the graph has run."""
     return all(
-        each._is_number if type(each) is Later else isinstance(each, (int, float, *SYMBOLIC))
-        for each in values
+        each._is_number if type(each) is Later else isinstance(each, _NUMBERS) for each in values
     )
 
 
@@ -416,7 +420,7 @@ def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[.
             return Later(getattr(operator, f"i{function.__name__}"), (self, *others), False, True)
         if in_place and not self._is_number:
             self._not_known()
-        return Later(function, (self, *others), _are_numbers((self, *others)))
+        return Later(function, (self, *others), are_numbers((self, *others)))
 
     return method
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import operator
 import re
 import statistics
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
@@ -41,6 +43,7 @@ from graphopt.tracing.later import (
     ESCAPED,
     Later,
     applied,
+    are_numbers,
     as_later,
     containers_in,
     current_trace,
@@ -61,6 +64,7 @@ from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.said import saying
+from graphopt.tracing.scheduled import computing, is_scheduled
 
 _END = "\udc82"
 _PIECE = re.compile(f"{BEGIN}(\\d+){_END}")
@@ -104,6 +108,8 @@ class Laters:
 
     def decide(self, value: Later, kind: type) -> Any:
         """What a value is in this call."""
+        for each in filter(is_scheduled, numbers_in(value)):
+            each.refuse_asked()
         return self._ask(value, kind, self._at_trace)
 
     def _at_trace(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,6 +125,8 @@ class Laters:
     ) -> Callable[..., Any] | None:
         """What is called in place of a function; None where it is called itself."""
         callee = original(callee)
+        if not any(map(self.is_kept, args)) and computing(callee, args) is not None:
+            return None  # what a scheduler changes
         said = saying(self._record, callee, args, line, discarded)
         if said is not None:
             return said
@@ -147,6 +155,8 @@ class Laters:
     ) -> Callable[..., Any]:
         is_number = is_in(callee, NUMBERS) or (of_floats(callee) and len(args) == 1)
         self._reads(args, line)
+        of_numbers = is_of(callee, math) or (hasattr(callee, "nin") and is_of_numpy(callee))
+        is_number |= of_numbers and are_numbers(args)
 
         def apply(*args: Any, **options: Any) -> Any:
             args = tuple(self.items(arg, line) if self.is_kept(arg) else arg for arg in args)
@@ -179,7 +189,7 @@ class Laters:
 
     def _needs(self, callee: Any, args: Sequence[Any]) -> bool:
         """Whether what a function is given is not known before the graph has run."""
-        if any(map(holds_later, args)):
+        if any(map(holds_later, args)) or any(map(is_scheduled, _compat.tree_leaves(list(args)))):
             return True
         if callee is json.dumps or is_of(callee, statistics) or is_of_numpy(callee):
             return any(map(holds_unknown, args))
@@ -270,7 +280,7 @@ class Laters:
         if type(key) is slice and type(container) is list and (key.stop, key.step) == (None, None):
             appends = all(how.method == "append" for how in hows)
             last = -key.start if appends and type(key.start) is int and key.start < 0 else None
-        numbers = all(type(v) in (int, float) or isinstance(v, SYMBOLIC) for v in container)
+        numbers = all(type(v) in (int, float) or _is_unknown_number(v) for v in container)
         items = Later(KeptItems(container, hows, last), values, numbers)
         return items if key is None or last is not None else items[key]
 
@@ -334,4 +344,8 @@ def functions_in(value: Any) -> list[Callable[..., Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, SYMBOLIC) or is_later(value) or is_value(value)
+    return _is_unknown_number(value) or is_later(value) or is_value(value)
+
+
+def _is_unknown_number(value: Any) -> bool:
+    return isinstance(value, SYMBOLIC) or is_scheduled(value)

@@ -28,7 +28,7 @@ from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.guard_values import is_plain
-from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.inputs import is_exact, may_be_input
 from graphopt.tracing.later import holds_later, is_later, is_number_later, refuse_keys
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
@@ -36,6 +36,7 @@ from graphopt.tracing.outside.attributes import attributes_of
 from graphopt.tracing.outside.places import MISSING, FoundPlace, OutsidePlace, same
 from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.reachable import is_shared
+from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.told import holds_traced, told
 
 
@@ -203,14 +204,18 @@ def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, va
 
 
 def _are_counts(before: Any, value: Any) -> bool:
-    if is_exact(before):
+    if may_be_input(before):
         return _is_number(value)
     found, left = leaves_of(before, is_exact), leaves_of(value, _is_number)
     return found is not None and left is not None and found[1] == left[1]
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, SYMBOLIC) or type(value) in (int, float) or is_number_later(value)
+    if is_scheduled(value):
+        return bool(value.is_float)
+    if type(value) in (int, float) or may_be_input(value):
+        return True
+    return isinstance(value, SYMBOLIC) or is_number_later(value)
 
 
 def _left_by_each_call(
@@ -227,7 +232,8 @@ def _left_by_each_call(
         alone = not isinstance(written.before, torch.Tensor)
         follows = (place.is_written if alone else place.may_carry) or not reads
         follows = follows or _is_traced(value, numbers=True, tensors=False)
-        if reads and holds_later(value) and not record.is_input(place):
+        begins = is_number_later(value) and (written.before is None or written.before is MISSING)
+        if reads and holds_later(value) and not (record.is_input(place) or begins):
             record.refused = record.refused or CaptureError(
                 f"it reads {written.path} outside its arguments, and then puts a text or another"
                 " value there that only Python computes, of what the graph gives",
@@ -278,7 +284,9 @@ def _is_traced(value: Any, numbers: bool = False, tensors: bool = True) -> bool:
         else:
             inner = each.values() if isinstance(each, dict) else each
             pending.extend((item, within | {id(each)}) for item in inner)
-    of_numbers = any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves)
+    of_numbers = any(
+        isinstance(leaf, SYMBOLIC) or is_scheduled(leaf) or is_later(leaf) for leaf in leaves
+    )
     of_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if (of_numbers and not numbers) or (of_tensors and not tensors):
         return False

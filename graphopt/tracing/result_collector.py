@@ -123,6 +123,8 @@ class ResultCollector:
             return self._computed_later(as_later(value))
         if isinstance(value, torch.Tensor):
             return self._tensor_recipe(value)
+        if isinstance(value, SYMBOLIC):
+            self.numbers.add(id(value))
         value = self.made.calls.as_scalar(value)
         if isinstance(value, SYMBOLIC):
             self.results.append(value)
@@ -371,7 +373,8 @@ class ResultCollector:
         if isinstance(after, torch.Tensor):
             return self._tensor_recipe(after)
         leaves, spec = _compat.tree_flatten(after)
-        if any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves):
+        numbers = (ScheduledSetting, *SYMBOLIC)
+        if any(isinstance(leaf, numbers) or is_later(leaf) for leaf in leaves):
             return self._nest(after)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return Constant(after)

@@ -32,6 +32,7 @@ from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
+from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.source import current_user_line, is_installed, is_library_file
 
 _PRINT = builtins.print
@@ -118,7 +119,7 @@ def _caller(file: str, line: int, name: str) -> Callable[..., None]:
     return types.FunctionType(code, globals())
 
 
-def _say(record: Record, function: Any, *args: Any, **options: Any) -> None:
+def _say(record: Record, function: Any, /, *args: Any, **options: Any) -> None:
     """Of what is said, the text: each argument is text here or becomes it in `function`."""
     shown = (_shown(record, arg) for arg in args)
     _hand_on(record, function, *shown, **options)
@@ -130,7 +131,7 @@ def _write(record: Record, function: Any, *args: Any) -> Any:
     return Later(len, args[-1:], is_number=True)
 
 
-def _hand_on(record: Record, function: Any, *args: Any, **options: Any) -> None:
+def _hand_on(record: Record, function: Any, /, *args: Any, **options: Any) -> None:
     given = [_given(record, arg) for arg in (*args, *options.values())]
     function = functools.partial(_call, function, tuple(options))
     record_call(HostCall(function, [nest_of(arg) if holds_later(arg) else arg for arg in given]))
@@ -180,7 +181,7 @@ def _is_itself(value: Any) -> bool:
 
 def _shown(record: Record, value: Any) -> Any:
     """What is shown of a value, which its own code may say."""
-    if is_value(value) or isinstance(value, SYMBOLIC) or is_later(value):
+    if is_value(value) or isinstance(value, (ScheduledSetting, *SYMBOLIC)) or is_later(value):
         return value
     if isinstance(value, torch.Tensor):
         if value.requires_grad:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.tracing.number_functions import MATH, ROUNDING
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_user_line
 
@@ -90,7 +91,7 @@ Reader = OfScheduler | OfGroup | OfSettings | AsFloat
 
 class ScheduledSetting:
     """What stands for a setting that a scheduler changes in this step, or for a number that is
-    computed from such: it can be computed with, kept and returned, when the graph has run.
+    computed from such: it can be computed with, kept, shown and returned, when the graph has run.
 
     Args:
         key: of the parameter group.
@@ -139,14 +140,46 @@ class ScheduledSetting:
             raise AttributeError(name)
         self._used()
 
+    def refuse_asked(self) -> NoReturn:
+        """The step decides by it, or by what Python computes of it."""
+        self._used()
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is a float where the step finds it."""
+        return self.__is_float
+
+    def __str__(self) -> str:
+        return self.__text(str)
+
+    def __repr__(self) -> str:
+        return self.__text(repr)
+
+    def __format__(self, spec: str) -> str:
+        return self.__text(format, spec)
+
+    def __text(self, function: Callable[..., str], *args: str) -> str:
+        from graphopt.tracing.later import Later, current_trace
+
+        return current_trace().text(Later(function, (self, *args)))
+
     def _used(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise used(f"uses {self.__key!r} of a parameter group", self.__scheduler)
+
+    def _later(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The same where others are numbers that only the graph or Python knows then."""
+        from graphopt.tracing.later import Later, is_number_later
+
+        known = (ScheduledSetting, *_PLAIN, *SYMBOLIC)
+        if not all(isinstance(arg, known) or is_number_later(arg) for arg in args):
+            self._used()
+        return Later(function, args, is_number=True)
 
     def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """`function(*args)` of settings, of which this is one, and numbers."""
         settings = tuple(arg for arg in args if is_scheduled(arg))
         if not all(is_scheduled(arg) or type(arg) in _PLAIN for arg in args):
-            self._used()
+            return self._later(function, args)
         if function is float and self.__is_float:
             return self
         of = tuple(each for setting in settings for each in (setting, *setting.__of))
@@ -241,8 +274,8 @@ for _name, _function in (("neg", operator.neg), ("pos", operator.pos), ("abs", o
                          ("round", builtins.round)):  # fmt: skip
     setattr(ScheduledSetting, f"__{_name}__", _forward(_function))
 for _operation in (
-    *("float", "int", "index", "bool", "lt", "le", "gt", "ge", "eq", "ne", "hash", "str", "repr"),
-    *("format", "iter", "getitem", "len", "complex", "trunc", "floor", "ceil", "divmod", "array"),
+    *("float", "int", "index", "bool", "lt", "le", "gt", "ge", "eq", "ne", "hash"),
+    *("iter", "getitem", "len", "complex", "trunc", "floor", "ceil", "divmod", "array"),
 ):
     setattr(ScheduledSetting, f"__{_operation}__", ScheduledSetting._used)
 
@@ -254,5 +287,5 @@ def used(what: str, scheduler: str) -> CaptureError:
         f"it {what} behind the step of a {scheduler}, which is not traced",
         location=None if line is None else str(line),
         hint="step the scheduler last, and use its rates before, or outside the step; behind it"
-        " they may be computed with, kept and returned",
+        " they may be computed with, kept, shown and returned",
     )

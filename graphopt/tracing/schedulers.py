@@ -4,9 +4,9 @@
                                         └─ a call on the host, as by `graphopt.callback`
 
 A scheduler is not traced: the rates that it sets are read before the next call runs, as those are
-that it sets between two calls. Within the step, behind it, they may be kept and returned, which
-each call does with those that it finds; nobody may compute with them, nor ask for anything else of
-the scheduler: while the step is traced, these are the values of before.
+that it sets between two calls. Within the step, behind it, they may be kept, shown and returned,
+which each call does with those that it finds; nobody may decide by them, nor ask for anything else
+of the scheduler: while the step is traced, these are the values of before.
 """
 
 from __future__ import annotations

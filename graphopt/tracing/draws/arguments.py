@@ -115,7 +115,7 @@ class Method:
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
-    def __call__(self, value: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self, value: Any, /, *args: Any, **options: Any) -> Any:
         return getattr(value, self.__name__)(*args, **options)
 
     def __eq__(self, other: object) -> bool:
@@ -128,7 +128,7 @@ class Method:
 class Metadata(Method):
     """Reads what is known of an array but its values."""
 
-    def __call__(self, value: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self, value: Any, /, *args: Any, **options: Any) -> Any:
         return getattr(value, self.__name__)
 
 

@@ -43,7 +43,7 @@ def is_of_numpy(value: Any) -> bool:
 class Attribute(Method):
     """Reads an attribute of its argument."""
 
-    def __call__(self, value: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self, value: Any, /, *args: Any, **options: Any) -> Any:
         return getattr(value, self.__name__)
 
 

@@ -18,7 +18,7 @@ from graphopt._compat.frames import NULL, Operands
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import any_known, plain
-from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.inputs import may_be_input
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.accesses import OutsideAccess
@@ -289,7 +289,8 @@ class Instructions(LaterOperands):
         self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
     ) -> None:
         """The step gets the items, and what it reads in them is seen."""
-        if not self._stands_later(operands, 1, line, texts=True):
+        texts = isinstance(operands.top(1), str)  # of other values it gets each one as it is
+        if not self._stands_later(operands, 1, line, texts):
             self._read_contents(frame, operands.top(1), line, nested=False)
 
     def _two(
@@ -454,4 +455,4 @@ def _may_count(value: Any) -> bool:
     end takes its place. Others are read: operators take tensors, and a text that grows is another
     one in each call."""
     kinds = (list, deque, *SYMBOLIC)
-    return value is MISSING or is_exact(value) or isinstance(value, kinds)
+    return value is MISSING or may_be_input(value) or isinstance(value, kinds)

@@ -11,6 +11,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.later import Later
 from graphopt.tracing.outside.existing import existing_now
 from graphopt.tracing.outside.places import OutsidePlace, is_value, viewed
 
@@ -92,8 +93,8 @@ class KnownObjects:
 
     def pin(self, value: Any) -> None:
         """The step uses an object as such, by code that is not observed, or by its identity."""
-        if is_value(value) or _compat.is_fake(value):  # a stand-in is not outside
-            return
+        if is_value(value) or _compat.is_fake(value) or type(value) is Later:
+            return  # what stands for a value is not outside
         if self.is_outside(value):
             self._pinned[id(value)] = value
 
