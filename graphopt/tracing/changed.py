@@ -15,7 +15,7 @@ from typing import Any
 from graphopt.errors import CaptureError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
 from graphopt.tracing.outside.changed_containers import ChangedContainer
-from graphopt.tracing.outside.places import FoundPlace
+from graphopt.tracing.outside.places import FollowedPlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.placed import Placed, found_again, is_at
 from graphopt.tracing.signature import Constant
@@ -33,7 +33,7 @@ class Changed:
 
     container: Any
     changes: tuple[tuple[ChangeByMethod, Any], ...]
-    within: FoundPlace | None = None
+    within: FollowedPlace | None = None
 
 
 def take_changed(
@@ -55,7 +55,7 @@ def take_changed(
     for container, line in record.rewritten.values():
         if not puts_back(container):
             record.unrepeated.refuse(record.path(container, type(container).__name__), line)
-    exchanged = {id(each.place.now()): FoundPlace(each.place) for each in placed}
+    exchanged = {id(each.place.now()): FollowedPlace(each.place) for each in placed}
     for each in record.take_changed():
         if not puts_back(each.container):
             if is_changed_to(each.container, each.before, each.changes):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphopt.host.changes import ChangeByMethod
-from graphopt.tracing.later import Later, current_trace
+from graphopt.tracing.later import Later
+from graphopt.tracing.running_trace import current_trace
 
 
 class PieceOfText(str):

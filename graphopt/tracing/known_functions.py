@@ -44,11 +44,8 @@ _GIVING = frozenset({"items", "values", "keys", "copy"})
 
 def is_followed(callee: Any) -> bool:
     """Whether such values may be given to a callee: one that is observed, or hands them on."""
-    from graphopt.tracing.callback import callback
     from graphopt.tracing.outside.files import is_observed
 
-    if callee is callback:
-        return True
     callee = getattr(callee, "__func__", callee)
     if isinstance(callee, types.FunctionType):
         return is_observed(callee.__code__.co_filename)

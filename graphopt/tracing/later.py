@@ -14,9 +14,7 @@ import operator
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,6 +26,7 @@ from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import is_fresh
 from graphopt.tracing.numbers import SYMBOLIC, refusal
+from graphopt.tracing.running_trace import current_trace, is_running
 from graphopt.tracing.scheduled import ScheduledSetting, is_scheduled
 
 BEGIN, ESCAPED = "\udc81", "\\udc81"
@@ -35,40 +34,6 @@ BEGIN, ESCAPED = "\udc81", "\\udc81"
 escaped."""
 _AT_MOST = 5000
 """Functions that one value may be made by."""
-
-
-class Trace(Protocol):
-    """What values need of the trace that they belong to."""
-
-    def decide(self, value: Later, kind: type) -> Any:
-        """What a value is in this call; the graph holds where it is that again."""
-
-    def text(self, value: Later) -> str:
-        """What stands for a value that is a text."""
-
-    def parts(self, text: str) -> Sequence[Any]:
-        """Texts and values that a text is put together of."""
-
-
-_current: ContextVar[Trace | None] = ContextVar("later", default=None)
-
-
-def current_trace() -> Trace:
-    """The trace that is running."""
-    found = _current.get()
-    if found is None:
-        raise refusal("it uses a value of a step whose trace is over", "make it in each call")
-    return found
-
-
-@contextmanager
-def values_of(trace: Trace) -> Iterator[None]:
-    """While active, values belong to a trace."""
-    token = _current.set(trace)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 class Later:
@@ -223,7 +188,7 @@ def as_later(value: Any) -> Any:
     """A text in which something stands for values, as a value; any other value itself."""
     if not isinstance(value, str) or not (BEGIN in value or ESCAPED in value):
         return value
-    if _current.get() is None:
+    if not is_running():
         return value
     parts = current_trace().parts(value)
     if all(type(part) is str for part in parts):

@@ -20,6 +20,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.callback import callback
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
 from graphopt.tracing.host_numbers import is_host_number
@@ -46,7 +47,6 @@ from graphopt.tracing.later import (
     are_numbers,
     as_later,
     containers_in,
-    current_trace,
     evaluated,
     holds_later,
     holds_unknown,
@@ -63,6 +63,7 @@ from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
+from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.said import saying
 from graphopt.tracing.scheduled import computing, is_scheduled
 
@@ -92,6 +93,14 @@ class Laters:
         """What stands for a value that is a text."""
         self._texts.append(value)
         return PieceOfText(f"{BEGIN}{len(self._texts) - 1}{_END}")
+
+    def text_of(self, function: Callable[..., str], args: Sequence[Any]) -> str:
+        """What stands for the text that a function gives."""
+        return self.text(Later(function, args))
+
+    def number_of(self, function: Callable[..., Any], args: Sequence[Any]) -> Later | None:
+        """What stands for the number that a function gives of numbers; None if one is none."""
+        return Later(function, args, is_number=True) if are_numbers(args) else None
 
     def parts(self, text: str) -> Sequence[Any]:
         """Texts and values that a text is put together of."""
@@ -210,14 +219,15 @@ class Laters:
             return [args[0], *map(self.exact, args[1:])]
         if callee is setattr or name == "setdefault":
             return [args[0], self.key(args[1]), *args[2:]]
-        if is_followed(callee):
+        if callee is callback or is_followed(callee):
             return args
         return [self.exact(each) for each in args]
 
     def not_taken(self, callee: Any, args: Sequence[Any]) -> None:
         """Refuse to give such values to a function that is not followed."""
         for each in args:
-            if not is_followed(original(callee)) and self.exact(each) is not each:
+            followed = original(callee) is callback or is_followed(original(callee))
+            if not followed and self.exact(each) is not each:
                 raise refusal(
                     "it gives a text with numbers in it to a function by *args, which is not"
                     " followed",

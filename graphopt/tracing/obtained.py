@@ -18,7 +18,8 @@ from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.impurity import taken_for_a_number
-from graphopt.tracing.later import Later, current_trace
+from graphopt.tracing.later import Later
+from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.tagging import Tagger
 

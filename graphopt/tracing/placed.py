@@ -33,7 +33,7 @@ from graphopt.tracing.later import holds_later, is_later, is_number_later, refus
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
-from graphopt.tracing.outside.places import MISSING, FoundPlace, OutsidePlace, same
+from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace, same
 from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
@@ -51,7 +51,7 @@ class Placed:
 
     place: OutsidePlace
     value: Any
-    within: FoundPlace | None = None
+    within: FollowedPlace | None = None
 
 
 def take_placed(
@@ -130,7 +130,7 @@ def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
         record.unrepeated.add(written.path, written.line)
 
 
-def found_again(record: Record, container: Any) -> FoundPlace | None:
+def found_again(record: Record, container: Any) -> FollowedPlace | None:
     """Where each call finds a container that the step changes, be it another one than before, as
     where a program begins a new list in each epoch; None where it has to be the same one.
 
@@ -150,10 +150,10 @@ def found_again(record: Record, container: Any) -> FoundPlace | None:
     if within is None:
         record.pin(place.holder)
         record.pin(record.owner(place.holder))
-    return FoundPlace(place, within)
+    return FollowedPlace(place, within)
 
 
-def _exchanged(record: Record) -> dict[int, FoundPlace]:
+def _exchanged(record: Record) -> dict[int, FollowedPlace]:
     """The containers outside, by id, in whose place the step leaves a new one, each with that place
     (`self.backup = {}`), where the step has got to it by that alone: each call finds another."""
     found = {}
@@ -161,7 +161,7 @@ def _exchanged(record: Record) -> dict[int, FoundPlace]:
         before = written.before
         new = _is_new(record, written) or _is_traced(written.place.now(), numbers=True)
         if type(before) in _CONTAINERS and new and is_at(record, before, written.place):
-            found[id(before)] = FoundPlace(written.place)
+            found[id(before)] = FollowedPlace(written.place)
     return found
 
 

@@ -22,7 +22,6 @@ from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.later import (
     Later,
     Named,
-    holds_later,
     holds_unknown,
     is_later,
     nest_of,
@@ -134,7 +133,11 @@ def _write(record: Record, function: Any, *args: Any) -> Any:
 def _hand_on(record: Record, function: Any, /, *args: Any, **options: Any) -> None:
     given = [_given(record, arg) for arg in (*args, *options.values())]
     function = functools.partial(_call, function, tuple(options))
-    record_call(HostCall(function, [nest_of(arg) if holds_later(arg) else arg for arg in given]))
+    record_call(
+        HostCall(
+            function, [nest_of(arg) if holds_unknown(arg, of_host=True) else arg for arg in given]
+        )
+    )
 
 
 def _call(function: Any, names: tuple[str, ...], *args: Any) -> None:

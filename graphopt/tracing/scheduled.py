@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.tracing.number_functions import MATH, ROUNDING
-from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.replace import original
+from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.source import current_user_line
 
 
@@ -159,21 +159,17 @@ class ScheduledSetting:
         return self.__text(format, spec)
 
     def __text(self, function: Callable[..., str], *args: str) -> str:
-        from graphopt.tracing.later import Later, current_trace
-
-        return current_trace().text(Later(function, (self, *args)))
+        return current_trace().text_of(function, (self, *args))
 
     def _used(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise used(f"uses {self.__key!r} of a parameter group", self.__scheduler)
 
     def _later(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """The same where others are numbers that only the graph or Python knows then."""
-        from graphopt.tracing.later import Later, is_number_later
-
-        known = (ScheduledSetting, *_PLAIN, *SYMBOLIC)
-        if not all(isinstance(arg, known) or is_number_later(arg) for arg in args):
+        value = current_trace().number_of(function, args)
+        if value is None:
             self._used()
-        return Later(function, args, is_number=True)
+        return value
 
     def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """`function(*args)` of settings, of which this is one, and numbers."""

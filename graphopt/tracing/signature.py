@@ -10,7 +10,7 @@ from graphopt.host.changes import ChangeByMethod
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import ModuleTensor
 from graphopt.tracing.optimizer_state import OfNone
-from graphopt.tracing.outside.places import MISSING, FoundPlace, OutsidePlace
+from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class PlacedResult:
 
     place: OutsidePlace
     recipe: Recipe
-    within: FoundPlace | None = None
+    within: FollowedPlace | None = None
 
     def now(self) -> OutsidePlace:
         """The place in this call, before it puts anything anywhere."""
@@ -168,7 +168,7 @@ class ChangedResult:
 
     container: Any
     changes: tuple[tuple[ChangeByMethod, Recipe], ...]
-    within: FoundPlace | None = None
+    within: FollowedPlace | None = None
 
     def now(self) -> Any:
         """The container in this call, before it puts anything anywhere."""

@@ -35,7 +35,7 @@ from graphopt.tracing.host_view import HostView
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, Storage, is_number
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
-from graphopt.tracing.later import refuse_keys, refuse_written, values_of
+from graphopt.tracing.later import refuse_keys, refuse_written
 from graphopt.tracing.laters import Laters
 from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
@@ -58,6 +58,7 @@ from graphopt.tracing.result_collector import (
     module_attributes,
     plain_objects,
 )
+from graphopt.tracing.running_trace import values_of
 from graphopt.tracing.scaling import traced_scaling
 from graphopt.tracing.scheduled import computing
 from graphopt.tracing.schedulers import traced_schedulers

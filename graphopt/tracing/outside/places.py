@@ -29,7 +29,7 @@ _COPIED = (set, frozenset, bytearray)
 
 
 @dataclass(frozen=True)
-class FoundPlace:
+class FollowedPlace:
     """The place in which each call finds a container, whichever is there by then.
 
     Attributes:
@@ -38,7 +38,7 @@ class FoundPlace:
     """
 
     place: OutsidePlace
-    within: FoundPlace | None = None
+    within: FollowedPlace | None = None
 
     def now(self) -> Any:
         """The container that is there."""

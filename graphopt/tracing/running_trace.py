@@ -1,0 +1,56 @@
+"""The trace that is running, for values that belong to it (`graphopt.tracing.later`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from graphopt.tracing.numbers import refusal
+
+
+class Trace(Protocol):
+    """What values need of the trace that they belong to."""
+
+    def decide(self, value: Any, kind: type) -> Any:
+        """What a value is in this call; the graph holds where it is that again."""
+
+    def text(self, value: Any) -> str:
+        """What stands for a value that is a text."""
+
+    def text_of(self, function: Callable[..., str], args: Sequence[Any]) -> str:
+        """What stands for the text that a function gives when the graph has run."""
+
+    def number_of(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What stands for the number that a function gives of numbers when the graph has run; None
+        where something else is among them."""
+
+    def parts(self, text: str) -> Sequence[Any]:
+        """Texts and values that a text is put together of."""
+
+
+_current: ContextVar[Trace | None] = ContextVar("trace", default=None)
+
+
+def is_running() -> bool:
+    """Whether one is."""
+    return _current.get() is not None
+
+
+def current_trace() -> Trace:
+    """The trace that is running."""
+    found = _current.get()
+    if found is None:
+        raise refusal("it uses a value of a step whose trace is over", "make it in each call")
+    return found
+
+
+@contextmanager
+def values_of(trace: Trace) -> Iterator[None]:
+    """While active, values belong to a trace."""
+    token = _current.set(trace)
+    try:
+        yield
+    finally:
+        _current.reset(token)
