@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import io
 import json
+import statistics
 from collections import deque
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,18 @@ def fills(kept: Any, loss: Tensor) -> None:
 
 def appends_within(kept: Any, loss: Tensor) -> None:
     kept.table["rows"].append(loss.item())
+
+
+def computes_of_the_last(kept: Any, loss: Tensor) -> Any:
+    kept.rows.append(loss.item())
+    kept.table["rows"].append(loss.item())
+    print(f"{np.mean(kept.rows):.3f} {kept.rows[-2:]}")
+    return np.mean(kept.rows[-3:]), statistics.mean(kept.table["rows"])
+
+
+def decides_by_the_last(kept: Any, loss: Tensor) -> Any:
+    kept.rows.append(loss.item())
+    return "high" if np.mean(kept.rows) > loss.item() else "low"
 
 
 def counts(kept: Any, loss: Tensor) -> None:
@@ -77,8 +91,16 @@ def writes_text(kept: Any, loss: Tensor) -> Any:
     return text, "%s %.2f" % (kept.table, loss.item()), "{} {}".format(kept.table, loss.item())  # noqa: UP031, UP032
 
 
-FOLLOWED = [appends, appends_to_two, keeps_tensors, fills, appends_within]
+FOLLOWED = [
+    appends,
+    appends_to_two,
+    keeps_tensors,
+    fills,
+    appends_within,
+    computes_of_the_last,
+]
 OTHERS = [
+    decides_by_the_last,
     counts,
     asks_length,
     keeps_the_list,

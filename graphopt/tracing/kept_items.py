@@ -8,6 +8,7 @@ from typing import Any
 
 from graphopt.host.changes import ChangeByMethod
 from graphopt.tracing.later import Later
+from graphopt.tracing.outside.places import FollowedPlace
 from graphopt.tracing.running_trace import current_trace
 
 
@@ -32,16 +33,20 @@ class KeptItems:
     Args:
         changes: made so far, in order.
         last: how many of the last items are wanted; None: all.
+
+    Attributes:
+        within: where each call finds the container; None where it is the same one in each call.
     """
 
     def __init__(
         self, container: Any, changes: Sequence[ChangeByMethod], last: int | None = None
     ) -> None:
         self.container, self.changes, self.last = container, tuple(changes), last
+        self.within: FollowedPlace | None = None
         self.__name__ = "items"
 
     def __call__(self, *values: Any) -> Any:
-        return self.of(self.container, values)
+        return self.of(self.container if self.within is None else self.within.now(), values)
 
     def of(self, container: Any, values: Sequence[Any]) -> Any:
         """The items, given what was there before the step."""

@@ -15,7 +15,7 @@ import re
 import statistics
 import types
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphopt import _compat
@@ -60,7 +60,7 @@ from graphopt.tracing.live_arrays import LiveArray, LiveArrays
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.outside import kept_lists
-from graphopt.tracing.outside.places import is_value
+from graphopt.tracing.outside.places import FollowedPlace, is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.running_trace import current_trace
@@ -86,6 +86,7 @@ class Laters:
         self._texts: list[Later] = []
         self.arrays = LiveArrays(record)
         self.lists: dict[int, Any] = {}
+        self._kept: dict[int, list[KeptItems]] = {}
 
     # ------------------------------------------------------------------ for values
 
@@ -283,7 +284,7 @@ class Laters:
         _, changes = record.kept(container) or (None, [])
         path = record.path(container, type(container).__name__)
         record.reads_behind(container, path, line)
-        record.pin(container)
+        record.gone_into.add(id(container))
         self.lists[id(container)] = container
         hows, values = [how for how, _ in changes], [v for how, v in changes if how.takes]
         last = None
@@ -291,8 +292,19 @@ class Laters:
             appends = all(how.method == "append" for how in hows)
             last = -key.start if appends and type(key.start) is int and key.start < 0 else None
         numbers = all(type(v) in (int, float) or _is_unknown_number(v) for v in container)
-        items = Later(KeptItems(container, hows, last), values, numbers)
+        kept = KeptItems(container, hows, last)
+        self._kept.setdefault(id(container), []).append(kept)
+        items = Later(kept, values, numbers)
         return items if key is None or last is not None else items[key]
+
+    def settle(self, found: Mapping[int, FollowedPlace]) -> None:
+        """The step is over: each call finds these containers, by id, where they are then, and the
+        others are the same in each call."""
+        for identity, items in self._kept.items():
+            if identity not in found:
+                self._record.pin(self.lists[identity])
+            for each in items:
+                each.within = found.get(identity)
 
     def item(self, container: Any, key: Any, line: SourceLine, feeding: bool = False) -> Any:
         """What stands for `container[key]`; None where that is the item itself.

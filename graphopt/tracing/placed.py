@@ -169,7 +169,7 @@ def is_at(record: Record, value: Any, place: OutsidePlace) -> bool:
     """Whether a step has got to an object by one place alone, and goes by what is in it."""
     places = record.places_of(value)
     alone = bool(places) and all(each.identity == place.identity for each in places)
-    return alone and not record.is_pinned(value)
+    return alone and not record.is_gone_into(value)
 
 
 _CONTAINERS = (dict, list, deque)

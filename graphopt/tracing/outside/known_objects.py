@@ -25,6 +25,7 @@ class KnownObjects:
     Attributes:
         stands_for: the tensors that have stand-ins, by the ids of these.
         doubled: containers, by id, that have both for keys.
+        gone_into: containers, by id, of whose contents values are computed when the graph has run.
         exchanged: those that have stand-ins for keys.
         gone_through: of the former, those of which the step asks for more than one item.
         compared: where it asks whether a tensor is one that has a stand-in.
@@ -38,6 +39,7 @@ class KnownObjects:
         self._paths: dict[int, tuple[Any, str]] = {}
         self._owners: dict[int, Callable[[], Any]] = {}
         self._pinned: dict[int, Any] = {}
+        self.gone_into: set[int] = set()
         self.stands_for: Mapping[int, torch.Tensor] = {}
         self.doubled: set[int] = set()
         self.exchanged: set[int] = set()
@@ -99,7 +101,12 @@ class KnownObjects:
             self._pinned[id(value)] = value
 
     def is_pinned(self, value: Any) -> bool:
+        """Whether each call needs this very object."""
         return id(value) in self._pinned
+
+    def is_gone_into(self, value: Any) -> bool:
+        """Whether it does, or computes in Python of what is in the object that it finds."""
+        return self.is_pinned(value) or id(value) in self.gone_into
 
     def _goes_through(self, container: Any) -> None:
         if id(container) in self.doubled:

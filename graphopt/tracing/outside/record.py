@@ -224,7 +224,7 @@ class Record(OutsideReads):
     def is_used(self, container: Any) -> bool:
         """Whether the step has read a container, or given it to code that is not observed."""
         read = any(each.place.holder is container for each in self.reads.values())
-        return read or self.is_pinned(container) or self.is_changed(container)
+        return read or self.is_gone_into(container) or self.is_changed(container)
 
     def is_input(self, place: OutsidePlace) -> bool:
         """Whether the graph takes the number in a place."""
@@ -304,7 +304,8 @@ class Record(OutsideReads):
     def _settle_trimmed(self) -> None:
         """Containers that were added to, and in whose place is a part of them now: another may be
         there the next time, if nothing else was done with them."""
-        used = {id(read.place.holder) for read in self.reads.values()} | set(self._pinned)
+        used = {id(read.place.holder) for read in self.reads.values()}
+        used |= self._pinned.keys() | self.gone_into
         for identity, read in self.reads.items():
             now, key = read.place.now(), id(read.value)
             trimmed = identity in self._derived and key in self._mutated and key not in used
