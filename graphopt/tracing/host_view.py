@@ -100,12 +100,14 @@ class HostView:
                 if left is not None:
                     stamp = self._stamp(place, value)
                     self._before.setdefault(place.identity, (place, before))
+                    self._record.pin(holder)
                     call.outside.left.append(LeftThere(place, left, stamp))
         for changed in self._record.changed_containers():
             if reach.has(changed.container):
                 items = [(change, self._left(value, given)) for change, value in changed.changes]
                 known = tuple((change, item) for change, item in items if item is not None)
                 if len(known) == len(items):
+                    self._record.pin(changed.container)
                     call.outside.changed.append(ChangedBefore(changed.container, known))
         return given
 

@@ -112,7 +112,10 @@ def take_placed(
         place.write(before)
         if in_place:
             continue
-        within = exchanged.get(id(place.holder)) or found_again(record, place.holder)
+        within = exchanged.get(id(place.holder))
+        carried = isinstance(before, (torch.Tensor, tuple))  # perhaps, as an input of the graph
+        if within is None and not carried and not record.depends_on(place):
+            within = found_again(record, place.holder)
         if within is None:
             for each in (place.holder, written.owner, record.owner(place.holder)):
                 record.pin(each)
