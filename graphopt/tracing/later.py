@@ -295,13 +295,13 @@ def holds_unknown(value: Any, of_host: bool = False) -> bool:
             return of_host or not is_host_number(leaf)
         return is_later(leaf) or is_scheduled(leaf) or _compat.is_fake(leaf)
 
-    return any(map(is_unknown, _leaves(value)))
+    return any(map(is_unknown, leaves_in(value)))
 
 
 def holds_later(value: Any) -> bool:
     """Whether a value, or one in lists, tuples and dictionaries, is computed when the graph has
     run."""
-    return any(map(is_later, _leaves(value)))
+    return any(map(is_later, leaves_in(value)))
 
 
 def containers_in(value: Any) -> list[Any]:
@@ -309,7 +309,8 @@ def containers_in(value: Any) -> list[Any]:
     return [each for each in _parts(value) if isinstance(each, _CONTAINERS)]
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves_in(value: Any) -> Iterator[Any]:
+    """A value, or those in lists, tuples and dictionaries."""
     return (each for each in _parts(value) if type(each) not in _NESTS)
 
 

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import callback
 from graphopt.tracing.draws.arguments import Method
@@ -52,6 +51,7 @@ from graphopt.tracing.later import (
     holds_unknown,
     is_later,
     is_later_text,
+    leaves_in,
     letters,
     numbers_in,
     refuse_keys,
@@ -199,7 +199,7 @@ class Laters:
 
     def _needs(self, callee: Any, args: Sequence[Any]) -> bool:
         """Whether what a function is given is not known before the graph has run."""
-        if any(map(holds_later, args)) or any(map(is_scheduled, _compat.tree_leaves(list(args)))):
+        if any(map(holds_later, args)) or any(map(is_scheduled, leaves_in(list(args)))):
             return True
         if callee is json.dumps or is_of(callee, statistics) or is_of_numpy(callee):
             return any(map(holds_unknown, args))
