@@ -22,6 +22,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import callback
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
+from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.kept_items import KeptItems, PieceOfText
 from graphopt.tracing.known_functions import (
@@ -56,7 +57,7 @@ from graphopt.tracing.later import (
     numbers_in,
     refuse_keys,
 )
-from graphopt.tracing.live_arrays import LiveArray, LiveArrays
+from graphopt.tracing.live_arrays import LiveArrays
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.outside import kept_lists
@@ -220,20 +221,17 @@ class Laters:
             return [args[0], *map(self.exact, args[1:])]
         if callee is setattr or name == "setdefault":
             return [args[0], self.key(args[1]), *args[2:]]
-        if callee is callback or is_followed(callee):
+        if _hands_on(callee):
             return args
         return [self.exact(each) for each in args]
 
     def not_taken(self, callee: Any, args: Sequence[Any]) -> None:
         """Refuse to give such values to a function that is not followed."""
-        for each in args:
-            followed = original(callee) is callback or is_followed(original(callee))
-            if not followed and self.exact(each) is not each:
-                raise refusal(
-                    "it gives a text with numbers in it to a function by *args, which is not"
-                    " followed",
-                    "give the arguments one by one",
-                )
+        if not _hands_on(original(callee)) and any(self.exact(each) is not each for each in args):
+            raise refusal(
+                "it gives a text with numbers in it to a function by *args, which is not followed",
+                "give the arguments one by one",
+            )
 
     def key(self, text: str) -> str:
         """A key as it is in this call."""
@@ -262,7 +260,7 @@ class Laters:
 
     def _is_exact(self, value: Later) -> bool:
         """Whether a value is known before each call."""
-        lists = any(isinstance(f, (KeptItems, LiveArray)) for f in functions_in(value))
+        lists = any(isinstance(f, (KeptItems, LiveItems)) for f in functions_in(value))
         return not lists and all(map(is_host_number, numbers_in(value)))
 
     def is_kept(self, value: Any) -> bool:
@@ -363,6 +361,10 @@ def functions_in(value: Any) -> list[Callable[..., Any]]:
     found: list[Callable[..., Any]] = []
     evaluated(value, lambda number: number, lambda f: lambda *args: found.append(f))
     return found
+
+
+def _hands_on(callee: Any) -> bool:
+    return callee is callback or is_followed(callee)
 
 
 def _is_plain(value: Any) -> bool:

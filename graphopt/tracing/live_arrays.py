@@ -18,6 +18,7 @@ from typing import Any
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
+from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.later import Later, argument, holds_unknown, nest_of
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.record import Record
@@ -26,23 +27,6 @@ _IN_PLACE = {
     f"{sign}=": getattr(operator, f"i{name}")
     for sign, name in (("+", "add"), ("-", "sub"), ("*", "mul"), ("/", "truediv"))
 }
-
-
-class LiveArray:
-    """Gives an array as it is when it is called."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-        self.__name__ = "array"
-
-    def __call__(self) -> Any:
-        return self.array
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LiveArray) and other.array is self.array
-
-    def __hash__(self) -> int:
-        return id(self.array)
 
 
 class LiveArrays:
@@ -65,11 +49,11 @@ class LiveArrays:
     def read(self, array: Any) -> Later:
         """What stands for an array that each call writes to."""
         self._read.add(id(array))
-        return Later(LiveArray(array), ())
+        return Later(LiveItems(array), ())
 
     def item(self, array: Any, key: Any) -> Any:
         """What stands for an item which the step only changes: `array[key] += …`."""
-        return Later(operator.getitem, (Later(LiveArray(array), ()), key), is_changed=True)
+        return Later(operator.getitem, (Later(LiveItems(array), ()), key), is_changed=True)
 
     def setter(self, array: Any, key: Any, value: Any, line: SourceLine) -> Any:
         """What stands for an array where an instruction writes an item; None: itself."""
