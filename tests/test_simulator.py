@@ -76,6 +76,23 @@ def test_collectives_slow_compute() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("c10 L0=4 W0", (14, 13, 11)),
+        ("c10 L0=2 W0", (12, 11, 10)),  # no more than it takes
+        ("c1 L0=4 W0", (5, 4, 4)),  # what a link saves it has not sent
+        ("c4 L0=4 c1 L1=4 W0 W1", (12, 11, 9)),
+        ("c10 L0=1+4 W0", (15, 14, 12)),
+        ("c10 L0=4 L1=4@tp W0 W1", (18, 17, 15)),  # one link
+        ("W0~ c5 L0=4 c4", (9, 9, 9)),
+    ],
+)
+def test_a_link_gives_at_once_what_it_has_saved(text: str, steps: tuple[float, ...]) -> None:
+    found = [simulate_program(program(text), burst=burst) for burst in (0, 1, 3)]
+    assert [timeline.step_seconds for timeline in found] == pytest.approx(steps)
+
+
+@pytest.mark.parametrize(
     ("text", "bound", "preemptive"),
     [
         ("c3 L0=7 c5 W0 c1", 9, 11),
@@ -123,7 +140,7 @@ def written(words: list[list[str]]) -> str:
     return " ".join("".join(word) for word in words)
 
 
-def check(timeline: Timeline) -> None:
+def check(timeline: Timeline, burst: float = 0.0) -> None:
     """What holds for every step."""
     assert timeline.step_seconds >= timeline.preemptive_bound_seconds * (1 - 1e-9)
     assert timeline.preemptive_bound_seconds >= timeline.bound_seconds
@@ -136,14 +153,23 @@ def check(timeline: Timeline) -> None:
             assert before.end <= after.start
     for slot in timeline.collectives:
         assert slot.launched <= slot.start
-        assert slot.end - slot.start >= slot.message.transfer.seconds * (1 - 1e-9) - 1e-9
+        least = slot.message.transfer.seconds - burst
+        assert slot.end - slot.start >= least * (1 - 1e-9) - 1e-9
 
 
-@given(programs())
+@given(programs(), st.sampled_from([0.0, 1.5, 8.0]))
 @settings(max_examples=150, deadline=None)
-def test_no_step_is_below_its_bounds(words: list[list[str]]) -> None:
+def test_no_step_is_below_its_bounds(words: list[list[str]], burst: float) -> None:
     for links in (None, APART):
-        check(simulate_program(program(written(words), links)))
+        check(simulate_program(program(written(words), links), burst=burst), burst)
+
+
+@given(programs(), st.integers(0, 12))
+@settings(max_examples=100, deadline=None)
+def test_a_burst_makes_no_step_slower(words: list[list[str]], burst: int) -> None:
+    found = program(written(words))
+    before = simulate_program(found).step_seconds
+    assert simulate_program(found, burst=burst).step_seconds <= before * (1 + 1e-9)
 
 
 @given(programs(), st.integers(0, 20))

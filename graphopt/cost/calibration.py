@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
-from graphopt.cost.collectives import CollectiveTable, Network, Point, fitted
+from graphopt.cost.collectives import Collective, CollectiveTable, Network, Point, fitted
 from graphopt.cost.errors import CostTableError
 from graphopt.cost.model import CostModel
 from graphopt.cost.operators import OperatorTable, machine_name, measure_operators
@@ -39,6 +39,8 @@ logger = logging.getLogger("graphopt")
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
 """Bytes of the all-reduces that are measured."""
+_IDLE_SECONDS = 0.05
+_NOISE = 0.1
 
 
 def calibrate(
@@ -213,9 +215,11 @@ def _measured(
     operators = OperatorTable(seconds, machine_name(device), fallback)
     table = CollectiveTable({}) if kept is None else kept.communication
     assert isinstance(table, CollectiveTable)
+    burst = 0.0 if kept is None else kept.burst
     if channel is not None:
         table = _with_group(table, channel, device)
-    return CostModel(operators, table)
+        burst = _burst(channel.group, device, table)
+    return CostModel(operators, table, burst=burst)
 
 
 def _with_group(table: CollectiveTable, channel: Channel, device: torch.device) -> CollectiveTable:
@@ -252,15 +256,32 @@ def measure_all_reduces(
     Returns:
         Seconds on the clock, and seconds that all threads of this process compute.
     """
+    found: dict[int, list[tuple[float, float]]] = {}
+    for nbytes in reversed(SIZES):  # the largest take what a link has saved
+        tensor = torch.zeros(nbytes // 4, device=device)
+        found[nbytes] = [_all_reduce_seconds(tensor, group) for _ in range(rounds + 1)][1:]
     points: list[Point] = []
     computed: list[Point] = []
     for nbytes in SIZES:
-        tensor = torch.zeros(nbytes // 4, device=device)
-        found = [_all_reduce_seconds(tensor, group) for _ in range(rounds + 1)][1:]
-        seconds, cores = (statistics.median(times) for times in zip(*found, strict=True))
+        seconds, cores = (statistics.median(times) for times in zip(*found[nbytes], strict=True))
         points.append((nbytes, max(seconds, points[-1][1] if points else 0.0)))
         computed.append((nbytes, max(cores, computed[-1][1] if computed else 0.0)))
     return points, computed
+
+
+def _burst(
+    group: dist.ProcessGroup, device: torch.device, table: CollectiveTable, rounds: int = 5
+) -> float:
+    """Seconds that a large all-reduce gains where its link has idled before; 0 where that is no
+    more than measurements differ by."""
+    tensor = torch.zeros(SIZES[-1] // 4, device=device)
+    times = []
+    for _ in range(rounds):
+        time.sleep(_IDLE_SECONDS)
+        times.append(_all_reduce_seconds(tensor, group)[0])
+    steady = table(Collective("all_reduce", SIZES[-1], group.size(), group.group_name)).seconds
+    gained = steady - statistics.median(times)
+    return gained if gained > _NOISE * steady else 0.0
 
 
 def _all_reduce_seconds(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[float, float]:

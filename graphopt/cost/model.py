@@ -40,6 +40,8 @@ class CostModel:
         communication: what a collective asks for, such as a `Network`, a `CollectiveTable`, or a
             function from `Collective` to `Transfer`.
         slowdown: share by which compute takes longer while a collective is under way.
+        burst: seconds of transfer that a link gives at once where it has idled as long. Links that
+            a token bucket holds to their rate do so, as many between cloud instances.
 
     >>> from graphopt.cost import NETWORKS, CostModel
     >>> model = CostModel(compute=lambda node: 1e-6, communication=NETWORKS["infiniband"])
@@ -50,10 +52,12 @@ class CostModel:
     compute: Callable[[fx.Node], float]
     communication: Callable[[Collective], Transfer]
     slowdown: float = 0.0
+    burst: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.slowdown < float("inf"):
             raise CostTableError(f"slowdown={self.slowdown!r}: a share of compute, from 0")
+        _checked(self.burst, "a burst")
 
     def compute_seconds(self, node: fx.Node) -> float:
         """Seconds that the device computes for a node."""
@@ -124,6 +128,7 @@ class CostModel:
             "compute": _encode_compute(self.compute),
             "communication": _encode_communication(self.communication),
             "slowdown": self.slowdown,
+            "burst": self.burst,
         }
         return json.dumps(content, indent=1) + "\n"
 
@@ -135,9 +140,8 @@ class CostModel:
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):
                 raise CostTableError("costs in another format: calibrate again")
             compute = _decode_compute(content["compute"])
-            return cls(
-                compute, _decode_communication(content["communication"]), content["slowdown"]
-            )
+            communication = _decode_communication(content["communication"])
+            return cls(compute, communication, content["slowdown"], content.get("burst", 0.0))
         except CostTableError:
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -18,6 +18,9 @@ Where in each period all launches of a set come after `r` seconds of compute, an
 before the last `t` seconds of compute of the next period, compute of at least ``r + t - C`` lies
 between the readers and the launches of one period (`C` is all compute). The messages of the set do
 not travel meanwhile, so a period takes at least that and their sum.
+
+**Bursts.** A link that saves up to a burst sends so much less in the time of any set; a group's
+message takes at least its latency, and what is left of its transfer.
 """
 
 from __future__ import annotations
@@ -44,26 +47,27 @@ class Job(NamedTuple):
     tail: float
 
 
-def communication_bound(program: Program) -> float:
+def communication_bound(program: Program, burst: float = 0.0) -> float:
     """Seconds that the busiest group or link needs."""
-    return max((sum(seconds for _, seconds in jobs) for jobs in _resources(program)), default=0.0)
+    resources = _resources(program, burst)
+    return max((sum(seconds for _, seconds in jobs) for jobs in resources), default=0.0)
 
 
-def preemptive_bound(program: Program) -> float:
+def preemptive_bound(program: Program, burst: float = 0.0) -> float:
     """Seconds of a step that no order of it can beat; see the docstring of the module."""
     if not program.messages:
         return program.compute_seconds
     heads, tails = _before_and_after(program)
     found = program.compute_seconds
-    for resource in _resources(program):
+    for resource in _resources(program, burst):
         jobs = [
             (message, Job(heads[message.index], seconds, tails[message.index]))
             for message, seconds in resource
         ]
         found = max(
             found,
-            jackson(job for message, job in jobs if not message.lag),
-            _late_bound([job for message, job in jobs if message.lag], program.compute_seconds),
+            jackson(job for message, job in jobs if not message.lag) - burst,
+            _late_bound([j for message, j in jobs if message.lag], program.compute_seconds) - burst,
         )
     return found
 
@@ -98,14 +102,16 @@ def _late_bound(jobs: list[Job], compute: float) -> float:
     return jackson(apart) - compute if apart else 0.0
 
 
-def _resources(program: Program) -> Iterator[list[tuple[Message, float]]]:
+def _resources(program: Program, burst: float) -> Iterator[list[tuple[Message, float]]]:
     """What each group and each link has to do."""
     groups: dict[str, list[tuple[Message, float]]] = {}
     links: dict[str, list[tuple[Message, float]]] = {}
     for message in program.messages:
-        groups.setdefault(message.group, []).append((message, message.transfer.seconds))
-        for link in message.transfer.links:
-            links.setdefault(link, []).append((message, message.transfer.transfer))
+        asked = message.transfer
+        least = asked.latency + max(0.0, asked.transfer - burst)
+        groups.setdefault(message.group, []).append((message, least))
+        for link in asked.links:
+            links.setdefault(link, []).append((message, asked.transfer))
     yield from groups.values()
     yield from links.values()
 

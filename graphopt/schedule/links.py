@@ -4,12 +4,15 @@ A group is a queue: its first message is *active*, all others wait behind it. An
 first takes its latency, which needs no link, then its transfer. Those that transfer at once have
 max-min fair rates (Bertsekas and Gallager, "Data networks", section 6.5.2): of all links, the one
 that gives the smallest share decides it for its messages, and so on with what is left.
+
+A link that a token bucket holds to its rate saves what it does not use, up to a *burst*, and gives
+what it has saved at once to the next transfer.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphopt.schedule.program import Message
@@ -44,9 +47,16 @@ class MessageInFlight:
 
 
 class Links:
-    """All groups and links, at one point in time."""
+    """All groups and links, at one point in time.
 
-    def __init__(self) -> None:
+    Args:
+        burst: seconds of transfer that each link saves at most.
+    """
+
+    def __init__(self, burst: float = 0.0) -> None:
+        self.burst = burst
+        self._saved: dict[str, float] = {}
+        self._now = 0.0
         self._queues: dict[str, deque[MessageInFlight]] = {}
         self._rates: dict[tuple[tuple[str, ...], ...], list[float]] = {}
         self.busy = 0
@@ -54,12 +64,15 @@ class Links:
 
     def launch(self, flight: MessageInFlight) -> None:
         """Put a flight at the end of its group's queue."""
+        self._save(flight.launched - self._now, {})
+        self._now = flight.launched
         queue = self._queues.setdefault(flight.message.group, deque())
         if queue:
             flight.behind = queue[-1]
         else:
             flight.start = flight.launched
             self.busy += 1
+            self._spend(flight)
         queue.append(flight)
 
     def until_change(self) -> float:
@@ -73,9 +86,13 @@ class Links:
     def advance(self, now: float, seconds: float) -> None:
         """Let time pass, no more than until the next change."""
         heads, rates = self._state()
+        self._now = now + seconds
+        if self.burst:
+            self._save(seconds, _used(heads, rates))
         for flight, rate in zip(heads, rates, strict=True):
             if flight.latency_left > 0:
                 flight.latency_left = _left(flight.latency_left, seconds)
+                self._spend(flight)
             else:
                 flight.transfer_left = _left(flight.transfer_left, seconds * rate)
             if flight.latency_left <= 0 and flight.transfer_left <= 0:
@@ -87,8 +104,25 @@ class Links:
         queue.popleft()
         if queue:
             queue[0].start = now
+            self._spend(queue[0])
         else:
             self.busy -= 1
+
+    def _save(self, seconds: float, used: Mapping[str, float]) -> None:
+        """What links keep of a time in which so much of each is used."""
+        for link, saved in self._saved.items():
+            left = CAPACITY - used.get(link, 0.0)
+            self._saved[link] = min(self.burst, saved + seconds * left)
+
+    def _spend(self, flight: MessageInFlight) -> None:
+        """A transfer that begins takes what its links have saved."""
+        links = flight.message.transfer.links
+        if not self.burst or not links or flight.latency_left > 0:
+            return
+        taken = min(flight.transfer_left, *(self._saved.get(link, self.burst) for link in links))
+        flight.transfer_left -= taken
+        for link in links:
+            self._saved[link] = self._saved.get(link, self.burst) - taken
 
     def _state(self) -> tuple[list[MessageInFlight], list[float]]:
         """Active flights, and the rate of each."""
@@ -101,6 +135,15 @@ class Links:
         if wanted not in self._rates:
             self._rates[wanted] = fair_rates(wanted)
         return heads, self._rates[wanted]
+
+
+def _used(heads: Sequence[MessageInFlight], rates: Sequence[float]) -> dict[str, float]:
+    """How much of each link is taken."""
+    used: dict[str, float] = {}
+    for flight, rate in zip(heads, rates, strict=True):
+        for link in flight.message.transfer.links if flight.latency_left <= 0 else ():
+            used[link] = used.get(link, 0.0) + rate
+    return used
 
 
 def _left(before: float, taken: float) -> float:

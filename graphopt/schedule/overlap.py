@@ -137,12 +137,14 @@ class _OrderSearch:
         max_bytes: int | None,
     ) -> None:
         self.before = before
-        self._program, self._slowdown = program, cost_model.slowdown
+        self._program = program
+        self._disturbed = cost_model.slowdown, cost_model.burst
         self._storages: Storages = {}
         self._tables = Tables(program, before, self._storages)
         self._held = int(max(self._tables.fullest.values, default=0))
         self._most = self._held if max_bytes is None else max_bytes
-        self._bound = max(program.compute_seconds, communication_bound(program))
+        sending = communication_bound(program, cost_model.burst)
+        self._bound = max(program.compute_seconds, sending)
         self._computing = sum(
             seconds for node, seconds in program.seconds.items() if node not in program.launched
         )
@@ -211,7 +213,7 @@ class _OrderSearch:
             excess = int(held.max(initial=0)) - most
             self._limited |= excess > 0
             if excess <= 0:
-                seconds = steady_seconds(tried, self._slowdown)
+                seconds = steady_seconds(tried, *self._disturbed)
                 if seconds < self._seconds * (1 - _GAIN):
                     self._seconds, self._policy = seconds, policy
                     self._schedule = Schedule(tuple(nodes), buckets)
@@ -235,7 +237,7 @@ class _OrderSearch:
         if self._schedule is None:
             return None
         self._schedule.check(self.before)
-        given = steady_seconds(self._program, self._slowdown)
+        given = steady_seconds(self._program, *self._disturbed)
         needless = self._held <= self._most and self._seconds >= given * (1 - _GAIN)
         return None if needless else self._schedule
 

@@ -46,11 +46,15 @@ def simulate(
     True
     """
     model = cost_model or default_cost_model(graph_module.graph)
-    return simulate_program(program_of(graph_module.graph, model, world_size), model.slowdown)
+    program = program_of(graph_module.graph, model, world_size)
+    return simulate_program(program, model.slowdown, model.burst)
 
 
-def simulate_program(program: Program, slowdown: float = 0.0) -> Timeline:
+def simulate_program(program: Program, slowdown: float = 0.0, burst: float = 0.0) -> Timeline:
     """The steady state of a program.
+
+    Args:
+        slowdown, burst: of a `CostModel`.
 
     >>> from graphopt.cost import default_cost_model
     >>> from graphopt.schedule import program_of, simulate_program
@@ -58,7 +62,7 @@ def simulate_program(program: Program, slowdown: float = 0.0) -> Timeline:
     >>> simulate_program(program).step_seconds > 0
     True
     """
-    machine = _Machine(slowdown)
+    machine = _Machine(slowdown, Links(burst))
     step = _steady(machine, _actions(program))
     begin = machine.now
     machine.record = True
@@ -66,7 +70,7 @@ def simulate_program(program: Program, slowdown: float = 0.0) -> Timeline:
     return _timeline(program, machine, step, begin)
 
 
-def steady_seconds(program: Program, slowdown: float = 0.0) -> float:
+def steady_seconds(program: Program, slowdown: float = 0.0, burst: float = 0.0) -> float:
     """How long a program takes in its steady state, without the rest that a timeline has.
 
     >>> from graphopt.cost import default_cost_model
@@ -76,7 +80,7 @@ def steady_seconds(program: Program, slowdown: float = 0.0) -> float:
     >>> steady_seconds(program) == simulate_program(program).step_seconds
     True
     """
-    return _steady(_Machine(slowdown), _actions(program))
+    return _steady(_Machine(slowdown, Links(burst)), _actions(program))
 
 
 def _steady(machine: _Machine, actions: list[Action]) -> float:
@@ -122,13 +126,13 @@ class _Machine:
     """One rank: its stream, its links, and what the iteration before has launched."""
 
     slowdown: float
+    links: Links
     now: float = 0.0
     record: bool = False
     computed: list[ComputeSlot] = field(default_factory=list)
     stalls: list[tuple[float, float, MessageInFlight]] = field(default_factory=list)
     before: dict[Message, MessageInFlight] = field(default_factory=dict)
     current: dict[Message, MessageInFlight] = field(default_factory=dict)
-    links: Links = field(default_factory=Links)
 
     def iterate(self, actions: list[Action]) -> None:
         """Run one iteration."""
@@ -197,6 +201,7 @@ def _timeline(program: Program, machine: _Machine, step: float, begin: float) ->
         critical_path=_critical_path(machine, begin, end),
         peak_bytes_in_flight=_most_in_flight(program),
         peak_bytes=peak_bytes(program),
+        burst=machine.links.burst,
     )
 
 

@@ -73,6 +73,7 @@ class SimulatedStep:
         critical_path: in order.
         peak_bytes_in_flight: launched and not waited for.
         peak_bytes: of values that are held at once, without the inputs of the step.
+        burst: of its links, in seconds.
     """
 
     program: Program = field(repr=False)
@@ -84,6 +85,7 @@ class SimulatedStep:
     critical_path: Sequence[PathPart] = field(repr=False)
     peak_bytes_in_flight: int
     peak_bytes: int
+    burst: float = 0.0
 
     @cached_property
     def compute_seconds(self) -> float:
@@ -93,7 +95,7 @@ class SimulatedStep:
     @cached_property
     def comm_seconds(self) -> float:
         """That the busiest group or link needs."""
-        return communication_bound(self.program)
+        return communication_bound(self.program, self.burst)
 
     @cached_property
     def exposed_comm_seconds(self) -> float:
@@ -109,7 +111,7 @@ class SimulatedStep:
     def preemptive_bound_seconds(self) -> float:
         """A bound that knows what must come before and after each collective; see
         `graphopt.schedule.bounds`."""
-        return max(self.bound_seconds, preemptive_bound(self.program))
+        return max(self.bound_seconds, preemptive_bound(self.program, self.burst))
 
     def __str__(self) -> str:
         return (
