@@ -11,6 +11,7 @@ What the figures mean and how they are taken: benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import time
@@ -43,6 +44,9 @@ from graphopt.demo.replica import RandomState
 from graphopt.stages.pipelines import default_pipeline
 
 DDP_DEFAULT, DEFAULT = "DDP, 25 MB", "graphopt, default"
+_OF_NEWER_VERSIONS = {"batched_grad_copy": True}
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+DDP_OPTIONS = {name: value for name, value in _OF_NEWER_VERSIONS.items() if name in _KNOWN}
 CHUNK = 2**20
 Batches = Sequence[tuple[Tensor, Tensor]]
 
@@ -79,6 +83,7 @@ class Training:
                 bucket_cap_mb=buckets_mb,
                 gradient_as_bucket_view=True,
                 static_graph=not FORMS[task["form"]].local,
+                **DDP_OPTIONS,
             )
         self.form = FORMS[task["form"]]
         self.besides = (average_of(self.model),) if self.form.averaged else ()

@@ -18,6 +18,7 @@ from graphopt.runtime.budget import Cause
 from graphopt.runtime.captured_graphs import CapturedGraphs
 from graphopt.runtime.communication import Communication
 from graphopt.runtime.eager import Fallback
+from graphopt.runtime.ranges import STEP
 from graphopt.runtime.recaptures import Recaptures
 from graphopt.stages import stages_for
 
@@ -112,7 +113,8 @@ class TrainStep:
             return self._run_eagerly(call)
         check_casts(call)
         try:
-            return self._called(call)
+            with _compat.named_in_profile(STEP):
+                return self._called(call)
         except BaseException:
             self._entries.forget_waiting()
             call.drawn.undo()

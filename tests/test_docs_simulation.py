@@ -12,13 +12,21 @@ DOCUMENT = (Path(__file__).resolve().parent.parent / "docs" / "simulation.md").r
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", DOCUMENT, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (_, code), (_, printed) = BLOCKS
-    path = tmp_path / "example.py"
+def run(code: str, path: Path, namespace: dict[str, Any]) -> None:
     path.write_text(code)
-    namespace: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, str(path), "exec"), namespace)
+
+
+def test_the_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, code), (_, printed), (_, further) = BLOCKS
+    namespace: dict[str, Any] = {"__name__": "example"}
+    run(code, tmp_path / "example.py", namespace)
     assert capsys.readouterr().out == printed
+    monkeypatch.chdir(tmp_path)
+    run(further, tmp_path / "further.py", namespace)
+    assert "measured: step" in (tmp_path / "step.html").read_text()
     timeline = namespace["timeline"]
     for name in ("trace.json", "page.html"):
         save = timeline.save_chrome_trace if name.endswith("json") else timeline.to_html

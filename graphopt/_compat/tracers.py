@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +39,12 @@ def current_tracer() -> Any:
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer
+
+
+def named_in_profile(name: str) -> AbstractContextManager[Any]:
+    """While active, torch's profiler shows a range of this name, where it is on."""
+    on = torch.autograd._profiler_enabled()
+    return torch.profiler.record_function(name) if on else nullcontext()
 
 
 def is_traced() -> bool:

@@ -9,6 +9,7 @@ from graphopt.errors import ScheduleError
 from graphopt.schedule.deferral import defer_products, hasten
 from graphopt.schedule.granularity import collectives_by_cost
 from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order, hold_back
+from graphopt.schedule.measured import MeasuredSlot, MeasuredStep, measured_step
 from graphopt.schedule.order import Schedule, apply_schedule
 from graphopt.schedule.overlap import overlap_schedule
 from graphopt.schedule.program import Message, Program, program_of
@@ -21,6 +22,8 @@ __all__ = [
     "CollectiveSlot",
     "ComputeSlot",
     "LaunchOrder",
+    "MeasuredSlot",
+    "MeasuredStep",
     "Message",
     "Program",
     "Schedule",
@@ -34,6 +37,7 @@ __all__ = [
     "defer_products",
     "hasten",
     "hold_back",
+    "measured_step",
     "overlap_schedule",
     "program_of",
     "simulate",

@@ -1,4 +1,4 @@
-"""A simulated step as a trace for Perfetto, and as one page."""
+"""A simulated step as a trace for Perfetto, and as one page; a measured one beside it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt.ir.metadata import phase_of, source_line
 from graphopt.listing import readable_bytes
+from graphopt.schedule.measured import MeasuredSlot, MeasuredStep
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, SimulatedStep
 
 _MOST_BLOCKS = 3000
@@ -18,8 +19,9 @@ _MOST_BLOCKS = 3000
 _NAMES_SHOWN = 4
 
 
-def chrome_trace(timeline: SimulatedStep) -> str:
-    """JSON in the trace event format: compute is one thread, each group another."""
+def chrome_trace(timeline: SimulatedStep, measured: MeasuredStep | None = None) -> str:
+    """JSON in the trace event format: compute is one thread, each group another; what was measured
+    is a process of its own."""
     groups = _groups(timeline)
     events = [_named(0, "compute"), *(_named(tid, f"group {g}") for g, tid in groups.items())]
     events += [
@@ -37,13 +39,22 @@ def chrome_trace(timeline: SimulatedStep) -> str:
         "exposed_comm_seconds": timeline.exposed_comm_seconds,
         "bound_seconds": timeline.bound_seconds,
     }
+    if measured is not None:
+        about["measured_step_seconds"] = measured.step_seconds
+        events += _measured_events(timeline, measured)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 
 
-def page(timeline: SimulatedStep) -> str:
-    """HTML with a lane for compute and one for each group, and a table of the collectives."""
+def page(timeline: SimulatedStep, measured: MeasuredStep | None = None) -> str:
+    """HTML with a lane for compute and one for each group, each over the one that was measured, and
+    a table of the collectives."""
     width = max([timeline.end, *(slot.end for slot in timeline.collectives)]) - timeline.begin
-    rows = "\n".join(_lane(name, blocks, width) for name, blocks in _lanes(timeline))
+    lanes = list(_lanes(timeline))
+    if measured is not None:
+        width = max([width, measured.step_seconds, *(s.end for s in measured.collectives)])
+        lanes = _beside(lanes, dict(_measured_lanes(timeline, measured)))
+    rows = "\n".join(_lane(name, blocks, width) for name, blocks in lanes)
+    figures = str(timeline) if measured is None else f"{timeline}; measured: {measured}"
     end = 100 * (timeline.end - timeline.begin) / width if width else 100
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -55,14 +66,14 @@ def page(timeline: SimulatedStep) -> str:
 </head>
 <body>
 <h1>Simulated step</h1>
-<p>{escape(str(timeline))}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms.
+<p>{escape(figures)}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms.
 In flight at most {readable_bytes(timeline.peak_bytes_in_flight)}.</p>
 <div class="scroll" tabindex="0" role="region" aria-label="lanes">
 <div class="chart" style="--end:{end:.4g}%">
 {rows}
 </div>
 </div>
-{_table(timeline)}
+{_table(timeline, measured)}
 <p class="note">Gaps in the first lane are waits. What stands right of the dashed line arrives while
 the next step computes. Pointing at a block shows what it is.</p>
 </body>
@@ -74,7 +85,9 @@ def lanes_of(timeline: SimulatedStep, index: Mapping[fx.Node, int]) -> Iterator[
     """The lanes of `page` as values that JSON can hold: of each block its kind, begin, seconds,
     what there is to say, and the number of its node."""
     for name, blocks in _lanes(timeline):
-        rows = [[b.kind, b.start, b.seconds, b.hover, index.get(b.node)] for b in blocks]
+        numbers = (None if b.node is None else index.get(b.node) for b in blocks)
+        facts = ([b.kind, b.start, b.seconds, b.hover] for b in blocks)
+        rows = [[*fact, number] for fact, number in zip(facts, numbers, strict=True)]
         yield {"name": name, "blocks": rows}
 
 
@@ -83,7 +96,7 @@ class _Block(NamedTuple):
     start: float
     seconds: float
     hover: str
-    node: fx.Node
+    node: fx.Node | None
 
 
 def _lanes(timeline: SimulatedStep) -> Iterator[tuple[str, list[_Block]]]:
@@ -118,6 +131,60 @@ def _compute_block(timeline: SimulatedStep, run: Sequence[ComputeSlot]) -> _Bloc
     return _Block(phase, start - timeline.begin, end - start, "\n".join(lines), node)
 
 
+MEASURED = "measured"
+
+
+def _measured_lanes(
+    timeline: SimulatedStep, measured: MeasuredStep
+) -> Iterator[tuple[str, list[_Block]]]:
+    """A lane of compute, and one for each group, or one for all where it is not known whose the
+    collectives are."""
+    yield "compute", [_measured_block(slot, "") for slot in measured.compute]
+    found: dict[str, list[_Block]] = {}
+    pairs = _pairs(timeline, measured) or [(None, slot) for slot in measured.collectives]
+    for predicted, slot in pairs:
+        name = "collectives" if predicted is None else f"group {predicted.message.group}"
+        facts = "" if predicted is None else f"\npredicted: {_took(predicted)}"
+        found.setdefault(name, []).append(_measured_block(slot, facts))
+    yield from found.items()
+
+
+def _measured_block(slot: MeasuredSlot, facts: str) -> _Block:
+    hover = f"{slot.name}\n{_milliseconds(slot.seconds)}{facts}"
+    return _Block(MEASURED, slot.start, slot.seconds, hover, None)
+
+
+def _pairs(
+    timeline: SimulatedStep, measured: MeasuredStep
+) -> list[tuple[CollectiveSlot | None, MeasuredSlot]]:
+    """Collectives by the order of their launches; none where not as many were measured."""
+    if len(timeline.collectives) != len(measured.collectives):
+        return []
+    return list(zip(timeline.collectives, measured.collectives, strict=True))
+
+
+def _beside(
+    lanes: Sequence[tuple[str, list[_Block]]], measured: dict[str, list[_Block]]
+) -> list[tuple[str, list[_Block]]]:
+    """Each measured lane below the predicted one of that name, others at the end."""
+    found = []
+    for name, blocks in lanes:
+        found.append((name, blocks))
+        if name in measured:
+            found.append((f"{MEASURED}", measured.pop(name)))
+    return found + [(f"{name}, {MEASURED}", blocks) for name, blocks in measured.items()]
+
+
+def _measured_events(timeline: SimulatedStep, measured: MeasuredStep) -> Iterator[dict[str, Any]]:
+    """As `chrome_trace` has them."""
+    yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": MEASURED}}
+    for tid, (name, blocks) in enumerate(_measured_lanes(timeline, measured)):
+        yield _named(tid, name) | {"pid": 1}
+        for block in blocks:
+            title = block.hover.splitlines()[0]
+            yield _event(title, tid, block.start, block.seconds, {}) | {"pid": 1}
+
+
 def _block(timeline: SimulatedStep, slot: CollectiveSlot) -> _Block:
     facts = "\n".join(f"{name}: {value}" for name, value in _facts(slot))
     hover = f"%{slot.message.launch.name}\n{facts}"
@@ -132,10 +199,14 @@ def _facts(slot: CollectiveSlot) -> Iterator[tuple[str, str]]:
     yield "collective", message.kind
     yield "bytes", readable_bytes(message.nbytes)
     yield "parameters", parameters_text(message.parameters)
-    yield "time", _milliseconds(slot.end - slot.start)
+    yield "time", _took(slot)
     yield "queued", _milliseconds(slot.start - slot.launched)
     yield "exposed", _milliseconds(slot.exposed)
     yield "waited for by", reader_text(slot)
+
+
+def _took(slot: CollectiveSlot) -> str:
+    return _milliseconds(slot.end - slot.start)
 
 
 def parameters_text(names: Sequence[str]) -> str:
@@ -162,12 +233,15 @@ def _lane(name: str, blocks: Sequence[_Block], width: float) -> str:
     return f'<div class="row"><span>{escape(name)}</span><div class="time">{drawn}</div></div>'
 
 
-def _table(timeline: SimulatedStep) -> str:
+def _table(timeline: SimulatedStep, measured: MeasuredStep | None) -> str:
     heads = ["launch", "collective", "bytes", "parameters", "time", "queued", "exposed", "reader"]
+    times = [] if measured is None else [m.seconds for _, m in _pairs(timeline, measured)]
+    heads += [MEASURED] if times else []
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     rows = []
-    for slot in timeline.collectives:
+    for index, slot in enumerate(timeline.collectives):
         values = [f"%{slot.message.launch.name}", *(value for _, value in _facts(slot))]
+        values += [_milliseconds(times[index])] if times else []
         rows.append("<tr>" + "".join(f"<td>{escape(v)}</td>" for v in values) + "</tr>")
     body = "\n".join(rows)
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
@@ -199,7 +273,7 @@ def _share(seconds: float, width: float) -> str:
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1b2430;--soft:#5b6675;--line:#d8dde4;
 --forward:#9cc3f5;--backward:#8fd6a8;--optimizer:#f5c77e;--late:#c7a6ec;--other:#b9c2ce;
---hidden:#7fd4cf;--exposed:#e58a7d}
+--hidden:#7fd4cf;--exposed:#e58a7d;--measured:#8a94a3}
 @media (prefers-color-scheme:dark){:root{--paper:#14181e;--ink:#e5e9ef;--soft:#a0abb9;
 --line:#39414c}}
 body{background:var(--paper);color:var(--ink);margin:0 auto;padding:1.5rem;max-width:110rem;
@@ -215,6 +289,7 @@ border-left:1px dashed var(--soft)}
 .time i{position:absolute;top:0;bottom:0;min-width:1px;background:var(--other)}
 .forward{background:var(--forward)!important}.backward{background:var(--backward)!important}
 .optimizer{background:var(--optimizer)!important}.late{background:var(--late)!important}
+.measured{background:var(--measured)!important}
 .hidden{background:var(--hidden)!important}.exposed{background:var(--exposed)!important}
 table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums;font-size:13px}
 th,td{text-align:left;padding:.15rem .9rem .15rem 0;border-bottom:1px solid var(--line)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 
 from graphopt.runtime.places import place, write
+from graphopt.schedule.measured import MeasuredStep
 from graphopt.schedule.pictures import chrome_trace, page
 from graphopt.schedule.steps import SimulatedStep
 
@@ -17,18 +18,27 @@ class Timeline(SimulatedStep):
     True
     """
 
-    def save_chrome_trace(self, path: str | PathLike[str]) -> None:
+    def save_chrome_trace(
+        self, path: str | PathLike[str], measured: MeasuredStep | None = None
+    ) -> None:
         """Write the step in the trace event format, for Perfetto or ``chrome://tracing``.
 
+        Args:
+            measured: the same step as `measured_step` has read it, to lay beside.
+
         Raises:
             FileError: the file cannot be written.
         """
-        write(place(path), chrome_trace(self))
+        write(place(path), chrome_trace(self, measured))
 
-    def to_html(self, path: str | PathLike[str]) -> None:
+    def to_html(self, path: str | PathLike[str], measured: MeasuredStep | None = None) -> None:
         """Write one page that needs nothing else: lanes, and a table of the collectives.
 
+        Args:
+            measured: the same step as `measured_step` has read it; each lane is over what was
+                measured.
+
         Raises:
             FileError: the file cannot be written.
         """
-        write(place(path), page(self))
+        write(place(path), page(self, measured))

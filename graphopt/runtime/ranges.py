@@ -1,0 +1,6 @@
+"""What torch's profiler shows of graphopt beside operators and kernels."""
+
+from __future__ import annotations
+
+STEP = "graphopt.step"
+"""The range of one call of a captured step."""
