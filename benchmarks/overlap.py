@@ -41,9 +41,10 @@ from usage import Usage, summed_up
 import graphopt
 from graphopt.demo.launch import Event, Reporter
 from graphopt.demo.replica import RandomState
-from graphopt.stages.pipelines import default_pipeline
+from graphopt.stages.pipelines import HELD_BACK, default_pipeline, pipeline_with
 
-DDP_DEFAULT, DEFAULT = "DDP, 25 MB", "graphopt, default"
+DDP_DEFAULT, DEFAULT, AUTO = "DDP, 25 MB", "graphopt, default", "graphopt, auto"
+BY_HAND = (1, 2, 4, 8, 16, 32)
 _OF_NEWER_VERSIONS = {"batched_grad_copy": True}
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 DDP_OPTIONS = {name: value for name, value in _OF_NEWER_VERSIONS.items() if name in _KNOWN}
@@ -158,7 +159,19 @@ def variants(task: Figures) -> dict[str, Variant]:
     if task["others"]:
         made["graphopt, 25 MB"] = Training(task, pipeline=plain)
         made["graphopt, as they come"] = Training(task, pipeline=[plain[0], buckets, *plain[2:]])
+    if task["options"]:
+        made |= {AUTO: Training(task, pipeline="auto"), **by_hand(task)}
     return made | {text: Training(task, pipeline=text) for text in task["pipelines"]}
+
+
+def by_hand(task: Figures) -> dict[str, Variant]:
+    """The default passes with options that `pipeline="auto"` chooses among: numbers of buckets, and
+    shares of the gradients that are held back."""
+    options = [(count, HELD_BACK) for count in BY_HAND] + [(8, 0.0), (8, 0.2), (8, 0.6)]
+    return {
+        f"{count} buckets, {share:g}": Training(task, pipeline=pipeline_with(count, share))
+        for count, share in options
+    }
 
 
 # -------------------------------------------------------------------------------- on each rank
@@ -240,7 +253,7 @@ def link_rate(model: str, compute_seconds: float, ratio: float, hosts: int) -> f
 
 def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
     """What a rank is to do, as JSON."""
-    names = ("sweep", "pipelines", "others", "compiled", "rounds", "turn")
+    names = ("sweep", "pipelines", "others", "options", "compiled", "rounds", "turn")
     chosen = {name: getattr(options, name) for name in names}
     return {"model": model, "form": form, "compute_only": False, **chosen}
 
@@ -327,6 +340,9 @@ def parse() -> argparse.Namespace:
         "--turn", type=int, default=20, help="steps of one variant before the next one's turn"
     )
     parser.add_argument("--others", action="store_true", help="variants of the default as well")
+    parser.add_argument(
+        "--options", action="store_true", help="auto, and options that it chooses among"
+    )
     parser.add_argument("--compiled", action="store_true", help="DDP and the default with Inductor")
     parser.add_argument("--rounds", type=int, default=10, help="turns, at least 2")
     parser.add_argument(
