@@ -95,11 +95,7 @@ def test_settings_from_the_environment(
     ],
 )
 def test_errors_name_the_variable(
-    registry: PassRegistry,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    value: str,
-    message: str,
+    registry: PassRegistry, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     declare(registry, "two")
     one = declare(registry, "one")

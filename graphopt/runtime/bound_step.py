@@ -112,11 +112,7 @@ class BoundStep:
         return self.branch.module
 
     def __call__(
-        self,
-        call: Call,
-        step: int,
-        begun: Begun | None = None,
-        sent: SentBefore | None = None,
+        self, call: Call, step: int, begun: Begun | None = None, sent: SentBefore | None = None
     ) -> Any:
         """Run the step.
 

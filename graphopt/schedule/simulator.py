@@ -25,9 +25,7 @@ SAME = 1e-9
 
 
 def simulate(
-    graph_module: fx.GraphModule,
-    cost_model: CostModel | None = None,
-    world_size: int | None = None,
+    graph_module: fx.GraphModule, cost_model: CostModel | None = None, world_size: int | None = None
 ) -> Timeline:
     """Predict a step.
 

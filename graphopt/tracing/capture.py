@@ -40,11 +40,7 @@ from graphopt.tracing.input_notes import (
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
 from graphopt.tracing.leftovers import OutsideChanges, is_told
-from graphopt.tracing.outside.existing import (
-    existing_kept,
-    forget_existing,
-    note_existing,
-)
+from graphopt.tracing.outside.existing import existing_kept, forget_existing, note_existing
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged

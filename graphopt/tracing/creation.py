@@ -107,9 +107,7 @@ def creation_of(raw: RawTrace) -> Creation | None:
 
 
 def _divided(
-    raw: RawTrace,
-    made: dict[fx.Node, StateResult],
-    constants: list[tuple[StateResult, Any]],
+    raw: RawTrace, made: dict[fx.Node, StateResult], constants: list[tuple[StateResult, Any]]
 ) -> Creation | None:
     position = {node: index for index, node in enumerate(raw.graph_module.graph.nodes)}
     writes = _first_writes(position)

@@ -26,13 +26,7 @@ from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.places import OutsidePlace
 
 Kind = Literal[
-    "parameter",
-    "buffer",
-    "optimizer_state",
-    "gradient",
-    "hyperparameter",
-    "user_input",
-    "draw",
+    "parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input", "draw"
 ]
 
 

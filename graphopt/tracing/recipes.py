@@ -21,15 +21,7 @@ from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.scheduled import ScheduledSetting
-from graphopt.tracing.signature import (
-    Computed,
-    Constant,
-    Live,
-    Nested,
-    Recipe,
-    Scheduled,
-    View,
-)
+from graphopt.tracing.signature import Computed, Constant, Live, Nested, Recipe, Scheduled, View
 from graphopt.tracing.substitute import Traced
 
 _CONSTANTS = (type(None), int, float, str, bool, complex, bytes)

@@ -317,12 +317,7 @@ class StepRun:
         return isinstance(value, kinds) or self.outside.is_outside(value)
 
     def _collect(
-        self,
-        flat: Sequence[torch.Tensor],
-        traced: Traced,
-        marks: Marks,
-        held: HeldBefore,
-        ran: Ran,
+        self, flat: Sequence[torch.Tensor], traced: Traced, marks: Marks, held: HeldBefore, ran: Ran
     ) -> list[Any]:
         """Say what the results of the graph are for. Returns the results."""
         marked = list(marks.changes())

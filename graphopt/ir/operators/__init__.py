@@ -36,9 +36,4 @@ from graphopt.ir.operators.kinds import (
     rounds_in_place,
     updated_lists,
 )
-from graphopt.ir.operators.table import (
-    Operator,
-    is_list_of_tensors,
-    operator_of,
-    row,
-)
+from graphopt.ir.operators.table import Operator, is_list_of_tensors, operator_of, row
