@@ -63,7 +63,7 @@ class HeldBefore:
         for name, module, before in self._registered:
             if before != _registered(module):
                 raise CaptureError(
-                    f"it registers or removes parameters, buffers or submodules of"
+                    "it registers, replaces or removes parameters, buffers or submodules of"
                     f" {name or 'the model'}",
                     hint="do that outside the step",
                 )
@@ -77,7 +77,12 @@ class HeldBefore:
     def counted(self, finder: Finder) -> list[tuple[int, int, str, Any]]:
         """Numbers of parameter groups that the step has changed: where, and what they are now."""
         found = []
-        now = (group for _, _, group in groups_of(self._call))
+        now = [group for _, _, group in groups_of(self._call)]
+        if len(now) != len(self.groups):
+            raise CaptureError(
+                "it adds or removes a parameter group of an optimizer",
+                hint="change it outside the step, between two calls",
+            )
         for (index, number, old), new in zip(self.groups, now, strict=True):
             for key in [key for key in {**old, **new} if new.get(key) is not old.get(key)]:
                 if not is_number(new.get(key)) and not isinstance(new.get(key), SYMBOLIC):
