@@ -45,8 +45,7 @@ def facts_table(model: str, found: Figures) -> Table:
     table = Table("", "", title=f"{model}: compiled variants", show_header=False)
     for variant, start in found["start"].items():
         table.add_row(
-            f"two steps, cold / warm: {variant}",
-            f"{start['cold']:.1f} s / {start['warm']:.1f} s",
+            f"two steps, cold / warm: {variant}", f"{start['cold']:.1f} s / {start['warm']:.1f} s"
         )
     lowered = found["lowered"]
     share = lowered["lowered"] / lowered["nodes"]

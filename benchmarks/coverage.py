@@ -105,11 +105,7 @@ def timed(name: str, build: Build, steps: int, backend: str | None) -> Outcome:
     """What later steps of a case take, beside eager's and those of `torch.compile`."""
     times = step_times(partial(built, build), steps, backend)
     return Outcome(
-        name,
-        "timed",
-        eager_step=times.eager,
-        step_ratio=times.ratio,
-        torch_ratio=times.torch,
+        name, "timed", eager_step=times.eager, step_ratio=times.ratio, torch_ratio=times.torch
     )
 
 

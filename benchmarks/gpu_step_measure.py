@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gpu_step_variants import COMPILED, Task, Training, peak_memory, seconds_of, wall_clock
@@ -125,16 +126,40 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size / seconds
 
 
+class KernelTime(NamedTuple):
+    """A Triton kernel alone: its name, the bytes that it has to move, and its seconds."""
+
+    name: str
+    bytes: float
+    seconds: float
+
+
+@contextmanager
+def kernels_measured() -> Iterator[list[KernelTime]]:
+    """Measure each Triton kernel that is compiled inside instead of running it.
+
+    Yields:
+        A list that is filled at the end, with one entry for each call of a kernel.
+    """
+    from torch._inductor import config
+    from torch._inductor.runtime import triton_heuristics
+
+    found: list[KernelTime] = []
+    with config.patch(profile_bandwidth=True, profile_bandwidth_regex=""):
+        triton_heuristics.collected_calls.clear()
+        yield found
+        for milliseconds, gigabytes, _, name in triton_heuristics.collected_calls:
+            found.append(KernelTime(name, gigabytes * 1e9, milliseconds / 1e3))
+
+
 def triton_bandwidth(task: Task) -> Figures:
     """Bytes and seconds of the compiled kernels of a step, each measured alone.
 
     Only what a kernel has to read and write counts. Kernels are not run, so results are none.
     """
-    from graphopt._compat import cuda
-
     use_caches("kernels")
     generator = torch.Generator().manual_seed(0)
-    with cuda.kernels_measured() as kernels:
+    with kernels_measured() as kernels:
         training = Training("graphopt inductor", task)
         training.run([task.tokens(generator) for _ in range(2)])
     found: Figures = {}

@@ -35,11 +35,7 @@ def pipelines() -> dict[str, list[object] | str]:
     """What is predicted: the default, its buckets as they come, and one that hides little."""
     plain = [entry[0] if isinstance(entry, tuple) else entry for entry in default_pipeline()]
     buckets = (plain[1], {"min_buckets": None})
-    return {
-        "default": "default",
-        "as they come": [plain[0], buckets, *plain[2:]],
-        "25 MB": plain,
-    }
+    return {"default": "default", "as they come": [plain[0], buckets, *plain[2:]], "25 MB": plain}
 
 
 @record

@@ -123,22 +123,22 @@ class TrainStep:
     def _called(self, call: Call) -> Any:
         from graphopt.runtime.agreed import Others
 
-        mode = self._communication.mode()
-        entry = self._known(call, mode)
+        entry = self._known(call)
         if entry is None:
             self._entries.land()
-            others = Others(vote=self._communication.vote(call, mode, self._calls))
-            entry = self._captured_or_refused(call, mode, None, others)
+            communication = self._communication
+            vote = communication.vote(call, communication.mode(), self._calls)
+            entry = self._captured_or_refused(call, None, Others(vote=vote))
         elif entry.agreed is not None and not entry.agreed.holds_for_all(self._calls):
             self._entries.land()
-            entry = self._captured_or_refused(call, mode, None, Others(anew=True))
+            entry = self._captured_or_refused(call, None, Others(anew=True))
         return self._run_eagerly(call) if entry is None else self._run(entry, call)
 
-    def _known(self, call: Call, mode: tuple[Any, ...]) -> BoundStep | None:
+    def _known(self, call: Call) -> BoundStep | None:
         """The graph that holds for a call. First those are asked whose branch the last call did not
         take for the first time."""
         retried, self._retried = self._retried, None
-        return self._entries.known(call, mode, retried)
+        return self._entries.known(call, self._communication.mode(), retried)
 
     def _run(
         self,
@@ -167,16 +167,16 @@ class TrainStep:
         one, and changed nothing."""
         from graphopt.runtime.sharing import begun, learn
 
-        mode, left = self._communication.mode(), entry.take_left()
+        left = entry.take_left()
         # What stands behind is found out by all ranks together, who guess as `entry` did.
         behind = entry.answers[failed.index + 1 :] if failed.alone else ()
         call = call.deciding((*entry.answers_before(failed.index), failed.found, *behind))
         self._entries.land()
-        other = self._known(call, mode)
+        other = self._known(call)
         apart = failed.alone or failed.voted or bool(entry.apart)
         going_on = None if apart else begun(left, entry, other, call, self._calls)
         if going_on is None:
-            other = self._other_graph(entry, other, call, mode, failed, bool(left.sent))
+            other = self._other_graph(entry, other, call, failed, bool(left.sent))
         if other is None:
             return self._run_eagerly(call)
         result = self._run(other, call, going_on, left.sent)
@@ -189,7 +189,6 @@ class TrainStep:
         entry: BoundStep,
         known: BoundStep | None,
         call: Call,
-        mode: tuple[Any, ...],
         failed: AssumptionFailedError,
         launched: bool,
     ) -> BoundStep | None:
@@ -212,17 +211,13 @@ class TrainStep:
         vote = vote if known is None else None
         others = Others(failed.alone, vote, known is not None, launched)
         cause = Cause.of_branch(failed.place, failed.found)
-        other = self._captured_or_refused(call, mode, cause, others)
+        other = self._captured_or_refused(call, cause, others)
         if other is not None:
             warn_of_other_launches(entry, other, failed)
         return other
 
     def _captured_or_refused(
-        self,
-        call: Call,
-        mode: tuple[Any, ...],
-        branch: Cause | None = None,
-        others: Others | None = None,
+        self, call: Call, branch: Cause | None, others: Others
     ) -> BoundStep | None:
         """Capture a call; None where it cannot be captured, and the step runs eagerly then.
 
@@ -233,9 +228,9 @@ class TrainStep:
         communication = self._communication
         with communication.failures_told(self._calls) as parallel:
             try:
-                return self._capture(call, mode, branch, others)
+                return self._capture(call, branch, others)
             except BaseException as error:
-                alone = communication.alone or (others is not None and others.launched)
+                alone = communication.alone or others.launched
                 if not self._fallback.take(error, call, parallel, alone):
                     raise
             self._entries.forget()
@@ -329,17 +324,16 @@ class TrainStep:
 
         print(graph_text(self.graph_module))
 
-    def _capture(
-        self, call: Call, mode: tuple[Any, ...], branch: Cause | None, others: Others | None
-    ) -> BoundStep:
-        from graphopt.runtime.agreed import NotAsAgreedError, Others
+    def _capture(self, call: Call, branch: Cause | None, others: Others) -> BoundStep:
+        from graphopt.runtime.agreed import NotAsAgreedError
         from graphopt.tracing.draws.generators import undisturbed
 
+        mode = self._communication.mode()
         last = self._entries[0].guards if self._entries else None
         cause = self._recaptures.cause(call, mode, branch, last)
         self._entries.keep_lasting()
         settled = {entry.captured.fingerprint for entry in self._entries}
-        ways = self._communication.ways(call, mode, settled, others or Others())
+        ways = self._communication.ways(call, mode, settled, others)
         try:
             self._entries.make_room(cause)
         except CaptureError:

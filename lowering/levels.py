@@ -33,10 +33,7 @@ from graphopt.lowering.lowerable import reads_metadata_only
 
 
 def levels_of(
-    graph: fx.Graph,
-    order: Iterable[fx.Node | None],
-    effects: Effects,
-    lowerable: set[fx.Node],
+    graph: fx.Graph, order: Iterable[fx.Node | None], effects: Effects, lowerable: set[fx.Node]
 ) -> dict[fx.Node, int]:
     """The level of each call, given their `run_order` and those that are lowerable."""
     levels: dict[fx.Node, int] = {}

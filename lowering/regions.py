@@ -136,10 +136,7 @@ def _free_inputs(node: fx.Node, free: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _placed(
-    graph: fx.Graph,
-    effects: Effects,
-    reasons: dict[fx.Node, str | None],
-    free: set[fx.Node],
+    graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str | None], free: set[fx.Node]
 ) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     """The level of each call, and the lowerable ones.
 

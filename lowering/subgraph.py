@@ -14,13 +14,7 @@ from graphopt._compat.inductor import Compiled
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import tensors_in, written
 from graphopt.ir.metadata import fake_value
-from graphopt.lowering.compiler import (
-    Kind,
-    Options,
-    compile_body,
-    kind_of,
-    number_dtypes,
-)
+from graphopt.lowering.compiler import Kind, Options, compile_body, kind_of, number_dtypes
 from graphopt.lowering.memory import StaticMemory, Workspace
 
 logger = logging.getLogger("graphopt")

@@ -7,6 +7,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,3 +156,11 @@ def _seeded() -> None:
 def _refusals_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every test: what a refused capture leaves behind fails it."""
     watch_captures(monkeypatch)
+
+
+@pytest.fixture
+def without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No setting from the environment, and files that appear are in a folder of the test."""
+    for variable in ("VERIFY", "DUMP", "DISABLE", "STOP_AFTER"):
+        monkeypatch.delenv(f"GRAPHOPT_{variable}", raising=False)
+    monkeypatch.chdir(tmp_path)

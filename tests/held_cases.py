@@ -313,9 +313,7 @@ OF_PARAMETERS: dict[str, Action] = {
     "grad transform": lambda h: [torch.func.grad(lambda x: (x * x).sum())(h[0])],
     "requires_grad_": lambda h: [p.requires_grad_(True).detach() * 1 for p in h],
     "registered": lambda h: copies(nn.ParameterList(h).parameters()),
-    "assigned to a module": lambda h: copies(
-        [vars(_with_weight(h[0]))["_parameters"]["weight"]],
-    ),
+    "assigned to a module": lambda h: copies([vars(_with_weight(h[0]))["_parameters"]["weight"]]),
     "gradient read": each(lambda p: p.grad),
     "gradient zeroed": lambda h: torch.optim.SGD(h, lr=1.0).zero_grad(),
 }

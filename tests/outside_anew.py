@@ -75,10 +75,7 @@ def _nested(beta: float, number: int) -> Any:
 ANEW["dictionary"] = lambda b, n: {"beta": b, "n": n}, lambda given: given["beta"]
 ANEW["data class"] = Config, lambda given: given.beta
 ANEW["list"] = lambda b, n: [b, 0.25], sum
-ANEW["nested"] = (
-    _nested,
-    lambda given: given["loss"].beta * given["loss"].options["weights"][0],
-)
+ANEW["nested"] = (_nested, lambda given: given["loss"].beta * given["loss"].options["weights"][0])
 ANEW["bound method"] = lambda b, n: Config(b, n).get, lambda given: given()
 ANEW["lambda with defaults"] = lambda b, n: _default(b), lambda given: given()
 ANEW["closure"] = lambda b, n: _closure(b), lambda given: given()

@@ -161,9 +161,7 @@ CASES = {
         MultiUseParameterConfig.TRANSMIT,
     ),
     "shared later, transmitted": Case(
-        Shared,
-        lambda rows: ((_floats(rows),), {}, _floats(rows)),
-        MultiUseParameterConfig.TRANSMIT,
+        Shared, lambda rows: ((_floats(rows),), {}, _floats(rows)), MultiUseParameterConfig.TRANSMIT
     ),
     "views": Case(Views, lambda rows: ((_floats(rows),), {}, _floats(rows))),
     "buffers": Case(

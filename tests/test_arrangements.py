@@ -143,10 +143,7 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda x, y: torch.cat([x, y], -1)[..., 12:] * 2,
         lambda x, y: y * 2,
     ),
-    "parts joined again": (
-        lambda x, y: torch.cat(x.split(5, -1), -1) * 2,
-        lambda x, y: x * 2,
-    ),
+    "parts joined again": (lambda x, y: torch.cat(x.split(5, -1), -1) * 2, lambda x, y: x * 2),
     "stack as cat": (
         lambda x, y: torch.stack([x, y], 1) * 2,
         lambda x, y: torch.cat([x.unsqueeze(1), y.unsqueeze(1)], 1) * 2,

@@ -115,11 +115,7 @@ def test_optimizer_that_counts_in_an_attribute() -> None:
 # Optimizers and scalers
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [torch.optim.LBFGS],
-    ids=lambda kind: kind.__name__,
-)
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS], ids=lambda kind: kind.__name__)
 def test_optimizer_that_cannot_be_captured(kind: type[Optimizer]) -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         def closure() -> Tensor:

@@ -60,9 +60,7 @@ def test_model_and_optimizer_inside_a_pytree_and_by_keyword() -> None:
     for i in range(STEPS):
         for w, function in ((eager, step_of_state), (captured, step)):
             function(
-                {"model": w.model, "optimizer": w.optimizer},
-                batch=MLP_CASE.batch(i),
-                mode="train",
+                {"model": w.model, "optimizer": w.optimizer}, batch=MLP_CASE.batch(i), mode="train"
             )
         assert_same(captured.state(), eager.state(), "state")
     assert len(step.captures) == 1

@@ -68,12 +68,7 @@ def t5() -> nn.Module:
 def vit() -> nn.Module:
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=1,
-            **HEADS,
-            image_size=16,
-            patch_size=4,
-            num_labels=4,
+            hidden_size=16, num_hidden_layers=1, **HEADS, image_size=16, patch_size=4, num_labels=4
         )
     )
 

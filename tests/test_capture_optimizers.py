@@ -112,12 +112,7 @@ def one_cycle(optimizer: Optimizer) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=0.05, total_steps=20, cycle_momentum=True)
 
 
-SCHEDULED = [
-    "adamw-loop",
-    "adamw-foreach",
-    "adamw-fused",
-    "sgd-momentum-foreach",
-]
+SCHEDULED = ["adamw-loop", "adamw-foreach", "adamw-fused", "sgd-momentum-foreach"]
 
 
 @pytest.mark.sliced(3)

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 FOLDER = Path(__file__).parent.parent / "graphopt" / "_compat"
 
 RELEASES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
-    "torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass": ((2, 13), (99, 0)),
+    "torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass": ((2, 13), (99, 0))
 }
 """The first and the last release that have a name."""
 

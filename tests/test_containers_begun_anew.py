@@ -91,14 +91,7 @@ def writes_text(kept: Any, loss: Tensor) -> Any:
     return text, "%s %.2f" % (kept.table, loss.item()), "{} {}".format(kept.table, loss.item())  # noqa: UP031, UP032
 
 
-FOLLOWED = [
-    appends,
-    appends_to_two,
-    keeps_tensors,
-    fills,
-    appends_within,
-    computes_of_the_last,
-]
+FOLLOWED = [appends, appends_to_two, keeps_tensors, fills, appends_within, computes_of_the_last]
 OTHERS = [
     decides_by_the_last,
     counts,

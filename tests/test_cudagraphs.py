@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch import Tensor, fx
 
 import graphopt
 from cudagraphs_emulation import EmulatedRecorder, Training, pieces_of
@@ -25,6 +22,7 @@ from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
 from graphopt.lowering.subgraph import LoweredSubgraph
 from graphopt.stages import default_pipeline
 from sketch import Sketch, one_rank
+from steps import step_with_own_averages
 from zoo import MLP, MODELS, train_step
 
 pytestmark = pytest.mark.slow
@@ -97,16 +95,6 @@ def test_forward_backward_and_fused_optimizer_are_two_pieces() -> None:
     assert len(recorded.pieces) == 2
 
 
-def _averaged_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Any:
-    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-    loss.backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     with one_rank():
@@ -126,7 +114,7 @@ def test_late_work_and_what_is_carried(optimizer: str, records_groups: bool) -> 
             optimizer,
             (lambda: EmulatedRecorder(records_groups=records_groups)) if record else None,
             pipeline=default_pipeline(),
-            step=_averaged_step,
+            step=step_with_own_averages,
         )
 
     reference, recorded = training(False), training(True)

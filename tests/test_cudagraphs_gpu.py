@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 import graphopt
 from cudagraphs_emulation import Training
@@ -20,6 +19,7 @@ from graphopt.lowering.cudagraphs.pieces import Way
 from graphopt.lowering.cudagraphs.recorder import CudaRecorder
 from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
 from graphopt.stages import default_pipeline
+from steps import step_with_own_averages
 from zoo import MODELS, OPTIMIZERS, train_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -146,16 +146,6 @@ def nccl(tmp_path: Any) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _averaged_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Any:
-    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-    loss.backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("late", [False, True], ids=["recorded", "in flight"])
 def test_nccl_collectives(late: bool) -> None:
@@ -165,7 +155,7 @@ def test_nccl_collectives(late: bool) -> None:
             "adamw-fused",
             recorder,
             pipeline=default_pipeline() if late else (),
-            step=_averaged_step,
+            step=step_with_own_averages,
             device="cuda",
         )
         for recorder in (None, CudaRecorder)

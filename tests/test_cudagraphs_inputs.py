@@ -8,8 +8,9 @@ from torch import Tensor
 
 from graphopt._compat import cuda
 from graphopt.errors import LoweringError
+from graphopt.ir.inplace import uninitialised_like
 from graphopt.lowering.cudagraphs.pieces import Way
-from graphopt.lowering.cudagraphs.replay import Input, PieceInputs, copy_of, same_layout
+from graphopt.lowering.cudagraphs.replay import Input, PieceInputs, copy_of
 
 CPU = torch.device("cpu")
 
@@ -139,6 +140,6 @@ def test_addresses_are_compared_at_the_given_places_alone() -> None:
     assert not cuda.same_addresses([b, 5, b], addresses, [0, 2])
 
 
-def test_the_same_layout_takes_no_more_memory_than_it_needs() -> None:
-    made = same_layout(torch.ones(1000)[:10])
+def test_a_tensor_of_the_same_layout_takes_no_more_memory_than_it_needs() -> None:
+    made = uninitialised_like(torch.ones(1000)[:10])
     assert made.untyped_storage().nbytes() == 40

@@ -74,10 +74,7 @@ USES: dict[str, tuple[Use, int]] = {
         lambda p, x: x + torch.from_numpy(numpy.random.randn(4, 3).astype(numpy.float32)).mul_(2),
         1,
     ),
-    "tensor of integers": (
-        lambda p, x: x[torch.LongTensor(numpy.random.randint(0, 4, 4))],
-        1,
-    ),
+    "tensor of integers": (lambda p, x: x[torch.LongTensor(numpy.random.randint(0, 4, 4))], 1),
     "list of integers": (lambda p, x: x[torch.tensor([random.randrange(4) for _ in range(3)])], 1),
     "tensor with gradient": (lambda p, x: _differentiated(x), 1),
     "computed by numpy": (

@@ -393,11 +393,7 @@ def rounded(data: st.DataObject, graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 STEPS = [flattened, permuted, cut, joined, split, scaled, negated, summed, rounded]
-OVERLOADS = {
-    "aten.mul": torch.mul,
-    "aten.neg": torch.neg,
-    "aten.add": torch.add,
-}
+OVERLOADS = {"aten.mul": torch.mul, "aten.neg": torch.neg, "aten.add": torch.add}
 
 
 class Values:

@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import graphopt
-from graphopt.cost import (
-    NETWORKS,
-    Collective,
-    CollectiveTable,
-    CostModel,
-    Transfer,
-    collective_of,
-)
+from graphopt.cost import NETWORKS, Collective, CollectiveTable, CostModel, Transfer, collective_of
 from graphopt.cost.collectives import in_one_call
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_collective, tensors_in
 from graphopt.replicas.lockstep import Lockstep

@@ -145,9 +145,7 @@ def test_new_dtype_of_the_model_is_captured_and_named(caplog: pytest.LogCaptureF
     ids=["shape", "dtype", "strides", "requires_grad"],
 )
 def test_new_kind_of_batch_is_captured_and_named(
-    batch: Callable[[Tensor, Tensor], Any],
-    words: list[str],
-    caplog: pytest.LogCaptureFixture,
+    batch: Callable[[Tensor, Tensor], Any], words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         return train_step(model, optimizer, x, y.long())

@@ -146,14 +146,7 @@ def replaced_by_parameter(net: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        in_backward,
-        by_scale,
-        frozen_set,
-        identities,
-        tensors_by_parameter,
-        replaced_by_parameter,
-    ],
+    [in_backward, by_scale, frozen_set, identities, tensors_by_parameter, replaced_by_parameter],
 )
 def test_containers_by_parameter(make: Make) -> None:
     eager, captured = trained(make, False), trained(make, True)

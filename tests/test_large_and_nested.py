@@ -38,11 +38,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], 
     "list in turn": (lambda: [1.0] * MANY, lambda held: max(each for each in held), raise_item),
     "list as a tensor": (lambda: [1.0] * MANY, lambda held: torch.tensor(held).max(), raise_item),
     "slice": (lambda: [1.0] * MANY, lambda held: max(held[:50]), raise_item),
-    "has": (
-        lambda: [1.0] * MANY,
-        lambda held: 3.0 if 2.0 in held else 1.0,
-        raise_item,
-    ),
+    "has": (lambda: [1.0] * MANY, lambda held: 3.0 if 2.0 in held else 1.0, raise_item),
     "dictionary": (
         lambda: dict.fromkeys(range(MANY), 1.0),
         lambda held: max(held.values()),

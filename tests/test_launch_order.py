@@ -22,8 +22,7 @@ def sends(sizes: list[int]) -> list[Send]:
 
 
 @given(
-    st.lists(st.integers(1, 10**6), min_size=1, max_size=40),
-    st.floats(0, 0.99, allow_nan=False),
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.floats(0, 0.99, allow_nan=False)
 )
 def test_order(sizes: list[int], share: float) -> None:
     given_sends = sends(sizes)

@@ -66,12 +66,7 @@ def counting_flops() -> AbstractContextManager[Any]:
 CHANGING: list[Around] = [Doubling, DoublingOperators, doubling_saved]
 """What changes the numbers of a step."""
 
-SEEING: list[Around] = [
-    Counting,
-    CountingOperators,
-    counting_flops,
-    torch.autograd.detect_anomaly,
-]
+SEEING: list[Around] = [Counting, CountingOperators, counting_flops, torch.autograd.detect_anomaly]
 """What sees what is called."""
 
 HARMLESS: list[Around] = [

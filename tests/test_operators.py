@@ -14,14 +14,7 @@ from torch import Tensor, fx, nn
 
 from graphopt.ir.families import METADATA_ONLY, SAME_ELEMENTS, SPLITS, collective_kind
 from graphopt.ir.inplace import INPLACE
-from graphopt.ir.operators import (
-    draws,
-    is_copy,
-    is_list_operator,
-    may_alias,
-    row,
-    written,
-)
+from graphopt.ir.operators import draws, is_copy, is_list_operator, may_alias, row, written
 from observed import Observer, run, same_bits, storage
 from operators import cloned, database, list_arguments, list_operators
 

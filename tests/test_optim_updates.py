@@ -29,15 +29,7 @@ from graphopt.optim import OptimizerSplitError, split_updates
 from graphopt.optim.descendants import Descendants
 from graphopt.optim.elements import Elements
 from graphopt.optim.split import separate
-from optim_cases import (
-    Sheet,
-    assert_same_run,
-    aten,
-    called,
-    captured,
-    duplicate,
-    gradients,
-)
+from optim_cases import Sheet, assert_same_run, aten, called, captured, duplicate, gradients
 from sketch import one_rank
 from slices import examples
 from steps import clip_loop, clip_norm, clip_value, manual_update, step_keeping_gradients
@@ -324,10 +316,7 @@ def test_what_no_set_owns() -> None:
     copies = s.store(states, [a2, b4, own, seen, shared, other])
     gm, _ = s.finish(seen)
     updates = split_updates(gm, [[first], [second]])
-    assert updates == [
-        [own, a1, a2, copies[0], copies[2]],
-        [b1, b2, b3, b4, copies[1]],
-    ]
+    assert updates == [[own, a1, a2, copies[0], copies[2]], [b1, b2, b3, b4, copies[1]]]
 
 
 def test_a_counter_read_before_it_counts() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,20 +15,7 @@ from torch.fx.passes.split_module import split_module as torch_split_module
 
 import graphopt
 from graphopt.partition import split_module
-
-
-def by_name(**partitions: Any) -> Callable[[fx.Node], Any]:
-    return lambda node: partitions[node.name]
-
-
-def children(module: fx.GraphModule) -> dict[str, fx.GraphModule]:
-    """Submodules by name, in the order in which they are called."""
-    called = module.graph.find_nodes(op="call_module")
-    return {str(n.target): module.get_submodule(n.target) for n in called}
-
-
-def ops(module: fx.GraphModule) -> list[str]:
-    return [f"{node.op} {node.name}" for node in module.graph.nodes]
+from partitions import by_name, children, ops
 
 
 class Blocks(nn.Module):

@@ -12,20 +12,7 @@ from torch import Tensor, fx, nn
 
 import graphopt
 from graphopt.partition import Partition, split_module
-
-
-def by_name(**partitions: Any) -> Callable[[fx.Node], Any]:
-    return lambda node: partitions[node.name]
-
-
-def children(module: fx.GraphModule) -> dict[str, fx.GraphModule]:
-    """Submodules by name, in the order in which they are called."""
-    called = module.graph.find_nodes(op="call_module")
-    return {str(n.target): module.get_submodule(n.target) for n in called}
-
-
-def ops(module: fx.GraphModule) -> list[str]:
-    return [f"{node.op} {node.name}" for node in module.graph.nodes]
+from partitions import by_name, children, ops
 
 
 def graph_module(build: Callable[[fx.Graph], None], **attributes: Any) -> fx.GraphModule:

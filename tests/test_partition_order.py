@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import networkx as nx
@@ -12,10 +11,7 @@ from torch import Tensor, fx, nn
 
 import graphopt
 from graphopt.partition import PartitionCycleError, partition_graph, split_module
-
-
-def by_name(**partitions: Any) -> Callable[[fx.Node], Any]:
-    return lambda node: partitions[node.name]
+from partitions import by_name
 
 
 def order(module: fx.GraphModule) -> list[str]:

@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from graphopt.partition import PartitionCycleError, split_module
+from partitions import by_name
 from slices import examples
-
-
-def by_name(**partitions: Any) -> Callable[[fx.Node], Any]:
-    return lambda node: partitions[node.name]
 
 
 def order(module: fx.GraphModule) -> list[str]:

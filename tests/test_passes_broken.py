@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,14 +22,10 @@ from graphopt.graph_utils import (
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import PassRegistry, graph_optimization_pass
 from graphs import training_step
-from toy_passes import call, drop_update, late_step, refused, rewire, without_settings
+from toy_passes import call, drop_update, late_step, refused, rewire
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without_settings(monkeypatch, tmp_path)
+pytestmark = pytest.mark.usefixtures("without_settings")
 
 
 def add_placeholder(gm: fx.GraphModule) -> None:

@@ -54,11 +54,7 @@ def test_a_pass_is_pickled_by_its_name() -> None:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [
-        (lambda: None, "use name="),
-        (3, "a pass is a function"),
-        (nn.ReLU(), "a pass is a function"),
-    ],
+    [(lambda: None, "use name="), (3, "a pass is a function"), (nn.ReLU(), "a pass is a function")],
 )
 def test_what_cannot_be_a_pass(function: Any, message: str) -> None:
     with pytest.raises(PassDefinitionError, match=message):

@@ -23,9 +23,10 @@ from graphopt.manager import (
 )
 from graphopt.saved import load_graph, save_graph
 from graphs import inputs_of, training_step
-from toy_passes import declare, double_negation, without_settings
+from toy_passes import declare, double_negation
 
 aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("without_settings")
 
 
 @pytest.fixture
@@ -36,11 +37,6 @@ def registry() -> PassRegistry:
 @pytest.fixture
 def gm() -> fx.GraphModule:
     return training_step(1, ranks=None)
-
-
-@pytest.fixture(autouse=True)
-def _without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without_settings(monkeypatch, tmp_path)
 
 
 def test_a_pass_edits_the_graph_and_is_recorded(registry: PassRegistry, gm: fx.GraphModule) -> None:

@@ -29,12 +29,9 @@ from graphopt.manager import (
 )
 from graphopt.saved import load_graph, save_graph
 from graphs import training_step
-from toy_passes import call, devastate, drop_update, refused, without_settings
+from toy_passes import call, devastate, drop_update, refused
 
-
-@pytest.fixture(autouse=True)
-def _without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without_settings(monkeypatch, tmp_path)
+pytestmark = pytest.mark.usefixtures("without_settings")
 
 
 def test_the_error_of_a_moved_read() -> None:

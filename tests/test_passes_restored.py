@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,14 +20,10 @@ from graphopt.manager import (
     graph_optimization_pass,
 )
 from graphs import inputs_of, training_step
-from toy_passes import call, devastate, late_step, state, without_settings
+from toy_passes import call, devastate, late_step, state
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without_settings(monkeypatch, tmp_path)
+pytestmark = pytest.mark.usefixtures("without_settings")
 
 
 @pytest.mark.parametrize("make", [late_step, lambda: training_step(2)])

@@ -22,7 +22,9 @@ from graphopt.manager import (
     enable_graph_optimization_dump,
 )
 from graphs import training_step
-from toy_passes import declare, double_negation, without_settings
+from toy_passes import declare, double_negation
+
+pytestmark = pytest.mark.usefixtures("without_settings")
 
 
 @pytest.fixture
@@ -33,11 +35,6 @@ def registry() -> PassRegistry:
 @pytest.fixture
 def gm() -> fx.GraphModule:
     return training_step(1, ranks=None)
-
-
-@pytest.fixture(autouse=True)
-def _without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without_settings(monkeypatch, tmp_path)
 
 
 def test_disable(registry: PassRegistry, gm: fx.GraphModule) -> None:
@@ -95,11 +92,7 @@ def test_settings_from_the_environment(
     ],
 )
 def test_errors_name_the_variable(
-    registry: PassRegistry,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    value: str,
-    message: str,
+    registry: PassRegistry, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     declare(registry, "two")
     one = declare(registry, "one")

@@ -94,10 +94,7 @@ def test_impossible_numbers(stages: int, error: type[Exception], message: str) -
         pipeline(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), (X,), split_policy=balanced(stages))
 
 
-@given(
-    weights=st.lists(st.integers(0, 9), min_size=1, max_size=8),
-    data=st.data(),
-)
+@given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=8), data=st.data())
 def test_divisions_are_the_best_of_all(weights: list[int], data: st.DataObject) -> None:
     """Against trying every division."""
     count = len(weights)

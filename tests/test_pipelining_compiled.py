@@ -25,15 +25,7 @@ from graphopt.pipelining.stage.crossing import ValueNames
 from graphopt.pipelining.stage.division import StageDivision
 from pipeline_cases import CASES, MICROBATCHES, WIDTH
 from sketch import one_rank
-from stage_cases import (
-    BOUNDARIES,
-    LOSSES,
-    Problem,
-    Training,
-    problem,
-    train,
-    two_heads,
-)
+from stage_cases import BOUNDARIES, LOSSES, Problem, Training, problem, train, two_heads
 from twins import assert_same
 
 pytestmark = pytest.mark.slow

@@ -19,12 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
-from graphopt.pipelining import (
-    LostGradientError,
-    pipe_split,
-    pipeline,
-    reduce_replicated_gradients,
-)
+from graphopt.pipelining import LostGradientError, pipe_split, pipeline, reduce_replicated_gradients
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 

@@ -16,11 +16,7 @@ from torch.distributed import pipelining as torch_pipelining
 
 from graphopt import pipelining
 from graphopt.errors import PartitionError
-from graphopt.pipelining import (
-    build_stage,
-    pipeline,
-    reduce_replicated_gradients,
-)
+from graphopt.pipelining import build_stage, pipeline, reduce_replicated_gradients
 from pipeline_cases import CASES, MICROBATCHES, Case, reference_gradients
 
 

@@ -284,12 +284,7 @@ def test_operators_that_name_a_device_name_the_new_one() -> None:
     move_to_device(stage, torch.device("meta"))
     assert not re.search("device.{0,12}cpu", stage.code)
     assert all(tensor.is_meta for tensor in [*stage.parameters(), *stage.buffers()])
-    assert (
-        stage(
-            X.to("meta"),
-        ).device.type
-        == "meta"
-    )
+    assert stage(X.to("meta")).device.type == "meta"
 
 
 def test_a_model_without_memory_can_be_divided() -> None:

@@ -109,11 +109,7 @@ CASES: dict[str, Case] = {
         lambda s: s(0),
         first_raised,
     ),
-    "method mapped": (
-        seen_by(lambda held: held.get),
-        lambda s: next(iter(map(s, ["k"]))),
-        raised,
-    ),
+    "method mapped": (seen_by(lambda held: held.get), lambda s: next(iter(map(s, ["k"]))), raised),
     "partial": (
         seen_by(lambda held: functools.partial(operator.getitem, held)),
         lambda s: s("k"),

@@ -84,11 +84,7 @@ def small() -> nn.Module:
 
 
 def trained(
-    step: Step,
-    kind: str,
-    compiled: bool,
-    bad: tuple[int, ...] = (2, 5),
-    device: str = "cpu",
+    step: Step, kind: str, compiled: bool, bad: tuple[int, ...] = (2, 5), device: str = "cpu"
 ) -> tuple[list[Any], int]:
     torch.manual_seed(0)
     model = small().to(device)

@@ -138,10 +138,7 @@ def _compare(ours: list[Tensor], theirs: list[Tensor], lower: str | None) -> Non
 def check_buckets(found: dict[str, list[int]]) -> None:
     """Of the forward: of float32 in one group 3 weights and 2 biases, in the other a bias; of
     float64 a weight, and a bias in the other group. The backward gathers nothing again."""
-    assert found == {
-        "all_gather_into_tensor": [1, 1, 1, 5],
-        "reduce_scatter_tensor": [1, 1, 1, 5],
-    }
+    assert found == {"all_gather_into_tensor": [1, 1, 1, 5], "reduce_scatter_tensor": [1, 1, 1, 5]}
 
 
 def test_two_ranks(two_ranks: Pool) -> None:

@@ -15,13 +15,7 @@ from torch import fx, nn
 import graphopt
 from graphopt.parallel import DataParallel, OverRanks, Parallel
 from graphopt.parallel.data_parallel import average, receive_buffers
-from graphopt.parallel.markers import (
-    Nodes,
-    group_of,
-    markers_of,
-    marks_gradient,
-    replace_marker,
-)
+from graphopt.parallel.markers import Nodes, group_of, markers_of, marks_gradient, replace_marker
 from graphopt.parallel.parallelize import parallelize
 from graphopt.testing import fake_ranks
 from graphopt.tracing.call import Call

@@ -79,12 +79,7 @@ def in_place(model: nn.Module) -> Training:
     return step, lambda call: None, lambda: [mean, *kept]
 
 
-TRAININGS = {
-    averaging: 2,
-    exchanging: 2,
-    beginning: 3,
-    in_place: 1,
-}
+TRAININGS = {averaging: 2, exchanging: 2, beginning: 3, in_place: 1}
 
 
 def run(make: Callable[[nn.Module], Training], compiled: bool) -> tuple[list[Any], int]:

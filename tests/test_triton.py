@@ -16,11 +16,7 @@ from torch.nn import functional as F
 import graphopt
 import zoo
 from graphopt._compat import triton_binaries
-from graphopt.lowering.triton_kernels import (
-    TritonKernel,
-    compile_triton,
-    lower_to_triton,
-)
+from graphopt.lowering.triton_kernels import TritonKernel, compile_triton, lower_to_triton
 from triton_cases import check, kernels_of, traced
 
 pytestmark = pytest.mark.slow

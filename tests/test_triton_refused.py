@@ -12,11 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphopt.errors import LoweringError
-from graphopt.lowering.triton_kernels import (
-    compile_triton,
-    lower_to_triton,
-    parse_target,
-)
+from graphopt.lowering.triton_kernels import compile_triton, lower_to_triton, parse_target
 from triton_cases import check, kernels_of, traced
 
 

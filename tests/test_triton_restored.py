@@ -19,10 +19,7 @@ from torch._subclasses import fake_tensor
 from graphopt._compat.triton import pretended_gpu
 from graphopt._compat.triton_methods import methods_for_fake_cuda_tensors
 from graphopt.errors import LoweringError
-from graphopt.lowering.triton_kernels import (
-    compile_triton,
-    lower_to_triton,
-)
+from graphopt.lowering.triton_kernels import compile_triton, lower_to_triton
 from triton_cases import traced
 
 

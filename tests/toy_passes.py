@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,10 +142,3 @@ def refused(
         graph_optimization_pass(registry=PassRegistry())(function)(gm, **options)
     assert state(gm) == before
     return caught.value
-
-
-def without_settings(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """No setting from the environment, and files that appear are in `folder`."""
-    for variable in ("VERIFY", "DUMP", "DISABLE", "STOP_AFTER"):
-        monkeypatch.delenv(f"GRAPHOPT_{variable}", raising=False)
-    monkeypatch.chdir(folder)

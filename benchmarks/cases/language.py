@@ -82,10 +82,7 @@ class NanoGPT(nn.Module):
 
 
 def tokens() -> tuple[Tensor, Tensor]:
-    return (
-        torch.randint(0, VOCABULARY, (2, LENGTH)),
-        torch.randint(0, VOCABULARY, (2, LENGTH)),
-    )
+    return (torch.randint(0, VOCABULARY, (2, LENGTH)), torch.randint(0, VOCABULARY, (2, LENGTH)))
 
 
 @case
@@ -93,10 +90,7 @@ def nanogpt() -> Case:
     model = NanoGPT()
     decay = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": decay, "weight_decay": 0.1},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95))
 
     def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,29 +52,3 @@ def uses_nccl(group_name: str) -> bool:
     except (RuntimeError, ValueError):  # no such group, or one that does not take CUDA tensors
         return False
     return bool(backend.name() == "nccl")
-
-
-class KernelTime(NamedTuple):
-    """A Triton kernel alone: its name, the bytes that it has to move, and its seconds."""
-
-    name: str
-    bytes: float
-    seconds: float
-
-
-@contextmanager
-def kernels_measured() -> Iterator[list[KernelTime]]:
-    """Measure each Triton kernel that is compiled inside instead of running it.
-
-    Yields:
-        A list that is filled at the end, with one entry for each call of a kernel.
-    """
-    from torch._inductor import config
-    from torch._inductor.runtime import triton_heuristics
-
-    found: list[KernelTime] = []
-    with config.patch(profile_bandwidth=True, profile_bandwidth_regex=""):
-        triton_heuristics.collected_calls.clear()
-        yield found
-        for milliseconds, gigabytes, _, name in triton_heuristics.collected_calls:
-            found.append(KernelTime(name, gigabytes * 1e9, milliseconds / 1e3))

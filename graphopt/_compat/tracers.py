@@ -150,11 +150,7 @@ def _environment_of(args: tuple[Any, ...]) -> Any:
 
 
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], result: _Symbol) -> _Symbol:
-    from torch.fx.experimental.proxy_tensor import (
-        get_proxy_mode,
-        get_proxy_slot,
-        track_tensor_tree,
-    )
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
 
     mode = get_proxy_mode()
     assert mode is not None

@@ -11,12 +11,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import VerificationError
-from graphopt.graph_utils import (
-    COLLECTIVE_NAMESPACE,
-    is_collective,
-    is_wait,
-    tensors_in,
-)
+from graphopt.graph_utils import COLLECTIVE_NAMESPACE, is_collective, is_wait, tensors_in
 from graphopt.ir.metadata import fake_value, known_value, sent_names, source_line
 from graphopt.ir.operators import argument, calls_of
 from graphopt.ir.views import is_only_view, view_tail

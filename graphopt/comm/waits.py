@@ -19,12 +19,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import (
-    WAIT_FOR_SEVERAL,
-    call_function_with_meta,
-    find_nodes,
-    is_operator,
-)
+from graphopt.graph_utils import WAIT_FOR_SEVERAL, call_function_with_meta, find_nodes, is_operator
 from graphopt.ir.metadata import fake_value, has_value
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 from graphopt.errors import GraphOptError
 from graphopt.runtime.places import place
@@ -20,19 +21,20 @@ def import_passes(modules: Iterable[str]) -> None:
     """
     for name in modules:
         try:
-            _import(name)
+            imported(name)
         except (Exception, SystemExit) as error:
             raise GraphOptError(f"--import {name}: {type(error).__name__}: {error}") from error
 
 
-def _import(name: str) -> None:
+def imported(name: str) -> ModuleType:
+    """A module, by its file or its dotted name."""
     path = place(name)
     if path.suffix != ".py":
         sys.path.insert(0, str(Path.cwd()))
-        importlib.import_module(name)
-        return
+        return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
+    return module

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from graphopt.commands.imports import imported
 from graphopt.errors import GraphOptError
 from graphopt.pipelining import Pipe
 from graphopt.runtime.places import place
@@ -76,27 +74,17 @@ def _load(text: str) -> Callable[..., Any]:
 
 def _import(name: str) -> ModuleType:
     path = place(name)
-    if path.suffix != ".py":
-        sys.path.insert(0, str(Path.cwd()))
-    elif not path.is_file():
-        raise GraphOptError(f"there is no file {name}")
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise GraphOptError(f"there is no file {name}")
+        # As `python file.py` would, so that it finds its neighbours.
+        sys.path.insert(0, str(path.resolve().parent))
     try:
-        return _import_file(path) if path.suffix == ".py" else importlib.import_module(name)
+        return imported(name)
     except (Exception, SystemExit) as error:
         raise GraphOptError(
             f"{name} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    # As `python file.py` would, so that it finds its neighbours.
-    sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
-    return module
 
 
 def _described(value: object) -> str:

@@ -22,6 +22,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from graphopt.manager.literals import has_literal, literal
+from graphopt.tracing.reachable import names_in
 
 logger = logging.getLogger("graphopt")
 
@@ -117,7 +118,7 @@ class _Loaded:
         return self.add(value)
 
     def _globals_of(self, function: FunctionType) -> Iterator[Any]:
-        names = set(_names(function.__code__))
+        names = set(names_in(function.__code__))
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
             if _is_changed(name, value, function.__code__):
@@ -129,13 +130,6 @@ class _Loaded:
                 yield from (vars(value)[used] for used in sorted(names & vars(value).keys()))
             else:
                 yield value
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _is_container(value: object) -> bool:

@@ -104,11 +104,7 @@ class ComputedAssumption(Assumption):
         self._leaves = [None if i in self._given else x for i, x in enumerate(self._leaves)]
         self.count = len(self.values)
 
-    def __call__(self, *values: Any) -> None:
-        if _compat.is_recording():
-            _compat.record_call(self, values)
-        elif not _compat.is_fake_mode_on() and not any(map(_compat.is_fake, values)):
-            self.run(values)
+    __call__ = HostCall.__call__
 
     def run(self, values: Sequence[Any]) -> None:
         leaves = list(self._leaves)

@@ -12,7 +12,7 @@ memory does), nor communicate. What one of them raises ends the step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
+from graphopt.host.context import while_set
 from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
 
@@ -281,11 +282,6 @@ def current_run() -> HostRun | None:
     return _current.get()
 
 
-@contextmanager
-def running(run: HostRun) -> Iterator[None]:
+def running(run: HostRun) -> AbstractContextManager[None]:
     """While active, functions that a graph calls belong to `run`."""
-    token = _current.set(run)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return while_set(_current, run)

@@ -11,8 +11,8 @@ where the call fails, and not put there again where the function has put somethi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
+from graphopt.host.context import while_set
 
 
 class ProgramView(Protocol):
@@ -39,14 +40,9 @@ def current_view() -> ProgramView | None:
     return _view.get()
 
 
-@contextmanager
-def viewed_by(view: ProgramView) -> Iterator[None]:
+def viewed_by(view: ProgramView) -> AbstractContextManager[None]:
     """While active, calls that are recorded find what `view` knows."""
-    token = _view.set(view)
-    try:
-        yield
-    finally:
-        _view.reset(token)
+    return while_set(_view, view)
 
 
 class Place(Protocol):

@@ -85,13 +85,13 @@ def _define(inplace: _compat.OpOverload) -> _compat.OpOverload:
     reads = inplace not in _DRAWING
 
     def compute(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        result = _uninitialised(self)
+        result = uninitialised_like(self)
         if reads:
             result.copy_(self)
         return inplace(result, *args, **kwargs)  # type: ignore[no-any-return]
 
     def shape(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return _uninitialised(self)
+        return uninitialised_like(self)
 
     _library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", shape, lib=_library)
@@ -99,7 +99,8 @@ def _define(inplace: _compat.OpOverload) -> _compat.OpOverload:
     return found
 
 
-def _uninitialised(tensor: torch.Tensor) -> torch.Tensor:
+def uninitialised_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the shape, strides, dtype and device of another, of any values."""
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

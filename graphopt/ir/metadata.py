@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.ir.source import SourceLine
 
 VALUE, PHASE, SOURCE = "val", "phase", "source"
@@ -45,6 +47,12 @@ def fake_value(node: fx.Node) -> Any:
 def known_value(node: fx.Node) -> Any:
     """As `fake_value`; None where that is not known."""
     return node.meta.get(VALUE)
+
+
+def storages_of(node: fx.Node) -> set[Any]:
+    """The memory in which the tensors lie that a node computes, where these are known."""
+    leaves: list[Any] = _compat.tree_leaves(known_value(node))
+    return {_compat.storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def has_value(node: fx.Node) -> bool:

@@ -17,13 +17,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat
-from graphopt.ir.metadata import (
-    OF_CALL,
-    known_value,
-    set_value,
-    set_written_arguments,
-    some_of,
-)
+from graphopt.ir.metadata import OF_CALL, known_value, set_value, set_written_arguments, some_of
 from graphopt.ir.views import inner_bases
 
 

@@ -14,13 +14,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import IterationError
-from graphopt.graph_utils import (
-    get_output,
-    get_outputs,
-    is_random,
-    readers_through_views,
-    written,
-)
+from graphopt.graph_utils import get_output, get_outputs, is_random, readers_through_views, written
 from graphopt.host import is_host_call
 from graphopt.ir.metadata import STATE_KINDS, input_kind, is_held, is_returned, source_line
 

@@ -230,11 +230,7 @@ class Verification(PassCallback):
         new = before.new_nodes()
         changed = before.changed_nodes() if context.changed is None else context.changed
         found = changed_problems(
-            new,
-            changed,
-            before.former_arguments,
-            functional=before.functional,
-            kinds=self._kinds,
+            new, changed, before.former_arguments, functional=before.functional, kinds=self._kinds
         )
         problems = list(found)
         if before.kinds_returned != kinds_returned(gm.graph):

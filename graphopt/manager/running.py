@@ -19,13 +19,7 @@ from graphopt.ir.metadata import PROVENANCE, provenance_of
 from graphopt.ir.positions import give_by_position
 from graphopt.ir.rewritten import forget_places
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
-from graphopt.manager.callbacks import (
-    PassCallback,
-    PassContext,
-    Timing,
-    Verification,
-    dump_of,
-)
+from graphopt.manager.callbacks import PassCallback, PassContext, Timing, Verification, dump_of
 from graphopt.manager.declaration import Pass
 from graphopt.manager.differences import difference
 from graphopt.manager.failures import crash, refusal

@@ -93,10 +93,7 @@ def distinct(assignment: Assignment) -> list[Partition]:
 
 
 def find_dependencies(
-    graph: fx.Graph,
-    attributes: Attributes,
-    assignment: Assignment,
-    states: Collection[fx.Node],
+    graph: fx.Graph, attributes: Attributes, assignment: Assignment, states: Collection[fx.Node]
 ) -> Dependencies:
     """The first reason for each pair of partitions of which one has to run before the other.
 

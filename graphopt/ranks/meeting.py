@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -89,12 +88,7 @@ class Meeting:
             register(self._store, self._group)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is not None and not self._failed:
                 refused = isinstance(error, CaptureError)

@@ -127,9 +127,7 @@ def _differing_pass(histories: Sequence[Sequence[Sequence[str]]]) -> str:
 
 
 def check_spmd(
-    graph_module: fx.GraphModule,
-    group: dist.ProcessGroup | None = None,
-    timeout: float = 30.0,
+    graph_module: fx.GraphModule, group: dist.ProcessGroup | None = None, timeout: float = 30.0
 ) -> None:
     """Check that all ranks of a group are about to run the same collectives in the same order.
 

@@ -19,6 +19,7 @@ from graphopt import _compat
 from graphopt.errors import CollectiveError, GraphOptError
 from graphopt.graph_utils import is_collective, is_random, is_wait, without_autocast
 from graphopt.host import is_host_call
+from graphopt.ir.operators import arguments_by_name
 from graphopt.replicas.exchange import exchange
 from graphopt.replicas.generators import ReplicaGenerators
 
@@ -130,7 +131,7 @@ class Lockstep:
     def _communicate(self, node: fx.Node, calls: Sequence[tuple[Any, Any]]) -> list[Any]:
         target = node.target
         assert isinstance(target, _compat.OpOverload)
-        bound = [_bound(target, args, kwargs) for args, kwargs in calls]
+        bound = [arguments_by_name(target, args, kwargs) for args, kwargs in calls]
         results: list[Any] = [None] * self.count
         try:
             for ranks in self._divisions(str(bound[0]["group_name"])):
@@ -194,8 +195,3 @@ def _attribute(graph_module: fx.GraphModule, target: str) -> Any:
     for name in target.split("."):
         value = getattr(value, name)
     return value
-
-
-def _bound(target: _compat.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
-    names = [parameter.name for parameter in _compat.schema_of(target).arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}

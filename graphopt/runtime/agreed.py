@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 from torch import fx
@@ -43,6 +42,22 @@ class Others:
     vote: Callable[[int], bool] | None = None
     anew: bool = False
     launched: bool = False
+
+
+class OneVote:
+    """`Others.vote`, which each rank casts once.
+
+    Attributes:
+        is_cast: whether it has been.
+    """
+
+    def __init__(self, vote: Callable[[int], bool]) -> None:
+        self._vote = vote
+        self.is_cast = False
+
+    def __call__(self, number: int) -> bool:
+        self.is_cast = True
+        return self._vote(number)
 
 
 class NotAsAgreedError(Exception):
@@ -121,12 +136,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """The graphs are ready to run, or `error` has ended the capture."""
 
     def capture(self, call: Call) -> CapturedStep:

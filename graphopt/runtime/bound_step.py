@@ -112,11 +112,7 @@ class BoundStep:
         return self.branch.module
 
     def __call__(
-        self,
-        call: Call,
-        step: int,
-        begun: Begun | None = None,
-        sent: SentBefore | None = None,
+        self, call: Call, step: int, begun: Begun | None = None, sent: SentBefore | None = None
     ) -> Any:
         """Run the step.
 
@@ -131,10 +127,7 @@ class BoundStep:
             AssumptionFailedError: the values take another branch. Nothing has changed then.
         """
         with self._lock:  # other threads that use late tensors wait until the step is over
-            check_usable(self.groups)
-            if self.agreed is not None:
-                self.agreed.hear()
-                self.agreed.unused.say(self._unused)
+            self._hear()
             leave = self._late.may_be_left(self.flush, known=not self.answers)
             with without_torch_function():
                 moved = self._moved.move()
@@ -154,12 +147,9 @@ class BoundStep:
             except AssumptionFailedError as error:
                 put_back(moved)
                 self._left = Left(branch, error.index, flat, error.handed_out, generators)
-                if isinstance(noting, CollectiveResults) and (error.alone or self.apart):
-                    self._left.sent = noting.results(None if error.alone else self.apart)
-                error.handed_out = ()
+                self._note_failure(error, noting)
                 generators.restore(drawn)
                 self.captured.state = state
-                self.tries.failures += 1
                 raise
             except BaseException as error:
                 host.put.undo()
@@ -168,9 +158,7 @@ class BoundStep:
             finally:
                 self._running = False
                 self._late.watch()
-            self._step, self.tries.failures = step, 0
-            if self.agreed is not None:
-                self.agreed.unused.over()
+            self._note_success(step)
             with without_torch_function():
                 if state is not None:
                     state.put()
@@ -179,6 +167,26 @@ class BoundStep:
                 returned = self._results.put(call, flat, results, host.put)
             host.end()
             return returned
+
+    def _hear(self) -> None:
+        """A call begins: hear of the other ranks, and tell them which parameters it uses."""
+        check_usable(self.groups)
+        if self.agreed is not None:
+            self.agreed.hear()
+            self.agreed.unused.say(self._unused)
+
+    def _note_failure(self, error: AssumptionFailedError, noting: object) -> None:
+        """An assumption has failed: note what the collectives of the call have given."""
+        if isinstance(noting, CollectiveResults) and (error.alone or self.apart):
+            assert self._left is not None
+            self._left.sent = noting.results(None if error.alone else self.apart)
+        error.handed_out = ()
+        self.tries.failures += 1
+
+    def _note_success(self, step: int) -> None:
+        self._step, self.tries.failures = step, 0
+        if self.agreed is not None:
+            self.agreed.unused.over()
 
     def values(self, call: Call) -> list[Any]:
         """The inputs of the graph as they are now, in order."""

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from graphopt.errors import (
-    CaptureError,
-    GraphOptError,
-    PipelineSyntaxError,
-    SpmdMismatchError,
-)
+from graphopt.errors import CaptureError, GraphOptError, PipelineSyntaxError, SpmdMismatchError
 from graphopt.parallel import DataParallel, OverRanks, Parallel
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from types import TracebackType
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,50 +18,23 @@ from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
 from graphopt.ranks.asking import Questions
 from graphopt.ranks.meeting import Channel
-from graphopt.ranks.spmd import (
-    FREEZE,
-    asks,
-    check_same,
-    check_same_plans,
-    merged_order,
-)
+from graphopt.ranks.spmd import FREEZE, asks, check_same, check_same_plans, merged_order
 from graphopt.ranks.unused import UnusedParameters
-from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Others, Ranks, plans_of
+from graphopt.runtime.agreed import Agreed, NotAsAgreedError, OneVote, Others, Ranks, plans_of
 from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.joined import JoinedModules
 from graphopt.runtime.joint_names import JointNames
 from graphopt.runtime.joint_traces import first_joint_trace, left_out, retried_voting, voting
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import (
-    CapturedStep,
-    communication_for,
-    finish,
-)
+from graphopt.tracing.capture import CapturedStep, communication_for, finish
 from graphopt.tracing.collecting import module_tensors
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.input_notes import held_names
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.outside.existing import existing_kept
-from graphopt.tracing.reduction import AgreedOrder, UnagreedParameterError
-from graphopt.tracing.step_run import MarkedCommunication
+from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication, UnagreedParameterError
 from graphopt.tracing.trace import RawTrace, trace
-
-
-class _OneVote:
-    """`Others.vote`, which each rank casts once.
-
-    Attributes:
-        is_cast: whether it has been.
-    """
-
-    def __init__(self, vote: Callable[[int], bool]) -> None:
-        self._vote = vote
-        self.is_cast = False
-
-    def __call__(self, number: int) -> bool:
-        self.is_cast = True
-        return self._vote(number)
 
 
 class _AsAgreed(Ranks):
@@ -78,19 +50,14 @@ class _AsAgreed(Ranks):
         agreed: Agreed,
         parallel: OverRanks,
         settled: Collection[str],
-        vote: _OneVote | None,
+        vote: OneVote | None,
     ) -> None:
         super().__init__(settled)
         self._vote = vote
         self._joint, self.agreed, self._parallel = joint, agreed, parallel
         self.agreement = agreed.agreement
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._vote is not None and not self._vote.is_cast:  # which others wait for
             raise NotAsAgreedError from error
 
@@ -112,20 +79,15 @@ class _AsAgreed(Ranks):
             communication = self._joint.marked(self._parallel, order)
             try:
                 again = raw if order.names == raw.used else trace(call, inputs, communication)
-                return finish(
-                    *(call, inputs, communication, again, self._settled),
-                    lasts=True,
-                    held=held,
-                )
+                settled = self._settled
+                return finish(call, inputs, communication, again, settled, lasts=True, held=held)
             except (MoreInputs, CaptureError) as error:
                 call = retried_voting(call, inputs, error)
 
     def _order(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
         assert self.agreed is not None
         order = self.agreed.order(inputs)
-        if len(order) < len(self.agreed.parameters):
-            raise NotAsAgreedError
-        if not set(order).issuperset(raw.used):
+        if len(order) < len(self.agreed.parameters) or not set(order).issuperset(raw.used):
             raise NotAsAgreedError
         return order
 
@@ -183,12 +145,7 @@ class _Together(Ranks):
         self._meeting.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._meeting.__exit__(kind, error, traceback)
         if error is None:
             self._joint.join(self._call, self._parallel)
@@ -315,7 +272,6 @@ class JointCapture:
     ) -> Iterator[Ranks]:
         """How `call` may be captured: the first way that is not refused by `NotAsAgreedError`.
 
-
         Raises:
             CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
         """
@@ -328,7 +284,7 @@ class JointCapture:
         self.alone = True
         if self._joined.has_all(call) and not sync:
             yield _Apart(self, settled)
-        vote = None if others.vote is None else _OneVote(others.vote)
+        vote = None if others.vote is None else OneVote(others.vote)
         for earlier in [] if others.anew else self._matching(call, mode):
             if vote is None or not vote.is_cast:
                 yield _AsAgreed(self, earlier, parallel, settled, vote)

@@ -12,7 +12,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import first_trace, retried
 from graphopt.tracing.decisions import OwnDecisionError
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.step_run import MarkedCommunication
+from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.trace import RawTrace
 
 

@@ -47,11 +47,7 @@ class ListScheduler:
     """
 
     def __init__(
-        self,
-        tables: Tables,
-        policy: Policy,
-        budget: float,
-        reserved: float = 0.0,
+        self, tables: Tables, policy: Policy, budget: float, reserved: float = 0.0
     ) -> None:
         self._tables, self._policy, self._budget = tables, policy, budget
         self._early_budget = budget - reserved

@@ -130,11 +130,7 @@ class _OrderSearch:
     """
 
     def __init__(
-        self,
-        program: Program,
-        before: Predecessors,
-        cost_model: CostModel,
-        max_bytes: int | None,
+        self, program: Program, before: Predecessors, cost_model: CostModel, max_bytes: int | None
     ) -> None:
         self.before = before
         self._program = program

@@ -25,11 +25,7 @@ _DISTURBANCE = 2.0**-9
 
 
 def run(
-    graph_module: fx.GraphModule,
-    inputs: Sequence[Any],
-    iterations: int,
-    *,
-    disturbed: bool = False,
+    graph_module: fx.GraphModule, inputs: Sequence[Any], iterations: int, *, disturbed: bool = False
 ) -> dict[str, Value]:
     """Everything that `iterations` calls return and leave behind, by description.
 
@@ -96,11 +92,7 @@ def _kept(value: Any) -> Any:
 
 
 def _state(start: Any, node: fx.Node) -> torch.Tensor | None:
-    known = isinstance(start, torch.Tensor) and input_kind(node) not in (
-        None,
-        "user_input",
-        "draw",
-    )
+    known = isinstance(start, torch.Tensor) and input_kind(node) not in (None, "user_input", "draw")
     return start if known else None
 
 

@@ -24,7 +24,7 @@ from graphopt import _compat
 from graphopt.graph_utils import get_outputs, is_collective, is_copy, is_operator
 from graphopt.host.assumptions import Assumption
 from graphopt.host.voted import VotedAssumption
-from graphopt.ir.metadata import known_value
+from graphopt.ir.metadata import known_value, storages_of
 from graphopt.ir.operators import draws, is_marker, operator_of
 from graphopt.parallel.markers import Group
 from graphopt.tracing.call import Call
@@ -210,9 +210,7 @@ def _of_all(node: fx.Node, ranks: Set[int]) -> bool:
 
 def _marks(node: fx.Node) -> set[Any]:
     """A node, and the memory in which its value lies."""
-    leaves = _compat.tree_leaves(known_value(node))
-    storages = {_compat.storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return {node, *storages}
+    return {node, *storages_of(node)}
 
 
 def _written(node: fx.Node) -> Iterable[fx.Node]:

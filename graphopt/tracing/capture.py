@@ -40,19 +40,14 @@ from graphopt.tracing.input_notes import (
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
 from graphopt.tracing.leftovers import OutsideChanges, is_told
-from graphopt.tracing.outside.existing import (
-    existing_kept,
-    forget_existing,
-    note_existing,
-)
+from graphopt.tracing.outside.existing import existing_kept, forget_existing, note_existing
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
-from graphopt.tracing.reduction import AgreedOrder
+from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
 from graphopt.tracing.repeating import complete, repeated
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
-from graphopt.tracing.step_run import MarkedCommunication
 from graphopt.tracing.trace import RawTrace, trace
 
 logger = logging.getLogger("graphopt")

@@ -8,6 +8,7 @@ is the process's, whichever step or model it was filled by; so is what is known 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
@@ -110,3 +111,15 @@ def _depth() -> int:
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth
+
+
+@contextmanager
+def cached_casts(enabled: bool) -> Iterator[None]:
+    """While active, autocast has its weight cache, which `make_fx` turns off, as it was: with it,
+    eager casts a weight once, and sums its gradients before the cast. Emptied on leaving, so that
+    no traced tensor stays in it."""
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()

@@ -37,10 +37,7 @@ class Changed:
 
 
 def take_changed(
-    record: Record,
-    placed: Iterable[Placed],
-    puts_back: Callable[[Any], bool],
-    made: dict[int, Any],
+    record: Record, placed: Iterable[Placed], puts_back: Callable[[Any], bool], made: dict[int, Any]
 ) -> list[Changed]:
     """Take out what a traced step has put into lists, queues and sets outside, where these are
     tensors, numbers, texts, nests of them, or objects from outside.

@@ -114,10 +114,7 @@ def all_gather_into_tensor(
 
 
 def all_gather(
-    tensor_list: list[torch.Tensor],
-    tensor: torch.Tensor,
-    group: Any = None,
-    async_op: bool = False,
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
     process_group = _compat.group_or_default(group)
     _check_alike("all_gather", tensor_list, tensor, process_group.size())

@@ -31,10 +31,7 @@ _REFUSED = {
         ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
         _OBJECTS,
     ),
-    **dict.fromkeys(
-        ("send", "recv", "isend", "irecv", "batch_isend_irecv"),
-        _POINT_TO_POINT,
-    ),
+    **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), _POINT_TO_POINT),
     "monitored_barrier": (
         "waits for all ranks on the host",
         "call it outside the step, or leave it out: collectives wait for all ranks",

@@ -65,16 +65,13 @@ def _write_table(table: dict[Any, Any], content: tuple[list[Any], list[Any]]) ->
         kind.__setitem__(table, key, value)
 
 
-def _same_list(now: list[Any], before: list[Any]) -> bool:
-    return list.__len__(now) == len(before) and _identical(list.__iter__(now), before)
+def _same_items(now: list[Any] | deque[Any], before: list[Any]) -> bool:
+    kind: Any = list if isinstance(now, list) else deque
+    return kind.__len__(now) == len(before) and _identical(kind.__iter__(now), before)
 
 
 def _write_list(now: list[Any], content: list[Any]) -> None:
     list.__setitem__(now, slice(None), content)
-
-
-def _same_queue(now: deque[Any], before: list[Any]) -> bool:
-    return deque.__len__(now) == len(before) and _identical(deque.__iter__(now), before)
 
 
 def _write_queue(now: deque[Any], content: list[Any]) -> None:
@@ -222,8 +219,8 @@ def _write_modes(_: Any, content: tuple[Any, ...]) -> None:
 
 
 TABLE = ObjectKind(_read_table, _same_table, _write_table)
-LIST = ObjectKind(list.copy, _same_list, _write_list)
-QUEUE = ObjectKind(list, _same_queue, _write_queue)
+LIST = ObjectKind(list.copy, _same_items, _write_list)
+QUEUE = ObjectKind(list, _same_items, _write_queue)
 SET = ObjectKind(frozenset, _same_set, _write_set)
 CELL = ObjectKind(_read_cell, _same_cell, _write_cell)
 NAMES = ObjectKind(_read_names, _same_names, _write_names)

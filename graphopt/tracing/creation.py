@@ -30,6 +30,7 @@ from graphopt.graph_utils import (
     without_autocast,
     written,
 )
+from graphopt.ir.inplace import uninitialised_like
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import operator_of
 from graphopt.tracing.numbers import ARITHMETIC
@@ -106,9 +107,7 @@ def creation_of(raw: RawTrace) -> Creation | None:
 
 
 def _divided(
-    raw: RawTrace,
-    made: dict[fx.Node, StateResult],
-    constants: list[tuple[StateResult, Any]],
+    raw: RawTrace, made: dict[fx.Node, StateResult], constants: list[tuple[StateResult, Any]]
 ) -> Creation | None:
     position = {node: index for index, node in enumerate(raw.graph_module.graph.nodes)}
     writes = _first_writes(position)
@@ -206,12 +205,7 @@ def _keeps_denormals() -> bool:
 
 
 def _negative_zeros(node: fx.Node) -> torch.Tensor:
-    return empty_like(fake_value(node)).fill_(-0.0)
-
-
-def empty_like(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same kind as a traced one, whose values nobody may read."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return uninitialised_like(fake_value(node)).fill_(-0.0)
 
 
 def _computed(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -220,7 +214,7 @@ def _computed(graph_module: fx.GraphModule, node: fx.Node, values: Mapping[fx.No
 
     def value_of(source: fx.Node) -> Any:
         known = values.get(source)
-        return empty_like(fake_value(source)) if known is None else known
+        return uninitialised_like(fake_value(source)) if known is None else known
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value_of)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]

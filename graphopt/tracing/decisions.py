@@ -27,12 +27,7 @@ from graphopt._compat.sizes import (
     with_sizes,
 )
 from graphopt.errors import CaptureError
-from graphopt.host.assumptions import (
-    Answer,
-    Assumption,
-    ComputedAssumption,
-    ValuesAssumption,
-)
+from graphopt.host.assumptions import Answer, Assumption, ComputedAssumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.host.used import Used, UsedAnywhere
 from graphopt.host.voted import VotedAssumption

@@ -60,11 +60,7 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "take sizes from shapes or Python numbers; pad sequences of several lengths, and mask the"
         " loss, instead of packing them",
     ),
-    (
-        "is not JSON serializable",
-        "it turns into text what is known only when a step runs",
-        _LOG,
-    ),
+    ("is not JSON serializable", "it turns into text what is known only when a step runs", _LOG),
     (
         ".numpy() is not supported",
         "it converts a tensor to numpy",
@@ -79,11 +75,7 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     ),
 )
 
-_SIZES = (
-    "Size-like symbols: u",
-    "unhashable type: non-nested SymInt",
-    "tracked with proxy",
-)
+_SIZES = ("Size-like symbols: u", "unhashable type: non-nested SymInt", "tracked with proxy")
 """Texts of errors about sizes that are known only when a step runs."""
 
 

@@ -50,10 +50,7 @@ from graphopt.ir.views import is_pure_view
 from graphopt.tracing.apart import keep_apart
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.functional_run import RawGraphRunner
-from graphopt.tracing.rewriting import (
-    expanded_write,
-    is_expanded,
-)
+from graphopt.tracing.rewriting import expanded_write, is_expanded
 from graphopt.tracing.tagging import tagged
 from graphopt.tracing.trace import RawTrace
 

@@ -18,11 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import (
-    current_user_line,
-    inside_step,
-    is_library_file,
-)
+from graphopt.tracing.source import current_user_line, inside_step, is_library_file
 
 _WRITING = frozenset("wax+")
 

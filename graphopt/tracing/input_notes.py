@@ -10,12 +10,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.graph_utils import (
-    eliminate_dead_code,
-    get_outputs,
-    is_operator,
-    set_outputs,
-)
+from graphopt.graph_utils import eliminate_dead_code, get_outputs, is_operator, set_outputs
 from graphopt.ir.metadata import HELD, HELD_SOMEWHERE, RETURNED, fake_value, input_kind
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of

@@ -26,13 +26,7 @@ from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.places import OutsidePlace
 
 Kind = Literal[
-    "parameter",
-    "buffer",
-    "optimizer_state",
-    "gradient",
-    "hyperparameter",
-    "user_input",
-    "draw",
+    "parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input", "draw"
 ]
 
 
@@ -96,7 +90,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class StateTensor:
+class _StateEntry:
     """`optimizers[optimizer].state[parameter][key]`, or what stands there for no parameter."""
 
     optimizer: int
@@ -108,6 +102,14 @@ class StateTensor:
         """What stands there now; None where nothing does."""
         state = call.leaves[call.optimizers[self.optimizer]].state
         return optimizer_state.read(state, state_key(self.parameter), self.key)
+
+
+class StateTensor(_StateEntry):
+    """A tensor there."""
+
+
+class StateNumber(_StateEntry):
+    """A Python number there."""
 
 
 def state_key(owner: ModuleTensor | OfNone) -> Any:
@@ -138,21 +140,6 @@ class Hyperparameter:
         """The value of a parameter group in this call."""
         value = call.leaves[call.optimizers[self.optimizer]].param_groups[self.group][self.key]
         return value if self.element is None else value[self.element]
-
-
-@dataclass(frozen=True)
-class StateNumber:
-    """`optimizers[optimizer].state[parameter][key]`, a Python number."""
-
-    optimizer: int
-    parameter: ModuleTensor | OfNone
-    key: str
-    fqn: str
-
-    def read(self, call: Call) -> Any:
-        """The value in the state of an optimizer in this call."""
-        state = call.leaves[call.optimizers[self.optimizer]].state
-        return optimizer_state.read(state, state_key(self.parameter), self.key)
 
 
 @dataclass(frozen=True)

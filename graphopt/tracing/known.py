@@ -19,7 +19,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import without_autocast
 from graphopt.host.assumptions import Assumption
-from graphopt.ir.metadata import known_value
+from graphopt.ir.metadata import known_value, storages_of
 from graphopt.ir.operators import operator_of, written
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing.source import current_user_line
@@ -100,15 +100,15 @@ def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 def history(graph: fx.Graph, wanted: fx.Node) -> list[fx.Node]:
     """What has to run for the value of a node, in order: what it reads, and what has written to
     that before."""
-    needed, memory = {wanted}, _memory(wanted)
+    needed, memory = {wanted}, storages_of(wanted)
     found = []
     for node in reversed(graph.nodes):
-        writes = any(not memory.isdisjoint(_memory(target)) for target in written(node))
+        writes = any(not memory.isdisjoint(storages_of(target)) for target in written(node))
         if (node not in needed and not writes) or isinstance(node.target, Assumption):
             continue
         found.append(node)
         needed.update(node.all_input_nodes)
-        memory.update(*map(_memory, node.all_input_nodes))
+        memory.update(*map(storages_of, node.all_input_nodes))
     return found[::-1]
 
 
@@ -127,11 +127,6 @@ def _is_fraction(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
     return not isinstance(value, (int, torch.SymInt, torch.SymBool))
-
-
-def _memory(node: fx.Node) -> set[Any]:
-    leaves = _compat.tree_leaves(known_value(node))
-    return {_compat.storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _here(value: Any) -> Any:

@@ -19,6 +19,7 @@ from graphopt.tracing import contents
 from graphopt.tracing.call import Call
 from graphopt.tracing.contents import Names, ObjectKind
 from graphopt.tracing.keyed import Keyed, keyed_by_tensors
+from graphopt.tracing.nests import parts
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record
@@ -203,11 +204,8 @@ def drawn_from(effects: OutsideChanges) -> str | None:
 
 def _flat(value: Any) -> Iterator[Any]:
     """The leaves of a nest, which may be deep and contain itself."""
-    pending, seen = [value], set[int]()
-    while pending:
-        value = pending.pop()
-        if not isinstance(value, (list, tuple, frozenset)):
-            yield value
-        elif id(value) not in seen:
-            seen.add(id(value))
-            pending.extend(value)
+    return (each for each in parts(value, _is_nest) if not _is_nest(each))
+
+
+def _is_nest(value: Any) -> bool:
+    return isinstance(value, (list, tuple, frozenset))

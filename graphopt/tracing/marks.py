@@ -19,9 +19,8 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.outside.places import MISSING
 from graphopt.tracing.substitute import Traced
-
-_MISSING: Any = object()
 
 
 class AttributeChange(NamedTuple):
@@ -33,11 +32,6 @@ class AttributeChange(NamedTuple):
     name: str
     before: Any
     after: Any
-
-    @property
-    def described(self) -> tuple[str, Any, Any]:
-        """The name, with the value before and after."""
-        return self.name, self.before, self.after
 
 
 @contextmanager
@@ -87,7 +81,7 @@ class Marks:
                 )
             for key, value in _compat.attributes_changed(stand_in, before).items():
                 name = f"{entry.fqn}.{key}"
-                yield AttributeChange(table, key, name, before.get(key, _MISSING), value)
+                yield AttributeChange(table, key, name, before.get(key, MISSING), value)
 
     def _refuse_what_stays(self) -> None:
         """Refuse hooks that stay, and attributes of arguments."""

@@ -8,13 +8,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.numbers import (
-    ReadBool,
-    TracedFloat,
-    as_read,
-    may_be_of_numpy,
-    record,
-)
+from graphopt.tracing.numbers import ReadBool, TracedFloat, as_read, may_be_of_numpy, record
 
 
 def is_number(value: Any) -> bool:

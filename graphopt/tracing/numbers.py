@@ -9,7 +9,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import torch
 from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
+from graphopt.host.context import while_set
 from graphopt.tracing.number_functions import GIVING_INTEGERS
 from graphopt.tracing.source import current_user_line, is_torch_file
 
@@ -64,20 +65,12 @@ def _quotient(a: Any, b: Any) -> Any:
 
 def forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
     """A method that records an operator of a number and another one."""
-
-    def method(self: TracedFloat, other: Any) -> Any:
-        return record(function, self, other)
-
-    return method
+    return lambda self, other: record(function, self, other)
 
 
 def reflected(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
     """The same with the other one on the left."""
-
-    def method(self: TracedFloat, other: Any) -> Any:
-        return record(function, other, self)
-
-    return method
+    return lambda self, other: record(function, other, self)
 
 
 for _function in ARITHMETIC:
@@ -175,14 +168,9 @@ def current_notes() -> Notes | None:
     return _made.get()
 
 
-@contextmanager
-def noting(made: Notes) -> Iterator[None]:
+def noting(made: Notes) -> AbstractContextManager[None]:
     """While active, `made` is told what the step does with numbers."""
-    token = _made.set(made)
-    try:
-        yield
-    finally:
-        _made.reset(token)
+    return while_set(_made, made)
 
 
 def refusal(reason: str, hint: str) -> CaptureError:

@@ -19,12 +19,7 @@ from graphopt.tracing.guard_values import (
 )
 from graphopt.tracing.snapshot import StateSnapshot, body_of, is_body
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOKS})
 """Attributes of modules that have guards of their own."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType
@@ -71,65 +71,89 @@ def take_placed(
         tables: those that are looked after otherwise.
         made: what each call makes anew, by id; see `told`.
     """
-    others = set(map(id, tables))
-    found, exchanged = [], _exchanged(record)
-    for written in list(record.written_places()):
-        place, before, value = written.place, written.before, written.place.now()
+    places = _Places(record, finder, stand_ins, made, set(map(id, tables)), _exchanged(record))
+    found = [places.taken(written) for written in list(record.written_places())]
+    return [each for each in found if each is not None]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Takes values out of the places to which a step has written. See `take_placed`.
+
+    Attributes:
+        others: tables that are looked after otherwise, by id.
+        exchanged: see `_exchanged`.
+    """
+
+    record: Record
+    finder: Finder
+    stand_ins: Mapping[int, torch.Tensor]
+    made: dict[int, Any]
+    others: Set[int]
+    exchanged: Mapping[int, FollowedPlace]
+
+    def taken(self, written: WrittenPlace) -> Placed | None:
+        """What each call leaves in a place; None where it leaves nothing there by itself."""
+        record, place, before = self.record, written.place, written.before
+        value = place.now()
         refuse_keys({place.key: None} if isinstance(place.key, str) else {})
-        if record.depends_on(place) and not _is_left_alone(written):
-            if note_counted(finder, written.path, place, before, value):
+        alone = _is_left_alone(written)
+        if record.depends_on(place) and not alone:
+            if note_counted(self.finder, written.path, place, before, value):
                 place.write(before)  # the step is traced anew, and not everything is put back
-                continue
+                return None
             if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):
                 record.begins(place, before)
-        if id(place.holder) in others:
-            continue
-        if isinstance(place.key, weakref.ref):  # of a weak dictionary, which is not put back
-            kept = before is MISSING and isinstance(value, FunctionType)  # as singledispatch does
-            if kept or same(before, value):
-                _leave(record, written, value)
-                continue
-            place.write(before)
-            record.unrepeated.refuse(written.path, written.line)
-            continue
-        if _is_left_alone(written):
-            if not (_compat.is_fake(written.owner) or same(before, value)):
-                place.write(before)
-                record.unrepeated.refuse(written.path, written.line)
-            continue
+        if id(place.holder) in self.others:
+            return None
+        weak = isinstance(place.key, weakref.ref)
+        if weak or alone:
+            self._refuse(written, value, weak)
+            return None
         if value is before and type(value) in MUTABLE and record.depends_on(place):
-            continue  # which has been changed in place
-        in_place = isinstance(before, torch.Tensor) and value is _stand_in(
-            before, stand_ins, finder
-        )
-        left = value if in_place else _left_by_each_call(record, written, value, made)
-        if left is None:
-            if holds_later(value):
-                place.write(before)
-            else:
-                _leave(record, written, value)
-            continue
+            return None  # which has been changed in place
+        in_place = isinstance(before, torch.Tensor) and value is self._stand_in(before)
+        left = value if in_place else _left_by_each_call(record, written, value, self.made)
+        if left is None and not holds_later(value):
+            _leave(record, written, value)
+            return None
         place.write(before)
-        if in_place:
-            continue
-        within = exchanged.get(id(place.holder))
-        carried = isinstance(before, (torch.Tensor, tuple))  # perhaps, as an input of the graph
+        return None if left is None or in_place else self._placed(written, left)
+
+    def _refuse(self, written: WrittenPlace, value: Any, weak: bool) -> None:
+        """A value in a place that is not put back: of a weak dictionary (`functools.singledispatch`
+        has one), of a stand-in, or of an object that other threads work with."""
+        record, before = self.record, written.before
+        kept = isinstance(value, FunctionType) and before is MISSING if weak else False
+        if kept or same(before, value) or (not weak and _compat.is_fake(written.owner)):
+            if weak:
+                _leave(record, written, value)
+            return
+        written.place.write(before)
+        record.unrepeated.refuse(written.path, written.line)
+
+    def _placed(self, written: WrittenPlace, left: Any) -> Placed:
+        record, place = self.record, written.place
+        within = self.exchanged.get(id(place.holder))
+        carried = isinstance(written.before, (torch.Tensor, tuple))  # perhaps, as an input
         if within is None and not carried and not record.depends_on(place):
             within = found_again(record, place.holder)
         if within is None:
             for each in (place.holder, written.owner, record.owner(place.holder)):
                 record.pin(each)
-        if within is None and _is_found(record, written):
-            finder.carries(written.path, place)
-        found.append(Placed(place, left, within))
-    return found
+            if _is_found(record, written):
+                self.finder.carries(written.path, place)
+        return Placed(place, left, within)
+
+    def _stand_in(self, tensor: torch.Tensor) -> Any:
+        return self.stand_ins.get(id(tensor), self.finder.stand_in_of(tensor))
 
 
 def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
     """The capture alone leaves a value in a place, where it has to be when a call begins."""
     if same(written.before, value):
         record.holds(written.place, value, written.path, written.line)
-    elif not _is_traced(value, numbers=True):
+    elif not _is_traced(value):
         record.unrepeated.add(written.path, written.line)
 
 
@@ -142,12 +166,10 @@ def found_again(record: Record, container: Any) -> FollowedPlace | None:
     """
     if type(container) not in _CONTAINERS or record.is_pinned(container):
         return None
-    places = {place.identity: place for place in record.places_of(container)}
-    if len(places) != 1 or record.is_asked(container):
+    place = _only_place(record, container)
+    if place is None or place.kind not in ("item", "cell") or record.is_asked(container):
         return None
-    ((identity, place),) = places.items()
-    written = any(each.place.identity == identity for each in record.written_places())
-    if written or place.kind not in ("item", "cell"):
+    if any(each.place.identity == place.identity for each in record.written_places()):
         return None
     within = found_again(record, place.holder)
     if within is None:
@@ -162,7 +184,7 @@ def _exchanged(record: Record) -> dict[int, FollowedPlace]:
     found = {}
     for written in record.written_places():
         before = written.before
-        new = _is_new(record, written) or _is_traced(written.place.now(), numbers=True)
+        new = _is_new(record, written) or _is_traced(written.place.now())
         if type(before) in _CONTAINERS and new and is_at(record, before, written.place):
             found[id(before)] = FollowedPlace(written.place)
     return found
@@ -170,9 +192,15 @@ def _exchanged(record: Record) -> dict[int, FollowedPlace]:
 
 def is_at(record: Record, value: Any, place: OutsidePlace) -> bool:
     """Whether a step has got to an object by one place alone, and goes by what is in it."""
-    places = record.places_of(value)
-    alone = bool(places) and all(each.identity == place.identity for each in places)
-    return alone and not record.is_gone_into(value)
+    only = _only_place(record, value)
+    found = only is not None and only.identity == place.identity
+    return found and not record.is_gone_into(value)
+
+
+def _only_place(record: Record, value: Any) -> OutsidePlace | None:
+    """The place by which alone a step has got to an object; None where there is none, or others."""
+    places = {place.identity: place for place in record.places_of(value)}
+    return next(iter(places.values())) if len(places) == 1 else None
 
 
 _CONTAINERS = (dict, list, deque)
@@ -231,10 +259,10 @@ def _left_by_each_call(
             f"it deletes {written.path}, in which it counts",
             hint="give it another value, or delete it outside the step",
         )
-    if _is_traced(value, numbers=True):
+    if _is_traced(value):
         alone = not isinstance(written.before, torch.Tensor)
         follows = (place.is_written if alone else place.may_carry) or not reads
-        follows = follows or _is_traced(value, numbers=True, tensors=False)
+        follows = follows or _is_traced(value, tensors=False)
         begins = is_number_later(value) and (written.before is None or written.before is MISSING)
         if reads and holds_later(value) and not (record.is_input(place) or begins):
             record.refused = record.refused or CaptureError(
@@ -274,9 +302,9 @@ def _stand_in(tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: F
     return known.get(id(tensor), finder.stand_in_of(tensor))
 
 
-def _is_traced(value: Any, numbers: bool = False, tensors: bool = True) -> bool:
-    """Whether a value is, or contains, what is traced, and nothing that is not among the kinds
-    allowed. A nest that contains itself cannot be made anew, and is left to be refused."""
+def _is_traced(value: Any, tensors: bool = True) -> bool:
+    """Whether a value is, or contains, what is traced, and no tensors where these are not allowed.
+    A nest that contains itself cannot be made anew, and is left to be refused."""
     leaves, pending = [], [(value, frozenset[int]())]
     while pending:
         each, within = pending.pop()
@@ -290,8 +318,7 @@ def _is_traced(value: Any, numbers: bool = False, tensors: bool = True) -> bool:
     of_numbers = any(
         isinstance(leaf, SYMBOLIC) or is_scheduled(leaf) or is_later(leaf) for leaf in leaves
     )
-    of_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    if (of_numbers and not numbers) or (of_tensors and not tensors):
+    if not tensors and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return False
     return of_numbers or any(map(_compat.is_fake, leaves))
 

@@ -137,7 +137,7 @@ class _ReachableSearch:
 
     def _visit_globals(self, function: FunctionType) -> Iterator[Found]:
         """What a function names in its module, and in modules of the user's that it names."""
-        names = tuple(dict.fromkeys(_names(function.__code__)))
+        names = tuple(dict.fromkeys(names_in(function.__code__)))
         spaces = [function.__globals__]
         for value in map(function.__globals__.get, names):
             if isinstance(value, ModuleType) and _is_users(getattr(value, "__file__", None)):
@@ -283,12 +283,12 @@ def _held_by(value: Any) -> list[object]:
     return [value.__self__] if isinstance(value.__self__, random.Random) else []
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """Names that a function may read from its module, those of functions inside it as well."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _is_entered(kind: type) -> bool:

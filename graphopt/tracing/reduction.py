@@ -16,8 +16,11 @@ import torch
 from torch import nn
 
 from graphopt.errors import CaptureError, GraphOptError
+from graphopt.parallel import OverRanks
 from graphopt.parallel.data_parallel import put_received
 from graphopt.parallel.markers import Group, reduce_gradient, sync_buffers
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.tagging import Tagger
 
 
@@ -42,6 +45,23 @@ class AgreedOrder:
     names: tuple[str, ...]
     used: frozenset[str]
     anywhere: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class MarkedCommunication:
+    """What is marked in a trace, for a kind of parallelism to expand.
+
+    Attributes:
+        parallel: the kind.
+        group: ranks that share gradients and buffers.
+        agreed: what the ranks average in this call; None before they have agreed.
+        accumulated: whether gradients of earlier calls alone are averaged as well.
+    """
+
+    parallel: OverRanks
+    group: Group
+    agreed: AgreedOrder | None
+    accumulated: bool = True
 
 
 @dataclass
@@ -183,3 +203,12 @@ def mark_buffers(module: nn.Module, group: Group) -> None:
         return
     given = list(buffers.values())
     put_received(given, sync_buffers(given, list(buffers), group))
+
+
+def roots_of_parameters(call: Call, inputs: Inputs) -> dict[str, int]:
+    """By the name of each parameter, the number of the module that it belongs to; -1: none."""
+    roots: dict[int, int] = {}
+    for number, (_, root) in enumerate(call.named_roots()):
+        for parameter in root.parameters():
+            roots.setdefault(id(parameter), number)
+    return {e.fqn: roots.get(id(e.tensor), -1) for e in inputs.parameters}

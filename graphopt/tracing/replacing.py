@@ -2,13 +2,15 @@
 
 Eager code goes on with a new object, and whoever has the old one keeps it. In the graph this is an
 update of the parameter, which is the same as long as nobody sees the difference: no optimizer holds
-the old one, the step does not reach it elsewhere, and nothing shares the memory of the new one.
+the old one, the step does not reach it elsewhere, and nothing shares the memory of the new one. A
+buffer that is replaced by a tensor of the same kind is updated as well.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -23,7 +25,7 @@ from graphopt.tracing.substitute import Traced
 
 
 class Replacing:
-    """Takes new parameters for updates of the old ones.
+    """Takes new parameters and buffers for updates of the old ones.
 
     Args:
         alone: no other rank runs the same step.
@@ -32,7 +34,8 @@ class Replacing:
     def __init__(
         self, call: Call, inputs: Inputs, traced: Traced, record: Record, alone: bool
     ) -> None:
-        self._call, self._record, self._alone = call, record, alone
+        self._call, self._inputs, self._traced = call, inputs, traced
+        self._record, self._alone = record, alone
         self._shared = {
             id(member)
             for holder in inputs.placeholders
@@ -41,7 +44,32 @@ class Replacing:
         }
         self._storages = {_compat.storage_key(tensor) for tensor in traced.by_id.values()}
 
-    def update(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
+    def finish(self) -> None:
+        """Put the old ones back, and update them.
+
+        Raises:
+            CaptureError: a new one is no update of the old one.
+        """
+        for entry in self._inputs.module_tensors:
+            stand_in = self._traced.by_id[id(entry.tensor)]
+            values = [owner.get(key) for owner, key in entry.slots]
+            if any(value is not values[0] for value in values) and entry.kind != "parameter":
+                raise CaptureError(
+                    f"it replaces {entry.fqn} in one of the places where it stands, and not in"
+                    " others",
+                    hint="update it in place (copy_), or give each place a tensor of its own"
+                    " (clone())",
+                )
+            for (owner, key), value in zip(entry.slots, values, strict=True):
+                if value is stand_in or entry.rebindable:
+                    continue
+                if entry.kind == "parameter":
+                    self._update_parameter(entry, stand_in, value)
+                else:
+                    _update_buffer(entry, stand_in, value)
+                owner[key] = stand_in
+
+    def _update_parameter(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
         """Let `old`, which stands for a parameter, be what `new` is, its gradient included.
 
         Raises:
@@ -82,11 +110,25 @@ class Replacing:
         return given or any(read.value is tensor for read in self._record.reads.values())
 
 
+def _update_buffer(entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
+    if not isinstance(new, torch.Tensor) or _kind(new) != _kind(old):
+        raise CaptureError(
+            f"it replaces {entry.fqn} by another object",
+            hint="update it in place (copy_), with the same shape and dtype",
+        )
+    with torch.no_grad():
+        old.copy_(new)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
     if new.grad_fn is not None or new.layout is not torch.strided:
         return False
     ours, theirs = (
-        (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, isinstance(t, torch.nn.Parameter))
+        (*_kind(t), t.stride(), t.requires_grad, isinstance(t, torch.nn.Parameter))
         for t in (old, new)
     )
     return ours == theirs

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from graphopt.host.context import while_set
 from graphopt.tracing.numbers import refusal
 
 
@@ -46,11 +47,6 @@ def current_trace() -> Trace:
     return found
 
 
-@contextmanager
-def values_of(trace: Trace) -> Iterator[None]:
+def values_of(trace: Trace) -> AbstractContextManager[None]:
     """While active, values belong to a trace."""
-    token = _current.set(trace)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return while_set(_current, trace)

@@ -19,7 +19,6 @@ from graphopt.ir.source import SourceLine
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _GRAPHOPT = str(Path(__file__).resolve().parent.parent) + "/"
 _STEP_RUN = _GRAPHOPT + "tracing/step_run.py"
-_AROUND_OPTIMIZERS = "noticed"  # the step calls it in place of `optimizer.step`
 _FORWARD_CODE = _compat.module_call_code()
 
 
@@ -111,8 +110,7 @@ def inside_step(frame: types.FrameType | None) -> SourceLine | None:
 
 def is_around_step(frame: types.FrameType) -> bool:
     """Whether a frame belongs to the code that traces a step."""
-    code = frame.f_code
-    return code.co_filename == _STEP_RUN and code.co_name != _AROUND_OPTIMIZERS
+    return frame.f_code.co_filename == _STEP_RUN
 
 
 def user_line_of(error: BaseException) -> SourceLine | None:

@@ -22,17 +22,17 @@ from torch import fx
 from graphopt._compat.late import set_gradient
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import get_output
+from graphopt.ir.inplace import uninitialised_like
 from graphopt.ir.metadata import fake_value
 from graphopt.tracing.call import Call
 from graphopt.tracing.collecting import collect
-from graphopt.tracing.creation import Creation, creation_of, empty_like
+from graphopt.tracing.creation import Creation, creation_of
 from graphopt.tracing.first_call import repeats_but_creation
 from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import entries_at, has, write
-from graphopt.tracing.reduction import UnagreedParameterError
+from graphopt.tracing.reduction import MarkedCommunication, UnagreedParameterError
 from graphopt.tracing.signature import Computed, Constant
-from graphopt.tracing.step_run import MarkedCommunication
 from graphopt.tracing.trace import RawTrace, trace
 
 _MISSING: Any = object()
@@ -78,7 +78,7 @@ class NewState:
         try:
             self.put()
             for parameter, like in self.gradients:
-                set_gradient(parameter, empty_like(like))
+                set_gradient(parameter, uninitialised_like(like))
             yield
         finally:
             for parameter, _ in self.gradients:

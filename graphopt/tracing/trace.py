@@ -36,9 +36,10 @@ from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import refuse_unrepeated
+from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.sparse import refuse_counts
-from graphopt.tracing.step_run import MarkedCommunication, StepRun
+from graphopt.tracing.step_run import StepRun
 from graphopt.tracing.substitute import GeneratorStates, preserved
 
 

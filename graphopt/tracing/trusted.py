@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.ir.operators import fused_optimizer
+from graphopt.ir.operators import arguments_by_name, fused_optimizer
 
 aten = torch.ops.aten
 
@@ -25,20 +25,15 @@ def check(func: Any, args: Any, kwargs: Any) -> None:
             backward of a normalization or of a logarithmic softmax.
     """
     if fused_optimizer(func) is not None:
-        _check_entries(func, _by_name(func, args, kwargs))
+        _check_entries(func, arguments_by_name(func, args, kwargs))
         return
     rule = _BACKWARDS.get(func)
     if rule is None:
         return
-    given = _by_name(func, args, kwargs)
+    given = arguments_by_name(func, args, kwargs)
     tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
     if not any(map(_compat.has_symbolic_shape, tensors)):
         rule(func, given)
-
-
-def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    names = [argument.name for argument in _compat.schema_of(func).arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _check_entries(func: Any, given: Mapping[str, Any]) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import fx
 
 from graphopt import _compat
 from graphopt._compat.remembering import written_as_it_is
 from graphopt.graph_utils import is_operator, written
-from graphopt.ir.metadata import known_value
+from graphopt.ir.metadata import storages_of
 from graphopt.tracing import statistics
 
 
@@ -27,7 +25,7 @@ class Untouched:
         self._written: set[int] = set()
         for node in graph.nodes:
             for target in _perhaps_written(node):
-                self._written |= _storages(target)
+                self._written |= storages_of(target)
 
     def stays(self, node: fx.Node) -> bool:
         """Whether functionalization would call the operator of a node as it is."""
@@ -38,7 +36,7 @@ class Untouched:
         if any(source.op == "get_attr" for source in node.all_input_nodes):
             return False
         view: bool = node.target.is_view  # type: ignore[union-attr]
-        return not view or self._written.isdisjoint(_storages(node))
+        return not view or self._written.isdisjoint(storages_of(node))
 
 
 _BY_HAND = ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward")
@@ -54,8 +52,3 @@ def _perhaps_written(node: fx.Node) -> Sequence[fx.Node]:
         return written(node)
     as_it_is = written_as_it_is(node.target) and node.target not in statistics.KERNELS
     return () if as_it_is else node.all_input_nodes
-
-
-def _storages(node: fx.Node) -> set[int]:
-    leaves: list[Any] = _compat.tree_leaves(known_value(node))
-    return {_compat.storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}

@@ -15,22 +15,10 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in
-from graphopt.verify.arrangements import (
-    beside,
-    columns,
-    permutation_of,
-    permuted,
-)
+from graphopt.verify.arrangements import beside, columns, permutation_of, permuted
 from graphopt.verify.casts import converted, fill
 from graphopt.verify.elementwise import BY_ELEMENT, Arguments, elementwise, is_static
-from graphopt.verify.terms import (
-    ScalarValue,
-    Segment,
-    TensorValue,
-    Terms,
-    elements,
-    tensor_value,
-)
+from graphopt.verify.terms import ScalarValue, Segment, TensorValue, Terms, elements, tensor_value
 
 Apply = Callable[[Terms, Any, Arguments, Any], Any]
 """(terms, operator, arguments by name, fake result) -> values, or None outside the condition."""

@@ -85,10 +85,7 @@ def check_graph(
     True
     """
     report = SpecReport()
-    for problems in (
-        _placeholders(graph, inputs),
-        _output_convention(graph),
-    ):
+    for problems in (_placeholders(graph, inputs), _output_convention(graph)):
         report.problems += problems
     if report.ok:
         for problems in (_nodes(graph), _mutation(graph), _collectives(graph)):

@@ -9,14 +9,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.verify.arrangements import arranged_alike
-from graphopt.verify.terms import (
-    Segment,
-    TensorValue,
-    Terms,
-    canonical,
-    elements_of,
-    tensor_value,
-)
+from graphopt.verify.terms import Segment, TensorValue, Terms, canonical, elements_of, tensor_value
 
 Arguments = dict[str, Any]
 """Arguments of a call by name."""

@@ -17,14 +17,7 @@ import torch
 
 from graphopt.verify.arrangements import Row, arranged_alike, rows_of
 from graphopt.verify.elementwise import ComputedElement, each, reduced
-from graphopt.verify.terms import (
-    Segment,
-    TensorValue,
-    Terms,
-    elements,
-    elements_of,
-    tensor_value,
-)
+from graphopt.verify.terms import Segment, TensorValue, Terms, elements, elements_of, tensor_value
 
 SCATTERS = "reduce_scatter_tensor"
 GATHERS = "all_gather_into_tensor"

@@ -13,13 +13,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt._compat import cuda
-from graphopt.graph_utils import (
-    is_collective,
-    is_operator,
-    is_pointwise,
-    tensors_in,
-    written,
-)
+from graphopt.graph_utils import is_collective, is_operator, is_pointwise, tensors_in, written
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, fused_optimizer, is_item
 from graphopt.lowering.lowerable import has_mask, takes_indices

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from graphopt._compat import cuda
 from graphopt.errors import LoweringError
+from graphopt.ir.inplace import uninitialised_like
 from graphopt.lowering.compiler import Kind, kind_of
 from graphopt.lowering.cudagraphs.pieces import Way
 from graphopt.lowering.cudagraphs.recorder import DeviceRecording, Recorder
@@ -139,7 +140,7 @@ class PieceInputs:
         elif _overlaps(value):
             raise LoweringError(f"elements of %{self._inputs[index].name} share memory")
         else:
-            buffer = same_layout(value)
+            buffer = uninitialised_like(value)
         self._buffers[index] = buffer
         return buffer
 
@@ -149,16 +150,11 @@ class PieceInputs:
             raise LoweringError(f"%{name} is on {value.device}, not on {self._device}")
 
 
-def same_layout(value: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the shape, strides, dtype and device of another."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
 def copy_of(value: Any) -> Any:
     """A copy of a tensor, in storage of its own; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    copied = same_layout(value)
+    copied = uninitialised_like(value)
     _copy_into(copied, value)
     return copied
 

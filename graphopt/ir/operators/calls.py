@@ -34,6 +34,12 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
+def arguments_by_name(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of an operator by the names that they have in its schema."""
+    names = [argument.name for argument in _compat.schema_of(target).arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def argument_at(node: fx.Node, index: int) -> Any:
     """The argument that a schema has at a position, given by position or by name."""
     if index < len(node.args):

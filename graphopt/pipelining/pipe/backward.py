@@ -112,10 +112,7 @@ def _insert_cuts(call: fx.Node) -> list[fx.Node]:
 
 
 def _insert_stage_backward(
-    graph: fx.Graph,
-    call: fx.Node,
-    cuts: list[fx.Node],
-    gradients: dict[fx.Node, fx.Node | None],
+    graph: fx.Graph, call: fx.Node, cuts: list[fx.Node], gradients: dict[fx.Node, fx.Node | None]
 ) -> None:
     """Add the backward of one stage, and to `gradients` those of what it received."""
     outputs = list(results(call).values())

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -109,12 +108,7 @@ class Annotation:
     def __enter__(self) -> Annotation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.undo()
 
 

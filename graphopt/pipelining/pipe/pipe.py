@@ -177,10 +177,7 @@ class Pipe(nn.Module):
         return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward, self)
 
     def build_stage(
-        self,
-        stage_index: int,
-        device: torch.device | str,
-        group: dist.ProcessGroup | None = None,
+        self, stage_index: int, device: torch.device | str, group: dist.ProcessGroup | None = None
     ) -> Stage:
         """One stage as schedules of `torch.distributed.pipelining` run it.
 

@@ -35,10 +35,7 @@ def common_layouts(
 
 
 def laid_out(
-    gradient: torch.Tensor | None,
-    like: torch.Tensor,
-    stride: tuple[int, ...],
-    device: torch.device,
+    gradient: torch.Tensor | None, like: torch.Tensor, stride: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
     """A gradient with the strides that a graph was captured with; zeros where there is none.
 

@@ -30,10 +30,7 @@ class StageGraph(IterGraphModule):
     """
 
     def __init__(
-        self,
-        graph_module: fx.GraphModule,
-        positions: Iterable[int],
-        shared: Collection[int] = (),
+        self, graph_module: fx.GraphModule, positions: Iterable[int], shared: Collection[int] = ()
     ) -> None:
         super().__init__(graph_module)
         self.positions = tuple(positions)

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from graphopt._compat.frames import NULL, Operands
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.accesses import OutsideAccess
 
 Substitute = Callable[[Any, Sequence[Any]], "Callable[..., Any] | None"]
@@ -29,36 +31,46 @@ _PLAIN = ("CALL_FUNCTION", "CALL_FUNCTION_KW")
 """Calls that are never of a method."""
 
 
-def never(callee: Any, args: Sequence[Any]) -> None:
-    """Everything is called itself."""
+class Instruction(Operands):
+    """An instruction that is about to be executed, with its operands.
 
+    Attributes:
+        frame, line: where it stands.
+        step: what it does.
+    """
 
-def place_of_callee(step: OutsideAccess, operands: Operands) -> int:
-    """Where the callee is on the stack."""
-    top = step.argument + int(step.instruction in NAMED_CALLS)
-    if step.instruction in _PLAIN:
-        return top + 1
-    if sys.version_info >= (3, 13):
-        return top + 2
-    return top + 1 if operands.top(top + 2) is NULL else top + 2
+    __slots__ = ("frame", "line", "step")
 
+    def __init__(self, frame: FrameType, step: OutsideAccess) -> None:
+        super().__init__(frame, step.offset)
+        self.frame, self.step = frame, step
+        self.line = SourceLine(self.code.co_filename, frame.f_lineno, self.code.co_name)
 
-def called_with(step: OutsideAccess, operands: Operands) -> tuple[Any, list[Any]]:
-    """The callee and its arguments, the object of a method first."""
-    count = step.argument
-    top = int(step.instruction in NAMED_CALLS)
-    args = [operands.top(top + place) for place in range(count, 0, -1)]
-    first, second = operands.top(top + count + 1), NULL
-    if step.instruction not in _PLAIN:
-        second = operands.top(top + count + 2)
-    if sys.version_info >= (3, 13):
-        return second, (args if first is NULL else [first, *args])
-    return (first, args) if second is NULL else (second, [first, *args])
+    def place_of_callee(self) -> int:
+        """Where the callee is on the stack."""
+        step = self.step
+        top = step.argument + int(step.instruction in NAMED_CALLS)
+        if step.instruction in _PLAIN:
+            return top + 1
+        if sys.version_info >= (3, 13):
+            return top + 2
+        return top + 1 if self.top(top + 2) is NULL else top + 2
 
+    def called_with(self) -> tuple[Any, list[Any]]:
+        """The callee and its arguments, the object of a method first."""
+        count, instruction = self.step.argument, self.step.instruction
+        top = int(instruction in NAMED_CALLS)
+        args = [self.top(top + place) for place in range(count, 0, -1)]
+        first, second = self.top(top + count + 1), NULL
+        if instruction not in _PLAIN:
+            second = self.top(top + count + 2)
+        if sys.version_info >= (3, 13):
+            return second, (args if first is NULL else [first, *args])
+        return (first, args) if second is NULL else (second, [first, *args])
 
-def expanded_call(step: OutsideAccess, operands: Operands) -> tuple[int, Any, list[Any]]:
-    """`function(*args, **keywords)`: where the callee is on the stack, `args`, and the values of
-    `keywords`."""
-    keywords = step.argument & 1
-    place = 2 + keywords + int(sys.version_info >= (3, 13))
-    return place, operands.top(1 + keywords), list(operands.top(1).values()) if keywords else []
+    def expanded_call(self) -> tuple[int, Any, list[Any]]:
+        """`function(*args, **keywords)`: where the callee is on the stack, `args`, and the values
+        of `keywords`."""
+        keywords = self.step.argument & 1
+        place = 2 + keywords + int(sys.version_info >= (3, 13))
+        return place, self.top(1 + keywords), list(self.top(1).values()) if keywords else []

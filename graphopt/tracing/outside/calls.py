@@ -26,6 +26,7 @@ from graphopt.tracing.outside.attributes import (
     read_function,
     read_method,
 )
+from graphopt.tracing.outside.context_variables import ContextVariables
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import (
     OutsidePlace,
@@ -71,7 +72,7 @@ class NativeCalls:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._variables: dict[contextvars.ContextVar[Any], _Variable] = {}
+        self._variables = ContextVariables(record)
 
     def call(
         self, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
@@ -186,7 +187,7 @@ class NativeCalls:
             return
         path = record.path(bound, type(bound).__name__)
         if isinstance(bound, contextvars.ContextVar):
-            self._context_variable(name, bound, args, path, line)
+            self._variables.method(name, bound, args, path, line)
         elif name == "__next__":
             self._advance(bound, line)
         elif name in _PICKLING:
@@ -249,24 +250,6 @@ class NativeCalls:
                 record.unrepeated.add(record.path(bound, type(bound).__name__), line)
             elif native.is_iterator(value) and record.is_outside(value):
                 self._advance(value, line)
-
-    def _context_variable(
-        self,
-        name: str,
-        variable: contextvars.ContextVar[Any],
-        args: Sequence[Any],
-        path: str,
-        line: SourceLine,
-    ) -> None:
-        held = self._variables.setdefault(variable, _Variable(variable))
-        if name == "set":
-            held.own = True
-            self._record.unrepeated.variables[variable] = path, line
-        elif name == "reset" and args and held.is_original(args[0]):
-            held.own = False
-            self._record.unrepeated.variables.pop(variable, None)
-        elif name == "get" and not held.own:
-            self._record.read(OutsidePlace("attribute", held, "value"), f"{path}.get()", line)
 
     def contains(self, container: Any, key: Any, line: SourceLine) -> None:
         """The step asks whether a container has a key."""
@@ -397,27 +380,6 @@ def _changes(value: Any) -> bool:
     """Whether a value is a method of a container that changes it."""
     named = isinstance(value, types.BuiltinMethodType)
     return named and value.__name__ in _ADDING | _CHANGING
-
-
-class _Variable:
-    """The value of a context variable, as an attribute. Kept by guards: no weak reference fits.
-
-    Attributes:
-        own: the step has set it, and not yet put back what was there.
-    """
-
-    __slots__ = ("_before", "_variable", "own")
-
-    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
-        self._variable, self._before, self.own = variable, variable.get(None), False
-
-    @property
-    def value(self) -> Any:
-        return self._variable.get(None)
-
-    def is_original(self, token: contextvars.Token[Any]) -> bool:
-        """Whether `reset(token)` puts back what was there before the step."""
-        return token.old_value is contextvars.Token.MISSING or token.old_value is self._before
 
 
 def _is_traced_number(value: Any) -> bool:

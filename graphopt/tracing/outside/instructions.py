@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import CellType, FrameType
 from typing import Any
 
-from graphopt._compat.frames import NULL, Operands
+from graphopt._compat.frames import NULL
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import any_known, plain
@@ -23,13 +23,7 @@ from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
-from graphopt.tracing.outside.callees import (
-    Substitute,
-    called_with,
-    expanded_call,
-    never,
-    place_of_callee,
-)
+from graphopt.tracing.outside.callees import Instruction, Substitute
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.later_operands import Gives, LaterOperands
 from graphopt.tracing.outside.native import is_large_array, set_by_c
@@ -49,26 +43,24 @@ _METHODS = {"+=": "__iadd__", "|=": "__ior__", "-=": "difference_update"}
 class Instructions(LaterOperands):
     """Follows the instructions of observed functions into a record."""
 
-    def __init__(self, record: Record, substitute: Substitute = never) -> None:
+    def __init__(self, record: Record, substitute: Substitute) -> None:
         self._record = record
         self._substitute = substitute
         self._calls = NativeCalls(record)
 
     def before(self, frame: FrameType, step: OutsideAccess) -> None:
         """`frame` is about to execute an instruction."""
-        operands = Operands(frame, step.offset)
-        code = frame.f_code
-        line = SourceLine(code.co_filename, frame.f_lineno, code.co_name)
-        handler: Callable[..., None] = getattr(self, step.handler)
+        handler: Callable[[Instruction], None] = getattr(self, step.handler)
+        at = Instruction(frame, step)
         record = self._record
         if step.feeding is None:
-            handler(frame, step, operands, line)
+            handler(at)
             if step.counting:
                 record.read_loaded((id(frame), step.offset))
             return
         record.pending = []
         try:
-            handler(frame, step, operands, line)
+            handler(at)
         finally:
             pending, record.pending = record.pending, None
         for each in pending[:-1]:
@@ -97,144 +89,118 @@ class Instructions(LaterOperands):
                     self._calls.store_item(counter, key, line, counting=True)
 
     def _stored(
-        self,
-        frame: FrameType,
-        step: OutsideAccess,
-        place: OutsidePlace | None,
-        owner: Any,
-        line: SourceLine,
-        path: str | None = None,
+        self, at: Instruction, place: OutsidePlace | None, owner: Any, path: str | None = None
     ) -> None:
         """A store: of a value made from what was at the same place, or of another."""
-        self._calls.store(place, owner, line, self._counts_in(frame, step, place), path)
+        self._calls.store(place, owner, at.line, self._counts_in(at, place), path)
 
-    def _counts_in(self, frame: FrameType, step: OutsideAccess, place: OutsidePlace | None) -> bool:
+    def _counts_in(self, at: Instruction, place: OutsidePlace | None) -> bool:
         """Whether what is stored in `place` is made of what is there; all else that it is made of
         is read."""
-        return self._record.read_loaded((id(frame), step.offset), place)
+        return self._record.read_loaded((id(at.frame), at.step.offset), place)
 
     # ------------------------------------------------------------------ names
 
-    def _global(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        names, known = frame.f_globals, vars(builtins)
-        if step.name in names or step.name not in known:
-            self._record.read(OutsidePlace("item", names, step.name), step.name, line)
+    def _global(self, at: Instruction) -> None:
+        names, known = at.frame.f_globals, vars(builtins)
+        if at.step.name in names or at.step.name not in known:
+            self._record.read(OutsidePlace("item", names, at.step.name), at.step.name, at.line)
             return
-        self._record.read(OutsidePlace("has", names, step.name), f"{step.name} in globals", line)
-        self._record.read(OutsidePlace("item", known, step.name), step.name, line)
+        self._record.read(
+            OutsidePlace("has", names, at.step.name), f"{at.step.name} in globals", at.line
+        )
+        self._record.read(OutsidePlace("item", known, at.step.name), at.step.name, at.line)
 
-    def _name(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        if step.name not in frame.f_locals:
-            self._global(frame, step, operands, line)
+    def _name(self, at: Instruction) -> None:
+        if at.step.name not in at.frame.f_locals:
+            self._global(at)
 
-    def _cell(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        cell = operands.variable(step.argument)
+    def _cell(self, at: Instruction) -> None:
+        cell = at.variable(at.step.argument)
         if isinstance(cell, CellType) and self._record.is_outside(cell):
-            self._record.read(OutsidePlace("cell", cell), step.name, line)
+            self._record.read(OutsidePlace("cell", cell), at.step.name, at.line)
 
-    def _set_global(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        names = frame.f_globals
-        self._stored(frame, step, OutsidePlace("item", names, step.name), names, line, step.name)
+    def _set_global(self, at: Instruction) -> None:
+        names = at.frame.f_globals
+        self._stored(at, OutsidePlace("item", names, at.step.name), names, at.step.name)
 
-    def _set_cell(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        cell = operands.variable(step.argument)
+    def _set_cell(self, at: Instruction) -> None:
+        cell = at.variable(at.step.argument)
         if isinstance(cell, CellType):
-            self._stored(frame, step, OutsidePlace("cell", cell), cell, line, step.name)
+            self._stored(at, OutsidePlace("cell", cell), cell, at.step.name)
 
     # ------------------------------------------------------------------ attributes
 
-    def _attribute(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        value = operands.top(1)
-        if type(value) is deque and step.name == "maxlen":  # which nothing changes
+    def _attribute(self, at: Instruction) -> None:
+        value = at.top(1)
+        if type(value) is deque and at.step.name == "maxlen":  # which nothing changes
             self._record.pin(value)
             return
-        path = f"{self._record.path(value, _called(frame, value))}.{step.name}"
-        read_attribute(self._record, value, step.name, path, line)
+        path = f"{self._path(at.frame, value)}.{at.step.name}"
+        read_attribute(self._record, value, at.step.name, path, at.line)
 
-    def _super(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        value = super(operands.top(2), operands.top(1))
-        read_attribute(self._record, value, step.name, f"super().{step.name}", line)
+    def _super(self, at: Instruction) -> None:
+        value = super(at.top(2), at.top(1))
+        read_attribute(self._record, value, at.step.name, f"super().{at.step.name}", at.line)
 
-    def _set_attribute(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        owner = operands.top(1)
-        self._stored(frame, step, attribute_place(owner, step.name), owner, line)
+    def _set_attribute(self, at: Instruction) -> None:
+        owner = at.top(1)
+        self._stored(at, attribute_place(owner, at.step.name), owner)
 
-    def _import(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        self._record.read(OutsidePlace("item", sys.modules, step.name), step.name, line)
+    def _import(self, at: Instruction) -> None:
+        self._record.read(OutsidePlace("item", sys.modules, at.step.name), at.step.name, at.line)
 
     # ------------------------------------------------------------------ containers
 
-    def _item(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        record, key = self._record, operands.top(1)
-        container = record.viewed(operands.top(2))
+    def _item(self, at: Instruction) -> None:
+        record, key = self._record, at.top(1)
+        container = record.viewed(at.top(2))
         other = self._substitute(operator.getitem, (container, key)) if any_known((key,)) else None
         laters = record.laters
         if other is not None and laters is not None and laters.arrays.is_array(container):
             record.contents_read.add(id(container))
-            if step.feeding is not None or laters.arrays.is_written(container):
+            if at.step.feeding is not None or laters.arrays.is_written(container):
                 other = None
         if other is not None:  # the item is found in each call
-            operands.put(2, other)
+            at.put(2, other)
             return
-        key = self._exact(operands, 1, plain(key))
+        key = self._exact(at, 1, plain(key))
         kept = kept_lists.item(record, container, key)
         if kept is not None:
-            kept_lists.reads(record, kept, container, f"{{}}[{key}]", line)
+            kept_lists.reads(record, kept, container, f"{{}}[{key}]", at.line)
             other = self._substitute(operator.getitem, (container, key))
             if other is not None:
-                operands.put(2, other)
+                at.put(2, other)
             return
-        trimmed = isinstance(key, slice) and self._is_trimmed(frame, container)
+        trimmed = isinstance(key, slice) and self._is_trimmed(at.frame, container)
         if record.laters is not None and not trimmed:
-            item = record.laters.item(container, operands.top(1), line, step.feeding is not None)
+            item = record.laters.item(container, at.top(1), at.line, at.step.feeding is not None)
             if item is not None:
-                operands.put(2, Gives(item))
-                operands.put(1, 0)
+                at.put(2, Gives(item))
+                at.put(1, 0)
                 return
         if not record.is_outside(container) or trimmed:
             return
-        path = record.path(container, _called(frame, container))
+        path = self._path(at.frame, container)
         if isinstance(container, dict) or (
             isinstance(container, (list, tuple)) and isinstance(key, int)
         ):
-            self._existing_item(container, key, path, line)
+            self._existing_item(container, key, path, at.line)
         elif is_read(container):
-            record.contents(container, path, line)
+            record.contents(container, path, at.line)
         else:
-            read_method(record, type(container), "__getitem__", line)
+            read_method(record, type(container), "__getitem__", at.line)
 
-    def _slice(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        container, key = operands.top(3), slice(operands.top(2), operands.top(1))
-        if self._is_trimmed(frame, container):
+    def _slice(self, at: Instruction) -> None:
+        container, key = at.top(3), slice(at.top(2), at.top(1))
+        if self._is_trimmed(at.frame, container):
             return
         laters = self._record.laters
-        item = None if laters is None else laters.item(container, key, line)
+        item = None if laters is None else laters.item(container, key, at.line)
         if item is None:
-            self._read_contents(frame, container, line)
+            self._read_contents(at.frame, container, at.line)
         else:
-            operands.put(3, Gives(item))
+            at.put(3, Gives(item))
 
     def _is_trimmed(self, frame: FrameType, value: Any) -> bool:
         """Whether a part of a value takes its place, and goes nowhere else."""
@@ -251,141 +217,120 @@ class Instructions(LaterOperands):
         if makes and key not in container:  # it is there afterwards
             self._record.mutated(container, line)
 
-    def _set_item(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        container, key = operands.top(2), self._exact(operands, 1, plain(operands.top(1)))
+    def _set_item(self, at: Instruction) -> None:
+        container, key = at.top(2), self._exact(at, 1, plain(at.top(1)))
         if not self._record.is_outside(container):
             return
         laters = self._record.laters
         if laters is not None:
-            other = laters.arrays.setter(container, operands.top(1), operands.top(3), line)
+            other = laters.arrays.setter(container, at.top(1), at.top(3), at.line)
             if other is not None:
-                operands.put(2, other)
+                at.put(2, other)
                 return
         if not is_container(container):
             if set_by_c(container):
-                self._record.unrepeated.add(
-                    self._record.path(container, _called(frame, container)), line
-                )
+                self._record.unrepeated.add(self._path(at.frame, container), at.line)
             return
-        self._watch(frame, container, line)
+        self._watch(at, container)
         place = OutsidePlace("item", container, key)
-        self._calls.store_item(container, key, line, self._counts_in(frame, step, place))
+        self._calls.store_item(container, key, at.line, self._counts_in(at, place))
 
-    def _delete_item(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        container, key = operands.top(2), plain(operands.top(1))
+    def _delete_item(self, at: Instruction) -> None:
+        container, key = at.top(2), plain(at.top(1))
         if is_container(container):
-            self._record.mutated(container, line, changes_of("__delitem__", [key]))
+            self._record.mutated(container, at.line, changes_of("__delitem__", [key]))
 
-    def _contents(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        self._read_contents(frame, operands.top(1), line)
+    def _contents(self, at: Instruction) -> None:
+        self._read_contents(at.frame, at.top(1), at.line)
 
-    def _items(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
+    def _items(self, at: Instruction) -> None:
         """The step gets the items, and what it reads in them is seen."""
-        texts = isinstance(operands.top(1), str)  # of other values it gets each one as it is
-        if not self._stands_later(operands, 1, line, texts):
-            self._read_contents(frame, operands.top(1), line, nested=False)
+        texts = isinstance(at.top(1), str)  # of other values it gets each one as it is
+        if not self._stands_later(at, 1, texts):
+            self._read_contents(at.frame, at.top(1), at.line, nested=False)
 
-    def _two(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
+    def _two(self, at: Instruction) -> None:
         laters = self._record.laters
-        if laters is not None and (step.name == "%" or step.instruction == "BINARY_MODULO"):
-            left = laters.percent(operands.top(2), operands.top(1), line)
+        if laters is not None and (at.step.name == "%" or at.step.instruction == "BINARY_MODULO"):
+            left = laters.percent(at.top(2), at.top(1), at.line)
             if left is not None:
-                operands.put(2, left)
+                at.put(2, left)
                 return
         for place in (1, 2):
-            if not self._stands_later(operands, place, line, texts=step.handler == "_compared"):
-                self._read_contents(frame, operands.top(place), line)
+            if not self._stands_later(at, place, at.step.handler == "_compared"):
+                self._read_contents(at.frame, at.top(place), at.line)
 
-    def _in_place(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        changed, value = operands.top(2), operands.top(1)
+    def _in_place(self, at: Instruction) -> None:
+        changed, value = at.top(2), at.top(1)
         laters = self._record.laters
         if laters is not None:
-            other = laters.arrays.changer(changed, step.name, value, line)
+            other = laters.arrays.changer(changed, at.step.name, value, at.line)
             if other is not None:
-                operands.put(2, other)
+                at.put(2, other)
                 return
-        self._read_contents(frame, value, line)
+        self._read_contents(at.frame, value, at.line)
         if isinstance(changed, (list, dict, set, deque)):
-            self._record.read_container(id(frame), changed)
-            self._record.mutated(changed, line, changes_of(_METHODS.get(step.name, ""), [value]))
-        else:
-            self._watch(frame, changed, line)
-            self._read_contents(frame, changed, line)
-
-    def _watch(self, frame: FrameType, value: Any, line: SourceLine) -> None:
-        if is_large_array(value) and self._record.is_outside(value):
-            self._record.unrepeated.watches(
-                value, self._record.path(value, _called(frame, value)), line
+            self._record.read_container(id(at.frame), changed)
+            self._record.mutated(
+                changed, at.line, changes_of(_METHODS.get(at.step.name, ""), [value])
             )
+        else:
+            self._watch(at, changed)
+            self._read_contents(at.frame, changed, at.line)
 
-    def _same_object(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        self._pin_both(operands)
-        if operands.top(1) is not operands.top(2):
-            self._record.compares(operands.top(1), operands.top(2), line)
+    def _watch(self, at: Instruction, value: Any) -> None:
+        if is_large_array(value) and self._record.is_outside(value):
+            self._record.unrepeated.watches(value, self._path(at.frame, value), at.line)
 
-    def _pin_both(self, operands: Operands) -> None:
-        if operands.top(1) is not None and operands.top(2) is not None:
-            self._record.pin(operands.top(1))
-            self._record.pin(operands.top(2))
+    def _same_object(self, at: Instruction) -> None:
+        self._pin_both(at)
+        if at.top(1) is not at.top(2):
+            self._record.compares(at.top(1), at.top(2), at.line)
 
-    def _compared(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        self._two(frame, step, operands, line)
-        if not (is_container(operands.top(1)) or is_container(operands.top(2))):
-            self._pin_both(operands)
+    def _pin_both(self, at: Instruction) -> None:
+        if at.top(1) is not None and at.top(2) is not None:
+            self._record.pin(at.top(1))
+            self._record.pin(at.top(2))
 
-    def _contains(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        laters, container = self._record.laters, operands.top(1)
-        if isinstance(container, str) and self._stands_later(operands, 1, line, texts=True):
+    def _compared(self, at: Instruction) -> None:
+        self._two(at)
+        if not (is_container(at.top(1)) or is_container(at.top(2))):
+            self._pin_both(at)
+
+    def _contains(self, at: Instruction) -> None:
+        laters, container = self._record.laters, at.top(1)
+        if isinstance(container, str) and self._stands_later(at, 1, texts=True):
             return
         if laters is not None and laters.is_kept(container):
-            self._stands_later(operands, 1, line)
+            self._stands_later(at, 1)
             return
-        if isinstance(container, (list, tuple)) and self._stands_later(operands, 2, line, True):
+        if isinstance(container, (list, tuple)) and self._stands_later(at, 2, texts=True):
             return
-        key = self._exact(operands, 2, plain(operands.top(2)))
-        self._record.pin(operands.top(2))
-        self._calls.contains(operands.top(1), key, line)
+        key = self._exact(at, 2, plain(at.top(2)))
+        self._record.pin(at.top(2))
+        self._calls.contains(at.top(1), key, at.line)
 
-    def _truth(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        value = operands.top(1)
+    def _truth(self, at: Instruction) -> None:
+        value = at.top(1)
         if is_container(value) and self._record.is_outside(value):
-            path = self._record.path(value, _called(frame, value))
-            bool(self._record.asks_length(value, path, line))
+            path = self._path(at.frame, value)
+            bool(self._record.asks_length(value, path, at.line))
 
-    def _next(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        value = operands.top(1)
-        self._record.iterator(value, self._record.path(value, _called(frame, value)), line)
+    def _next(self, at: Instruction) -> None:
+        value = at.top(1)
+        self._record.iterator(value, self._path(at.frame, value), at.line)
 
-    def _class_pattern(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        names, kind, value = operands.top(1), operands.top(2), operands.top(3)
-        positional = getattr(kind, "__match_args__", ())[: step.argument]
+    def _class_pattern(self, at: Instruction) -> None:
+        names, kind, value = at.top(1), at.top(2), at.top(3)
+        positional = getattr(kind, "__match_args__", ())[: at.step.argument]
         for name in (*positional, *names):
-            path = f"{self._record.path(value, _called(frame, value))}.{name}"
-            read_attribute(self._record, value, name, path, line)
+            path = f"{self._path(at.frame, value)}.{name}"
+            read_attribute(self._record, value, name, path, at.line)
+
+    def _path(self, frame: FrameType, value: Any) -> str:
+        """How a message calls an object: as the step has got to it, or the function calls it."""
+        names = (name for name, local in frame.f_locals.items() if local is value)
+        return self._record.path(value, next(names, type(value).__name__))
 
     def _read_contents(
         self, frame: FrameType, value: Any, line: SourceLine, nested: bool = True
@@ -394,60 +339,46 @@ class Instructions(LaterOperands):
         value = record.viewed(value)
         if is_read(value) and record.is_outside(value):
             record.read_container(id(frame), value)
-            record.contents(value, record.path(value, _called(frame, value)), line, nested)
+            record.contents(value, self._path(frame, value), line, nested)
 
     # ------------------------------------------------------------------ calls
 
-    def _call(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        callee, args = called_with(step, operands)
+    def _call(self, at: Instruction) -> None:
+        callee, args = at.called_with()
         for each in args:
             if is_container(each):
-                self._record.read_container(id(frame), each)
-        other = self._done_later(callee, args, line, step.discarded)
+                self._record.read_container(id(at.frame), each)
+        other = self._done_later(callee, args, at)
         if other is not None:
-            operands.put(place_of_callee(step, operands), other)
+            at.put(at.place_of_callee(), other)
             return
-        args = self._taken(callee, args, step, operands)
-        self._calls.call(callee, args, line, step.discarded)
+        args = self._taken(callee, args, at)
+        self._calls.call(callee, args, at.line, at.step.discarded)
         other = self._substitute(callee, args)
         if other is not None:
-            operands.put(place_of_callee(step, operands), other)
+            at.put(at.place_of_callee(), other)
 
-    def _prepare_call(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
+    def _prepare_call(self, at: Instruction) -> None:
         """Python 3.11 takes bound methods apart before the call."""
-        if operands.top(step.argument + 2) is NULL:
-            self._calls.method(operands.top(step.argument + 1), line)
+        if at.top(at.step.argument + 2) is NULL:
+            self._calls.method(at.top(at.step.argument + 1), at.line)
 
-    def _call_expanded(
-        self, frame: FrameType, step: OutsideAccess, operands: Operands, line: SourceLine
-    ) -> None:
-        self._spread(step, operands)
-        place, args, given = expanded_call(step, operands)
-        callee = operands.top(place)
-        self._read_contents(frame, args, line)
+    def _call_expanded(self, at: Instruction) -> None:
+        self._spread(at)
+        place, args, given = at.expanded_call()
+        callee = at.top(place)
+        self._read_contents(at.frame, args, at.line)
         given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
-        later = self._done_later(callee, given, line, step.discarded)
+        later = self._done_later(callee, given, at)
         if later is not None:
-            operands.put(place, later)
+            at.put(place, later)
             return
         if self._record.laters is not None:
             self._record.laters.not_taken(callee, given)
-        self._calls.call(callee, given, line)
+        self._calls.call(callee, given, at.line)
         other = self._substitute(callee, given)
         if other is not None:
-            operands.put(place, other)
-
-
-def _called(frame: FrameType, value: Any) -> str:
-    """What the function calls an object."""
-    for name, local in frame.f_locals.items():
-        if local is value:
-            return name
-    return type(value).__name__
+            at.put(place, other)
 
 
 def _may_count(value: Any) -> bool:

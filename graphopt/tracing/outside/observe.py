@@ -24,7 +24,7 @@ from graphopt._compat.untraced import OwnTracer, UntracedOperators
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.accesses import OutsideAccess, steps_of
 from graphopt.tracing.outside.attributes import read_function, read_method
-from graphopt.tracing.outside.callees import Substitute, never
+from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions
@@ -46,7 +46,7 @@ _FORGETTING = frozenset(
 class Observer:
     """Follows what functions do into a record."""
 
-    def __init__(self, record: Record, modules: set[int], substitute: Substitute = never) -> None:
+    def __init__(self, record: Record, modules: set[int], substitute: Substitute) -> None:
         self.record = record
         self._instructions = Instructions(record, substitute)
         self._modules = modules

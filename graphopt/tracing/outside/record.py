@@ -14,13 +14,7 @@ from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.changed_containers import ChangedContainer
-from graphopt.tracing.outside.places import (
-    MISSING,
-    OutsidePlace,
-    Read,
-    key_text,
-    same,
-)
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, key_text, same
 from graphopt.tracing.outside.reads import OutsideReads, of_none
 from graphopt.tracing.outside.unrepeated import users
 

@@ -14,7 +14,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.later import BEGIN
 from graphopt.tracing.outside.attributes import read_method
-from graphopt.tracing.outside.callees import Substitute, never
+from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read, is_container
@@ -26,7 +26,7 @@ _HINT = (
 )
 
 
-def record_for(call: Call, inputs: Iterable[OutsidePlace] = ()) -> Record:
+def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> Record:
     """An empty record of a step. Made before anything has stand-ins.
 
     Args:
@@ -41,7 +41,7 @@ def record_for(call: Call, inputs: Iterable[OutsidePlace] = ()) -> Record:
 
 
 @contextmanager
-def observed_step(call: Call, record: Record, substitute: Substitute = never) -> Iterator[None]:
+def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterator[None]:
     """While active, what the step reads outside its arguments goes into `record`.
 
     Args:

@@ -1,0 +1,120 @@
+"""What modules, optimizers and other objects among the arguments hold when a step begins, and what
+the step has set there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.besides import Finder
+from graphopt.tracing.call import Call
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.inputs import is_number
+from graphopt.tracing.marks import AttributeChange
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
+from graphopt.tracing.placed import note_counted
+
+_OF_OPTIMIZERS = frozenset({"state", "param_groups", "step"})
+"""Attributes of optimizers that the trace itself replaces."""
+
+
+class HeldBefore:
+    """Attributes and settings as a traced step finds them.
+
+    Attributes:
+        objects: attributes of optimizers and other objects that are no modules.
+        tables: attributes of modules and of these, each with what they were.
+        groups: what the parameter groups were, each behind its place: see `groups_of`.
+    """
+
+    def __init__(self, call: Call) -> None:
+        modules = list(call.named_submodules())
+        objects = list(_plain_objects(call))
+        self._registered = [(name, module, _registered(module)) for name, module in modules]
+        self._names = [name for name, _ in (*modules, *objects)]
+        self.objects = [attributes for _, attributes in objects]
+        self._of_optimizers = {id(vars(each)) for each in call.optimizer_objects()}
+        now = [*(vars(module) for _, module in modules), *self.objects]
+        self.tables = [(attributes, dict(attributes)) for attributes in now]
+        self.groups = [(index, number, dict(group)) for index, number, group in groups_of(call)]
+        self._call = call
+
+    def changes(self) -> Iterator[AttributeChange]:
+        """Attributes that hold another object now."""
+        for name, (now, before) in zip(self._names, self.tables, strict=True):
+            own = _OF_OPTIMIZERS if id(now) in self._of_optimizers else ()
+            for key, value in now.items():
+                former = before.get(key, MISSING)
+                if value is not former and key not in own:
+                    yield AttributeChange(now, key, f"{name}.{key}".strip("."), former, value)
+
+    def left(self) -> Iterator[AttributeChange]:
+        """The same, when the step is over.
+
+        Raises:
+            CaptureError: it has registered parameters, buffers or submodules, or has put another
+                module in the place of one.
+        """
+        for name, module, before in self._registered:
+            if before != _registered(module):
+                raise CaptureError(
+                    "it registers, replaces or removes parameters, buffers or submodules of"
+                    f" {name or 'the model'}",
+                    hint="do that outside the step",
+                )
+        yield from self.changes()
+
+    def note_counted(self, finder: Finder) -> None:
+        """Let the finder know of numbers in attributes that the step has changed."""
+        for table, key, name, before, after in self.changes():
+            note_counted(finder, name, OutsidePlace("item", table, key), before, after)
+
+    def counted(self, finder: Finder) -> list[tuple[int, int, str, Any]]:
+        """Numbers of parameter groups that the step has changed: where, and what they are now."""
+        found = []
+        now = [group for _, _, group in groups_of(self._call)]
+        if len(now) != len(self.groups):
+            raise CaptureError(
+                "it adds or removes a parameter group of an optimizer",
+                hint="change it outside the step, between two calls",
+            )
+        for (index, number, old), new in zip(self.groups, now, strict=True):
+            for key in [key for key in {**old, **new} if new.get(key) is not old.get(key)]:
+                if not is_number(new.get(key)) and not isinstance(new.get(key), SYMBOLIC):
+                    raise CaptureError(
+                        f"it changes {key!r} of an optimizer's parameter group",
+                        hint="change it outside the step, between two calls",
+                    )
+                if key in old and not is_host_number(old[key]):
+                    finder.count(key)
+                found.append((index, number, key, new[key]))
+        return found
+
+
+def _plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and attributes of the optimizers and other objects among the arguments."""
+    for position in (*call.optimizers, *call.constants):
+        attributes = getattr(call.leaves[position], "__dict__", None)
+        if isinstance(attributes, dict):
+            yield call.names[position], attributes
+
+
+def _registered(module: nn.Module) -> tuple[list[Any], ...]:
+    """Names of the registered parameters, buffers and submodules, and which modules these are."""
+    modules = _compat.own_modules(module).values()
+    return *map(list, _compat.own_tables(module)), list(map(id, modules))
+
+
+def groups_of(call: Call) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Each distinct parameter group, with its place: the optimizer and the number there."""
+    known: set[int] = set()
+    for index, optimizer in enumerate(call.optimizer_objects()):
+        for number, group in enumerate(optimizer.param_groups):
+            if id(group) not in known:
+                known.add(id(group))
+                yield index, number, group

@@ -1,0 +1,202 @@
+"""How every call makes the values that a traced step has left: of what the graph gives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.call import Call
+from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.failures import definition_of
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.inputs import Inputs, is_exact, is_number
+from graphopt.tracing.later import Later, as_later, holds_later, is_later, nest_of, refuse_shared
+from graphopt.tracing.marks import AttributeChange
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.obtained import ObtainedValues
+from graphopt.tracing.outside.places import is_value
+from graphopt.tracing.scheduled import ScheduledSetting
+from graphopt.tracing.signature import Computed, Constant, Live, Nested, Recipe, Scheduled, View
+from graphopt.tracing.substitute import Traced
+
+_CONSTANTS = (type(None), int, float, str, bool, complex, bytes)
+
+
+class Recipes:
+    """Makes the recipes of one trace.
+
+    Args:
+        flat: what stands for the placeholders of the graph.
+        made: what the step has got from torch.
+        left_storages: those that parameters had before `.data = …`.
+
+    Attributes:
+        results: traced values that the graph has to return, in order.
+        numbers: those of them that are numbers (by id).
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        inputs: Inputs,
+        traced: Traced,
+        flat: Sequence[torch.Tensor],
+        made: ObtainedValues,
+        left_storages: Collection[int],
+    ) -> None:
+        self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
+        self._left_storages = left_storages
+        self.results: list[Any] = []
+        self.numbers: set[int] = set()
+        self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
+        self._storages: dict[int, Live] = {
+            _compat.storage_key(tensor): Live(None, i)
+            for i, tensor in enumerate(flat)
+            if tensor.numel()
+        }
+        self._offsets = {Live(None, i): int(t.storage_offset()) for i, t in enumerate(flat)}
+        for index, entry in enumerate(inputs.module_tensors):
+            stand_in = traced.by_id[id(entry.tensor)]
+            self._live[id(stand_in)] = self._live[id(entry.tensor)] = Live(index, None)
+
+    def of(self, value: Any, what: str) -> Recipe:
+        """How every call makes a tensor, a number or a constant.
+
+        Args:
+            what: it is, in a message.
+        """
+        if isinstance(value, ScheduledSetting):
+            return Scheduled(value.read_later())
+        if is_later(value):
+            return self._of_later(as_later(value))
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, SYMBOLIC):
+            self.numbers.add(id(value))
+        value = self._made.calls.as_scalar(value)
+        if isinstance(value, SYMBOLIC):
+            self.numbers.add(id(value))
+            return self._result(value)
+        if isinstance(value, _CONSTANTS):
+            return Constant(value)
+        if type(value).__module__ == "numpy" and is_value(value):  # a number, of one type of many
+            return Constant(value)
+        if is_known(value):
+            raise CaptureError(
+                f"{what} is a numpy array, drawn at random or computed from what was drawn",
+                hint="return a tensor: torch.tensor(array), or torch.from_numpy(array)",
+            )
+        raise CaptureError(
+            f"{what} is a {type(value).__name__}, neither a tensor nor a constant",
+            hint="return tensors, numbers, strings, None or containers of them;"
+            " register other containers with torch.utils._pytree.register_pytree_node",
+        )
+
+    def _result(self, value: Any) -> Computed:
+        """A further result of the graph."""
+        self.results.append(value)
+        return Computed(len(self.results) - 1)
+
+    def computed(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Computed]:
+        """Further results of the graph, by what they are known by."""
+        return {key: self._result(tensor) for key, tensor in sorted(tensors.items())}
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Recipe:
+        live = self._live.get(id(tensor))
+        if live is not None:
+            return live
+        if _compat.storage_key(tensor) in self._left_storages:
+            raise CaptureError(
+                "it keeps what a parameter was before `.data = …`",
+                location=str(self._made.line_of(tensor) or definition_of(self._call)),
+                hint="keep a copy: tensor.clone()",
+            )
+        base = self._storages.get(_compat.storage_key(tensor)) if tensor.numel() else None
+        if base is None:
+            return self._result(tensor)
+        offset = int(tensor.storage_offset()) - self._offsets[base]
+        return View(base, tuple(tensor.shape), tensor.stride(), offset)
+
+    def of_attribute(self, change: AttributeChange) -> Recipe:
+        """How every call makes what it sets an attribute to."""
+        _refuse_counter(change)
+        after = change.after
+        if isinstance(after, torch.Tensor):
+            return self._of_tensor(after)
+        leaves, spec = _compat.tree_flatten(after)
+        numbers = (ScheduledSetting, *SYMBOLIC)
+        if any(isinstance(leaf, numbers) or is_later(leaf) for leaf in leaves):
+            return self.of_nest(after)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return Constant(after)
+        real = [self._real(leaf) for leaf in leaves]
+        if not any(leaf is None for leaf in real):
+            return Constant(_compat.tree_unflatten(real, spec))
+        return self.of_nest(after)
+
+    def is_same(self, change: AttributeChange) -> bool:
+        """Whether an attribute is as it was, or holds stand-ins of what it held (as an RNN's list
+        of flat weights does)."""
+        before, after = change.before, change.after
+        if not isinstance(after, (list, tuple)) or not isinstance(before, (list, tuple)):
+            return after is before
+        return len(after) == len(before) and all(
+            new is old or self._traced.by_id.get(id(_referent(old))) is _referent(new)
+            for old, new in zip(before, after, strict=True)
+        )
+
+    def of_nest(self, value: Any) -> Recipe:
+        """How every call makes a value, its containers anew."""
+        if isinstance(value, Constant):
+            return value
+        if is_value(value) and not holds_later(value):
+            return Constant(value)
+        leaves, spec = _compat.tree_flatten(value)
+        recipes = tuple(map(self._of_leaf, leaves))
+        return recipes[0] if spec == _compat.ONE_VALUE else Nested(spec, recipes)
+
+    def _of_leaf(self, leaf: Any) -> Recipe:
+        """How every call makes what is in a nest."""
+        traced = (torch.Tensor, *SYMBOLIC, ScheduledSetting)
+        if isinstance(leaf, traced) or is_known(leaf) or is_later(leaf):
+            return self.of(leaf, "what it leaves outside its arguments")
+        return leaf if isinstance(leaf, Constant) else Constant(leaf)
+
+    def _of_later(self, value: Later) -> Recipe:
+        """How every call makes a value that only Python computes."""
+        refuse_shared(value)
+        leaves, spec = _compat.tree_flatten(nest_of(value))
+        return Nested(spec, tuple(map(self._of_leaf, leaves)))
+
+    def _real(self, leaf: Any) -> Any:
+        """What stands in a container for a leaf: the model's own tensor for its stand-in; None for
+        a tensor that the step has computed."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        live = self._live.get(id(leaf))
+        if live is None or live.module_tensor is None:
+            return None
+        return self._inputs.module_tensors[live.module_tensor].tensor
+
+
+def _referent(value: Any) -> Any:
+    return value() if isinstance(value, weakref.ref) else value
+
+
+def _refuse_counter(change: AttributeChange) -> None:
+    """Refuse a count that no input of a graph holds. Others are found by `note_counted`."""
+    before, after = change.before, change.after
+    if not is_number(before) or is_exact(before) or is_host_number(before):
+        return
+    if is_number(after) and before != after:
+        raise CaptureError(
+            f"it counts in the Python attribute {change.name} ({before!r} became {after!r}), a"
+            f" {type(before).__name__} that is no input of a graph",
+            hint="count in an int below 2**53 or a float, or keep the count in a tensor: in a"
+            " buffer of the model (register_buffer), or in the optimizer's state",
+        )

@@ -1,0 +1,83 @@
+"""The tensors and numbers that stand for the inputs of a step while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.tracing.call import Call
+from graphopt.tracing.host_numbers import stand_in_of_number
+from graphopt.tracing.inputs import Inputs, Storage
+from graphopt.tracing.obtained import ObtainedValues
+from graphopt.tracing.substitute import Traced
+
+
+def stand_ins_of(
+    call: Call, inputs: Inputs, flat: Sequence[torch.Tensor], made: ObtainedValues
+) -> Traced:
+    """What stands for the inputs of a call.
+
+    Args:
+        flat: a traced tensor for each placeholder of the graph.
+        made: takes note of the numbers.
+    """
+    supply = iter(flat)
+    by_id = _of_modules_and_optimizers(call, inputs, supply)
+    gradients: dict[int, torch.Tensor] = {}
+    for gradient in inputs.gradients:
+        tensor = gradient.owner.tensor
+        stand_in = gradients[id(gradient.owner)] = next(supply)
+        by_id[id(tensor)].grad = by_id[id(tensor.grad)] = stand_in
+    of_arguments = [(call.leaves[position], next(supply)) for position in inputs.argument_gradients]
+    numbers: list[Any] = []
+    for index, number in enumerate(inputs.hyperparameters):
+        tensor, value = next(supply), number.read(call)
+        if isinstance(value, torch.Tensor):
+            by_id[id(value)] = tensor
+            numbers.append(tensor)
+        else:
+            numbers.append(stand_in_of_number(tensor, value, index, inputs.conditions, made))
+            made.add_number(numbers[-1])
+    for position in inputs.user:
+        by_id[id(call.leaves[position])] = next(supply)
+    for leaf, stand_in in of_arguments:
+        by_id[id(leaf)].grad = by_id[id(leaf.grad)] = stand_in
+    return Traced(by_id, numbers, gradients)
+
+
+def _of_modules_and_optimizers(
+    call: Call, inputs: Inputs, supply: Iterator[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """What stands for parameters, buffers and tensors of optimizer state, by the ids of these."""
+    by_id: dict[int, torch.Tensor] = {}
+    for holder in inputs.placeholders:
+        stand_in = next(supply)
+        if not isinstance(holder, Storage):
+            by_id[id(holder.tensor)] = _without_gradient(stand_in, holder.tensor)
+            continue
+        for member in holder.members:
+            by_id[id(member.tensor)] = _member(stand_in, member.tensor)
+    for state in inputs.states:
+        by_id[id(state.read(call))] = next(supply)
+    for state, owner in inputs.aliases:
+        by_id[id(state.read(call))] = by_id[id(owner.tensor)].detach()
+    return by_id
+
+
+def _without_gradient(stand_in: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """A fake mode of the user's gives the same stand-in again while anything holds it, such as the
+    traceback of a refusal; what a trace has left in it goes."""
+    if stand_in is not live and stand_in.is_leaf:
+        stand_in.grad = None
+    return stand_in
+
+
+def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """The stand-in of one of several tensors over the storage `base`."""
+    view = torch.as_strided(base, real.shape, real.stride(), int(real.storage_offset())).detach()
+    if isinstance(real, torch.nn.Parameter):
+        view = _compat.as_parameter(view)
+    return view.requires_grad_(real.requires_grad)
