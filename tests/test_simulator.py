@@ -47,6 +47,14 @@ def test_by_hand(text: str, step: float, exposed: list[float]) -> None:
     assert timeline.end - timeline.begin == pytest.approx(step)
 
 
+def test_the_critical_path_by_hand() -> None:
+    timeline = simulate_program(program("c1 L0=5 c1 L1=2@tp c1 W1 c1 W0 c2", APART))
+    found = [
+        (p.kind, p.start - timeline.begin, p.end - timeline.begin) for p in timeline.critical_path
+    ]
+    assert found == [("compute", 0, 1), ("communication", 1, 6), ("compute", 6, 8)]
+
+
 def test_overhead_is_taken_from_compute() -> None:
     found = program("c3 L0=2 c5 W0")
     (launch,) = found.launched
@@ -151,6 +159,11 @@ def check(timeline: Timeline, burst: float = 0.0) -> None:
         slots = [slot for slot in timeline.collectives if slot.message.group == group]
         for before, after in itertools.pairwise(slots):
             assert before.end <= after.start
+    path = timeline.critical_path
+    assert all(a.end == pytest.approx(b.start) for a, b in itertools.pairwise(path))
+    if path:
+        assert path[0].start <= timeline.begin + 1e-9
+        assert path[-1].end == pytest.approx(timeline.end)
     for slot in timeline.collectives:
         assert slot.launched <= slot.start
         least = slot.message.transfer.seconds - burst
@@ -224,6 +237,7 @@ def test_a_captured_step(tmp_path: Path) -> None:
     moved.to_html(tmp_path / "step.html")
     text = (tmp_path / "step.html").read_text()
     assert "http" not in text and "one iteration later" in text
+    assert "to become shorter: compute " in text
 
 
 def test_the_work_is_linear_in_the_size() -> None:

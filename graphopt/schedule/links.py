@@ -30,12 +30,14 @@ class MessageInFlight:
         launched: when it was.
         start: when its group had finished all before it; None before that.
         end: when it has arrived; None before that.
+        behind: the one before it in its group's queue, if that had not arrived yet.
     """
 
     message: Message
     launched: float
     start: float | None = None
     end: float | None = None
+    behind: MessageInFlight | None = None
     latency_left: float = field(init=False)
     transfer_left: float = field(init=False)
 
@@ -65,7 +67,9 @@ class Links:
         self._save(flight.launched - self._now, {})
         self._now = flight.launched
         queue = self._queues.setdefault(flight.message.group, deque())
-        if not queue:
+        if queue:
+            flight.behind = queue[-1]
+        else:
             flight.start = flight.launched
             self.busy += 1
             self._spend(flight)

@@ -67,7 +67,8 @@ def page(timeline: SimulatedStep, measured: MeasuredStep | None = None) -> str:
 <body>
 <h1>Simulated step</h1>
 <p>{escape(figures)}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms.
-In flight at most {readable_bytes(timeline.peak_bytes_in_flight)}.</p>
+In flight at most {readable_bytes(timeline.peak_bytes_in_flight)}. What has to become shorter for
+the step to become shorter: {escape(_critical(timeline))}.</p>
 <div class="scroll" tabindex="0" role="region" aria-label="lanes">
 <div class="chart" style="--end:{end:.4g}%">
 {rows}
@@ -79,6 +80,18 @@ the next step computes. Pointing at a block shows what it is.</p>
 </body>
 </html>
 """
+
+
+def _critical(timeline: SimulatedStep) -> str:
+    """How long each part of the critical path is, the longest first."""
+    seconds: dict[str, float] = {}
+    for part in timeline.critical_path:
+        name = "compute" if part.message is None else f"%{part.message.launch.name}"
+        seconds[name] = seconds.get(name, 0.0) + part.end - part.start
+    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    named = [f"{name} {_milliseconds(seconds[name])}" for name in longest[:_NAMES_SHOWN]]
+    more = len(longest) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 def lanes_of(timeline: SimulatedStep, index: Mapping[fx.Node, int]) -> Iterator[dict[str, Any]]:

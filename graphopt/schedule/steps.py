@@ -50,6 +50,16 @@ class CollectiveSlot:
     distance: int | None
 
 
+@dataclass(frozen=True)
+class PathPart:
+    """A part of the critical path: compute (without a message) or a message."""
+
+    kind: str
+    message: Message | None
+    start: float
+    end: float
+
+
 @dataclass
 class SimulatedStep:
     """A step in the steady state.
@@ -60,6 +70,7 @@ class SimulatedStep:
         begin, end: of the iteration that the slots below are of.
         compute: in order.
         collectives: of this iteration, in launch order; the last may end after it.
+        critical_path: in order.
         peak_bytes_in_flight: launched and not waited for.
         peak_bytes: of values that are held at once, without the inputs of the step.
         burst: of its links, in seconds.
@@ -71,6 +82,7 @@ class SimulatedStep:
     end: float
     compute: Sequence[ComputeSlot] = field(repr=False)
     collectives: Sequence[CollectiveSlot] = field(repr=False)
+    critical_path: Sequence[PathPart] = field(repr=False)
     peak_bytes_in_flight: int
     peak_bytes: int
     burst: float = 0.0
