@@ -53,8 +53,77 @@ def test_an_object_may_look_like_an_optimizer() -> None:
     assert state == left == "used"
 
 
-def swap(model: Any, optimizer: Any) -> None:
+def swap(model: Any) -> None:
     model["first"], model["second"] = model["second"], model["first"]
+
+
+def tie(model: Any) -> None:
+    model["second"] = model["first"]
+
+
+def make(model: Any) -> None:
+    model["between"] = nn.GELU()
+
+
+def make_some(model: Any) -> None:
+    model["between"] = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
+
+
+def alternate(model: Any) -> None:
+    model["between"] = nn.Tanh() if isinstance(model["between"], nn.ReLU) else nn.ReLU()
+
+
+def add(model: Any) -> None:
+    model["another"] = nn.Tanh()
+
+
+def with_hook(model: Any) -> None:
+    model["between"] = nn.ReLU()
+    model["between"].register_forward_hook(lambda module, args, result: 2 * result)
+
+
+def described(model: Any) -> list[Any]:
+    return [
+        (name, type(module).__name__, module.training, getattr(module, "p", None))
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.mark.quick(5)
+@pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
+@pytest.mark.parametrize("change", [swap, tie, make, make_some, alternate, add, with_hook])
+def test_modules_are_replaced_in_each_call(change: Callable[[Any], None], first: bool) -> None:
+    def run(compiled: Callable[..., Any]) -> tuple[list[Any], list[Tensor]]:
+        torch.manual_seed(0)
+        layers = {"first": nn.Linear(3, 3), "between": nn.ReLU(), "second": nn.Linear(3, 3)}
+        model = nn.ModuleDict(layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        @compiled
+        def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+            if first:
+                change(model)
+            hidden = model["between"](model["first"](x))
+            loss = model["second"](hidden).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if not first:
+                change(model)
+            return loss.detach()
+
+        found: list[Any] = []
+        tensors: list[Tensor] = []
+        for index in range(5):
+            tensors.append(step(model, optimizer, torch.full((2, 3), 1.0 + index)))
+            found.append(described(model))
+            if index == 2:
+                model.eval()
+        return found, [*tensors, *(p.detach() for p in model.parameters()), torch.get_rng_state()]
+
+    eager, captured = run(lambda fn: fn), run(graphopt.compile)
+    assert eager[0] == captured[0]
+    assert all(map(torch.equal, eager[1], captured[1]))
 
 
 def put_another(model: Any, optimizer: Any) -> None:
@@ -65,9 +134,17 @@ def add_group(model: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
+def register(model: Any, optimizer: Any) -> None:
+    model.register_buffer("count", torch.zeros(2))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(swap, "replaces"), (put_another, "replaces"), (add_group, "adds or removes a parameter")],
+    [
+        (put_another, "makes a module with tensors, 'first'"),
+        (register, "registers parameters or buffers"),
+        (add_group, "adds or removes a parameter group"),
+    ],
 )
 def test_another_module_or_group_is_refused(change: Callable[..., None], reason: str) -> None:
     model, optimizer = parts()

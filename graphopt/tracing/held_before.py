@@ -6,9 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
-from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call
@@ -18,6 +15,7 @@ from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.placed import note_counted
+from graphopt.tracing.replaced_modules import Registered
 
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step"})
 """Attributes of optimizers that the trace itself replaces."""
@@ -35,7 +33,8 @@ class HeldBefore:
     def __init__(self, call: Call) -> None:
         modules = list(call.named_submodules())
         objects = list(_plain_objects(call))
-        self._registered = [(name, module, _registered(module)) for name, module in modules]
+        self._modules = {module for _, module in modules}
+        self._registered = [Registered(name, module) for name, module in modules]
         self._names = [name for name, _ in (*modules, *objects)]
         self.objects = [attributes for _, attributes in objects]
         self._of_optimizers = {id(vars(each)) for each in call.optimizer_objects()}
@@ -57,16 +56,10 @@ class HeldBefore:
         """The same, when the step is over.
 
         Raises:
-            CaptureError: it has registered parameters, buffers or submodules, or has put another
-                module in the place of one.
+            CaptureError: it has registered parameters, buffers or submodules.
         """
-        for name, module, before in self._registered:
-            if before != _registered(module):
-                raise CaptureError(
-                    "it registers, replaces or removes parameters, buffers or submodules of"
-                    f" {name or 'the model'}",
-                    hint="do that outside the step",
-                )
+        for registered in self._registered:
+            yield from registered.replaced(self._modules)
         yield from self.changes()
 
     def note_counted(self, finder: Finder) -> None:
@@ -102,12 +95,6 @@ def _plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
         attributes = getattr(call.leaves[position], "__dict__", None)
         if isinstance(attributes, dict):
             yield call.names[position], attributes
-
-
-def _registered(module: nn.Module) -> tuple[list[Any], ...]:
-    """Names of the registered parameters, buffers and submodules, and which modules these are."""
-    modules = _compat.own_modules(module).values()
-    return *map(list, _compat.own_tables(module)), list(map(id, modules))
 
 
 def groups_of(call: Call) -> Iterator[tuple[int, int, dict[str, Any]]]:
