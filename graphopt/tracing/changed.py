@@ -80,9 +80,8 @@ def take_changed(
         if within is None:
             record.pin(each.container)
         found.append(Changed(each.container, items, within))
-    if record.laters is not None:
-        followed = {id(each.container): each.within for each in found if each.within is not None}
-        record.laters.settle(followed)
+    followed = {id(each.container): each.within for each in found if each.within is not None}
+    record.laters.settle(followed)
     return found
 
 

@@ -157,7 +157,7 @@ class Instructions(LaterOperands):
         container = record.viewed(at.top(2))
         other = self._substitute(operator.getitem, (container, key)) if any_known((key,)) else None
         laters = record.laters
-        if other is not None and laters is not None and laters.arrays.is_array(container):
+        if other is not None and laters.arrays.is_array(container):
             record.contents_read.add(id(container))
             if at.step.feeding is not None or laters.arrays.is_written(container):
                 other = None
@@ -173,8 +173,8 @@ class Instructions(LaterOperands):
                 at.put(2, other)
             return
         trimmed = isinstance(key, slice) and self._is_trimmed(at.frame, container)
-        if record.laters is not None and not trimmed:
-            item = record.laters.item(container, at.top(1), at.line, at.step.feeding is not None)
+        if not trimmed:
+            item = laters.item(container, at.top(1), at.line, at.step.feeding is not None)
             if item is not None:
                 at.put(2, Gives(item))
                 at.put(1, 0)
@@ -195,8 +195,7 @@ class Instructions(LaterOperands):
         container, key = at.top(3), slice(at.top(2), at.top(1))
         if self._is_trimmed(at.frame, container):
             return
-        laters = self._record.laters
-        item = None if laters is None else laters.item(container, key, at.line)
+        item = self._record.laters.item(container, key, at.line)
         if item is None:
             self._read_contents(at.frame, container, at.line)
         else:
@@ -221,12 +220,10 @@ class Instructions(LaterOperands):
         container, key = at.top(2), self._exact(at, 1, plain(at.top(1)))
         if not self._record.is_outside(container):
             return
-        laters = self._record.laters
-        if laters is not None:
-            other = laters.arrays.setter(container, at.top(1), at.top(3), at.line)
-            if other is not None:
-                at.put(2, other)
-                return
+        other = self._record.laters.arrays.setter(container, at.top(1), at.top(3), at.line)
+        if other is not None:
+            at.put(2, other)
+            return
         if not is_container(container):
             if set_by_c(container):
                 self._record.unrepeated.add(self._path(at.frame, container), at.line)
@@ -250,9 +247,8 @@ class Instructions(LaterOperands):
             self._read_contents(at.frame, at.top(1), at.line, nested=False)
 
     def _two(self, at: Instruction) -> None:
-        laters = self._record.laters
-        if laters is not None and (at.step.name == "%" or at.step.instruction == "BINARY_MODULO"):
-            left = laters.percent(at.top(2), at.top(1), at.line)
+        if at.step.name == "%" or at.step.instruction == "BINARY_MODULO":
+            left = self._record.laters.percent(at.top(2), at.top(1), at.line)
             if left is not None:
                 at.put(2, left)
                 return
@@ -262,12 +258,10 @@ class Instructions(LaterOperands):
 
     def _in_place(self, at: Instruction) -> None:
         changed, value = at.top(2), at.top(1)
-        laters = self._record.laters
-        if laters is not None:
-            other = laters.arrays.changer(changed, at.step.name, value, at.line)
-            if other is not None:
-                at.put(2, other)
-                return
+        other = self._record.laters.arrays.changer(changed, at.step.name, value, at.line)
+        if other is not None:
+            at.put(2, other)
+            return
         self._read_contents(at.frame, value, at.line)
         if isinstance(changed, (list, dict, set, deque)):
             self._record.read_container(id(at.frame), changed)
@@ -298,10 +292,10 @@ class Instructions(LaterOperands):
             self._pin_both(at)
 
     def _contains(self, at: Instruction) -> None:
-        laters, container = self._record.laters, at.top(1)
+        container = at.top(1)
         if isinstance(container, str) and self._stands_later(at, 1, texts=True):
             return
-        if laters is not None and laters.is_kept(container):
+        if self._record.laters.is_kept(container):
             self._stands_later(at, 1)
             return
         if isinstance(container, (list, tuple)) and self._stands_later(at, 2, texts=True):
@@ -373,8 +367,7 @@ class Instructions(LaterOperands):
         if later is not None:
             at.put(place, later)
             return
-        if self._record.laters is not None:
-            self._record.laters.not_taken(callee, given)
+        self._record.laters.not_taken(callee, given)
         self._calls.call(callee, given, at.line)
         other = self._substitute(callee, given)
         if other is not None:
