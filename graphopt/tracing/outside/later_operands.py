@@ -38,17 +38,12 @@ class LaterOperands:
         place = 2 if with_spec or at.step.instruction == "FORMAT_WITH_SPEC" else 1
         laters, value = self._record.laters, at.top(place)
         text = laters.piece(value) if type(value) is str else None
-        if text is not None:
-            at.put(place, text)
-        elif not self._stands_later(at, place):
+        if not at.takes(place, text) and not self._stands_later(at, place):
             self._read_contents(at.frame, value, at.line)
 
     def _stands_later(self, at: Instruction, place: int, texts: bool = False) -> bool:
         """Whether something stands from now on for what an instruction takes."""
-        other = self._record.laters.operand(at.top(place), at.line, texts)
-        if other is not None:
-            at.put(place, other)
-        return other is not None
+        return at.takes(place, self._record.laters.operand(at.top(place), at.line, texts))
 
     def _exact(self, at: Instruction, place: int, key: Any) -> Any:
         """A key, a text in which there are numbers that are known before a call as it is."""
