@@ -114,6 +114,7 @@ from graphopt._compat.torch_functions import (
     function_asked,
     hooks_on_saved_tensors,
     modes_of_program,
+    reads_metadata,
     runs_mode,
 )
 from graphopt._compat.tracers import (

@@ -27,6 +27,19 @@ _TELLS = handle_torch_function.__code__
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
+_METADATA = frozenset(
+    {"dim", "element_size", "get_device", "is_complex", "is_floating_point", "ndimension", "numel"}
+    | {"nelement", "size", "stride", "storage_offset", "is_contiguous"}
+)
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf")
+_READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES)
+
+
+def reads_metadata(func: Any) -> bool:
+    """Whether a function of torch asks for the layout of a tensor, and not for its values."""
+    return func in _READABLE or getattr(func, "__name__", "") in _METADATA
+
+
 def function_asked(func: Any) -> Any:
     """The function of torch that called `__torch_function__` of a mode, which was told of `func`.
     To be called by that method itself."""

@@ -134,7 +134,7 @@ class _Making:
     """Makes one continuation."""
 
     def __init__(self, stopped: Stopped, other: IterGraphModule) -> None:
-        self._stopped, self._other = stopped, other
+        self._stopped = stopped
         self._terms = Terms()
         self._graph, _ = copy_graph(other.graph, into=fx.Graph)
         self._root = other

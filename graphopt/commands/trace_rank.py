@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from graphopt.commands.trace_pipe import PipeSource
-from graphopt.demo.launch import Reporter
+from graphopt.demo.launch import RankTask, Reporter
 from graphopt.pipelining import Pipe
 from graphopt.pipelining.timeline import ScheduleTimeline, record_schedule
 from graphopt.pipelining.timeline.orders import find_schedule
@@ -24,7 +23,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class TraceTask:
+class TraceTask(RankTask):
     """What all ranks run.
 
     Attributes:
@@ -35,15 +34,6 @@ class TraceTask:
     pipe: str
     schedules: Sequence[tuple[str, int]]
     microbatches: int
-
-    def save(self, folder: Path) -> None:
-        """Where `load` of every rank finds it."""
-        (folder / "task.json").write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, folder: Path) -> TraceTask:
-        """What `save` wrote."""
-        return cls(**json.loads((folder / "task.json").read_text()))
 
 
 @record

@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.elastic.multiprocessing import (
@@ -32,6 +33,7 @@ from torch.distributed.elastic.multiprocessing import (
 from graphopt.demo import DemoError
 
 Event = dict[str, Any]
+_Task = TypeVar("_Task", bound="RankTask")
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3
@@ -40,6 +42,20 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 class RankFailedError(DemoError):
     """A rank ended with an exception, an exit code or a signal."""
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What all ranks of one start are to do, as a subclass says in fields that are JSON."""
+
+    def save(self, folder: Path) -> None:
+        """Where `load` of every rank finds it."""
+        (folder / "task.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls: type[_Task], folder: Path) -> _Task:
+        """What `save` wrote."""
+        return cls(**json.loads((folder / "task.json").read_text()))
 
 
 def run_ranks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import graphopt
 from graphopt.demo.compare import compare
-from graphopt.demo.launch import Reporter
+from graphopt.demo.launch import RankTask, Reporter
 from graphopt.demo.memory import peak_memory
 from graphopt.demo.model import CharGPT, GPTSize, write
 from graphopt.demo.replica import VARIANTS, TrainedModel, Variant, make_replica, train_step
@@ -33,7 +32,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class DemoTask:
+class DemoTask(RankTask):
     """What every rank of one start is to do.
 
     Attributes:
@@ -49,15 +48,6 @@ class DemoTask:
     seed: int
     port: int | None = None
     alone: Variant | None = None
-
-    def save(self, folder: Path) -> None:
-        """Where `load` of every rank finds it."""
-        (folder / "task.json").write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, folder: Path) -> DemoTask:
-        """What `save` wrote."""
-        return cls(**json.loads((folder / "task.json").read_text()))
 
 
 class Batches:

@@ -26,13 +26,6 @@ from graphopt.host.context import while_set
 from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
 
-_METADATA = frozenset(
-    {"dim", "element_size", "get_device", "is_complex", "is_floating_point", "ndimension", "numel"}
-    | {"nelement", "size", "stride", "storage_offset", "is_contiguous"}
-)
-_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf")
-_READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES)
-
 
 class VotesOnErrors(Protocol):
     """How ranks agree; see `graphopt.host.votes`."""
@@ -89,8 +82,8 @@ class _NoState(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         func, kwargs = _compat.function_asked(func), kwargs or {}
-        metadata = func in _READABLE or getattr(func, "__name__", "") in _METADATA
-        if not metadata and any(map(self._is_state, _compat.tree_leaves((args, kwargs)))):
+        reads = not _compat.reads_metadata(func)
+        if reads and any(map(self._is_state, _compat.tree_leaves((args, kwargs)))):
             raise GraphOptError(
                 "a function called by graphopt.callback uses a parameter, buffer, gradient or"
                 " optimizer state of the step, whose memory does not hold what it does at this"

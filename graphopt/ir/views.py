@@ -29,7 +29,7 @@ def is_pure_view(node: fx.Node) -> bool:
     known = operator_of(node)
     if known.item:
         source = node.all_input_nodes[0]
-        return not _holds_several(source) or is_pure_view(source)
+        return not holds_several(source) or is_pure_view(source)
     if known.view:
         return True
     if not known.may_alias or known.writes or known.wait or known.collective:
@@ -59,7 +59,7 @@ def shared_with(node: fx.Node) -> list[fx.Node]:
         return _item_of(source, index)
     if not known.may_alias:
         return []
-    if known.listed and _holds_several(node):
+    if known.listed and holds_several(node):
         return []  # each item shares that of its own entry
     if len(known.aliases) > 1:
         return []
@@ -71,7 +71,7 @@ def _item_of(source: Any, index: Any) -> list[fx.Node]:
     if not isinstance(source, fx.Node):
         return []
     known = operator_of(source)
-    several = _holds_several(source)
+    several = holds_several(source)
     if several and known.own_memory:
         return []
     if known.one_tensor_twice or not several:
@@ -187,7 +187,8 @@ def is_awaited(launch: fx.Node) -> bool:
     return any(is_wait(u) or (is_item(u) and any(map(is_wait, u.users))) for u in launch.users)
 
 
-def _holds_several(node: fx.Node) -> bool:
+def holds_several(node: fx.Node) -> bool:
+    """Whether an operator gives a list or tuple."""
     return isinstance(known_value(node), (list, tuple))
 
 

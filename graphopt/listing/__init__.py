@@ -7,24 +7,4 @@ from Python's random generator when it is imported, which a training program wou
 
 from graphopt.listing.files import FORMAT, VERSION, packed, read_listing
 from graphopt.listing.rows import LATE, LAUNCH, MARKS, UPDATE, WAIT, Listing, ListingRow, Section
-from graphopt.listing.text import cells, heading, line, listing_text, readable_bytes
-
-__all__ = [
-    "FORMAT",
-    "LATE",
-    "LAUNCH",
-    "MARKS",
-    "UPDATE",
-    "VERSION",
-    "WAIT",
-    "Listing",
-    "ListingRow",
-    "Section",
-    "cells",
-    "heading",
-    "line",
-    "listing_text",
-    "packed",
-    "read_listing",
-    "readable_bytes",
-]
+from graphopt.listing.text import heading, line, listing_text, readable_bytes

@@ -9,7 +9,6 @@ Taken out after the trace, where nothing else has been done with a container and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from graphopt.errors import CaptureError
@@ -17,30 +16,19 @@ from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import FollowedPlace
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.placed import Placed, found_again, is_at
-from graphopt.tracing.signature import Constant
+from graphopt.tracing.placed import found_again, is_at
+from graphopt.tracing.signature import ChangedResult, Constant, PlacedResult
 from graphopt.tracing.told import told
 
 
-@dataclass(frozen=True)
-class Changed:
-    """How the step has changed a list, queue or set outside.
-
-    Attributes:
-        changes: in order, each with its value, as `told` gives it.
-        within: where each call finds the container; None where it is the same one in each call.
-    """
-
-    container: Any
-    changes: tuple[tuple[ChangeByMethod, Any], ...]
-    within: FollowedPlace | None = None
-
-
 def take_changed(
-    record: Record, placed: Iterable[Placed], puts_back: Callable[[Any], bool], made: dict[int, Any]
-) -> list[Changed]:
+    record: Record,
+    placed: Iterable[PlacedResult],
+    puts_back: Callable[[Any], bool],
+    made: dict[int, Any],
+) -> list[ChangedResult]:
     """Take out what a traced step has put into lists, queues and sets outside, where these are
-    tensors, numbers, texts, nests of them, or objects from outside.
+    tensors, numbers, texts, nests of them, or objects from outside: as `take_placed` does.
 
     Args:
         placed: what it has left in places, in which there is what was before.
@@ -79,10 +67,9 @@ def take_changed(
             within = found_again(record, each.container)
         if within is None:
             record.pin(each.container)
-        found.append(Changed(each.container, items, within))
-    if record.laters is not None:
-        followed = {id(each.container): each.within for each in found if each.within is not None}
-        record.laters.settle(followed)
+        found.append(ChangedResult(each.container, items, within))
+    followed = {id(each.container): each.within for each in found if each.within is not None}
+    record.laters.settle(followed)
     return found
 
 

@@ -10,7 +10,7 @@ arguments, are refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.outside.places import MISSING
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.substitute import Traced, tables_kept
 
 
 class AttributeChange(NamedTuple):
@@ -34,19 +34,12 @@ class AttributeChange(NamedTuple):
     after: Any
 
 
-@contextmanager
-def marks_kept(inputs: Inputs) -> Iterator[None]:
+def marks_kept(inputs: Inputs) -> AbstractContextManager[None]:
     """Afterwards parameters and buffers have the attributes that they have now, whatever has been
     put in their place for a trace."""
     tensors = [entry.tensor for entry in inputs.module_tensors]
     tables = [vars(tensor) for tensor in tensors if not _compat.is_fake(tensor)]
-    before = [(table, dict(table)) for table in tables if table]
-    try:
-        yield
-    finally:
-        for table, attributes in before:
-            table.clear()
-            table.update(attributes)
+    return tables_kept(filter(None, tables))
 
 
 class Marks:

@@ -57,41 +57,18 @@ def numpy_int64(number: int) -> Any:
     return sys.modules["numpy"].int64(number)
 
 
-def numpy_mean(*numbers: float) -> Any:
-    """The mean of floats as numpy computes it, which is numpy's kind of float."""
-    return sys.modules["numpy"].mean(numbers)
+def _of_floats(name: str) -> Any:
+    """What a function of numpy's gives for a list of floats, as a function of the floats."""
+
+    def function(*numbers: float) -> Any:
+        return getattr(sys.modules["numpy"], name)(numbers)
+
+    function.__name__ = function.__qualname__ = f"numpy_{name}"
+    return function
 
 
-def numpy_sum(*numbers: float) -> Any:
-    """The sum of floats as numpy computes it."""
-    return sys.modules["numpy"].sum(numbers)
-
-
-def numpy_std(*numbers: float) -> Any:
-    """The standard deviation of floats as numpy computes it."""
-    return sys.modules["numpy"].std(numbers)
-
-
-def numpy_var(*numbers: float) -> Any:
-    """The variance of floats as numpy computes it."""
-    return sys.modules["numpy"].var(numbers)
-
-
-def numpy_median(*numbers: float) -> Any:
-    """The median of floats as numpy computes it."""
-    return sys.modules["numpy"].median(numbers)
-
-
-def numpy_max(*numbers: float) -> Any:
-    """The largest of some floats, as numpy finds it."""
-    return sys.modules["numpy"].max(numbers)
-
-
-def numpy_min(*numbers: float) -> Any:
-    """The smallest of some floats, as numpy finds it."""
-    return sys.modules["numpy"].min(numbers)
-
-
+numpy_mean, numpy_sum, numpy_std, numpy_var = map(_of_floats, ("mean", "sum", "std", "var"))
+numpy_median, numpy_max, numpy_min = map(_of_floats, ("median", "max", "min"))
 OF_FLOATS_IN_NUMPY: dict[str, Any] = {
     **{f.__name__.removeprefix("numpy_"): f
        for f in (numpy_mean, numpy_sum, numpy_std, numpy_var, numpy_median, numpy_max, numpy_min)},

@@ -37,21 +37,8 @@ from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace
 from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
+from graphopt.tracing.signature import PlacedResult
 from graphopt.tracing.told import holds_traced, told
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A value that the step has left in a place outside.
-
-    Attributes:
-        within: where each call finds the container that it is an item of; None where
-            that is the same in each call.
-    """
-
-    place: OutsidePlace
-    value: Any
-    within: FollowedPlace | None = None
 
 
 def take_placed(
@@ -60,10 +47,13 @@ def take_placed(
     stand_ins: Mapping[int, torch.Tensor],
     tables: Iterable[dict[str, Any]],
     made: dict[int, Any],
-) -> list[Placed]:
+) -> list[PlacedResult]:
     """Take out what a traced step has put into places outside; there is then what was before. Where
     the step finds a tensor or a number in such a place, and leaves another one, the finder takes
     note.
+
+    Returns:
+        What each call leaves there, as `told` gives it; the recipes are yet to be made of it.
 
     Args:
         record: of the step, which is not finished yet.
@@ -92,7 +82,7 @@ class _Places:
     others: Set[int]
     exchanged: Mapping[int, FollowedPlace]
 
-    def taken(self, written: WrittenPlace) -> Placed | None:
+    def taken(self, written: WrittenPlace) -> PlacedResult | None:
         """What each call leaves in a place; None where it leaves nothing there by itself."""
         record, place, before = self.record, written.place, written.before
         value = place.now()
@@ -132,7 +122,7 @@ class _Places:
         written.place.write(before)
         record.unrepeated.refuse(written.path, written.line)
 
-    def _placed(self, written: WrittenPlace, left: Any) -> Placed:
+    def _placed(self, written: WrittenPlace, left: Any) -> PlacedResult:
         record, place = self.record, written.place
         within = self.exchanged.get(id(place.holder))
         carried = isinstance(written.before, (torch.Tensor, tuple))  # perhaps, as an input
@@ -143,7 +133,7 @@ class _Places:
                 record.pin(each)
             if _is_found(record, written):
                 self.finder.carries(written.path, place)
-        return Placed(place, left, within)
+        return PlacedResult(place, left, within)
 
     def _stand_in(self, tensor: torch.Tensor) -> Any:
         return self.stand_ins.get(id(tensor), self.finder.stand_in_of(tensor))

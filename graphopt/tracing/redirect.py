@@ -69,26 +69,6 @@ _PROFILED = frozenset(
     }
 )
 """Begin and end of a range for the profiler, which is the trace's and no part of the graph."""
-_METADATA = frozenset(
-    {
-        "dim",
-        "element_size",
-        "get_device",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "ndimension",
-        "numel",
-        "nelement",
-        "size",
-        "stride",
-        "storage_offset",
-    }
-)
-_READABLE = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf")
-)
 
 
 class Redirect(TorchFunctionMode):
@@ -136,7 +116,7 @@ class Redirect(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         func, kwargs = _compat.function_asked(func), kwargs or {}
-        if func in _READABLE or getattr(func, "__name__", "") in _METADATA:
+        if _compat.reads_metadata(func):
             known = self._traced.by_id
             return func(*(known.get(id(value), value) for value in args), **kwargs)
         if func in _PROFILED:

@@ -11,7 +11,6 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call, has_gradient
-from graphopt.tracing.changed import Changed
 from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
@@ -26,7 +25,6 @@ from graphopt.tracing.optimizer_state import (
     is_nest,
     same_nest,
 )
-from graphopt.tracing.placed import Placed
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.recipes import Recipes
 from graphopt.tracing.signature import (
@@ -54,8 +52,8 @@ class LeftOutside(NamedTuple):
         rows: lists that numbers of the call select.
     """
 
-    placed: list[Placed]
-    changed: list[Changed]
+    placed: list[PlacedResult]
+    changed: list[ChangedResult]
     rows: list[Row]
 
 
@@ -110,10 +108,7 @@ class ResultCollector:
             gradients=list(self._gradients()),
             states=list(self._states()),
             attributes=self.attributes(c for c in attributes if not recipes.is_same(c)),
-            placed=[
-                PlacedResult(each.place, recipes.of_nest(each.value), each.within)
-                for each in outside.placed
-            ],
+            placed=[replace(each, recipe=recipes.of_nest(each.recipe)) for each in outside.placed],
             changed=[self._changed(each) for each in outside.changed],
             selected=[
                 SelectedResult(
@@ -138,9 +133,9 @@ class ResultCollector:
             for each in changes
         ]
 
-    def _changed(self, changed: Changed) -> ChangedResult:
+    def _changed(self, changed: ChangedResult) -> ChangedResult:
         changes = tuple((change, self.recipes.of_nest(value)) for change, value in changed.changes)
-        return ChangedResult(changed.container, changes, changed.within)
+        return replace(changed, changes=changes)
 
     def _given(self, change: ContainerChange) -> ContainerChange:
         """A change with recipes for what it puts into the container."""

@@ -290,7 +290,6 @@ class StepRun:
         self.outside.read_left()
         self.outside.note_left_in()
         gives(self.outside, returned, self._call)
-        assert self.outside.laters is not None
         self._view.finish(self.outside.laters.lists)
 
     def _left_outside(self, traced: Traced, held: HeldBefore, draws: Substitutes) -> LeftOutside:

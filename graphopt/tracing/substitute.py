@@ -10,13 +10,14 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.arguments import is_known
@@ -59,40 +60,34 @@ def traced_key(key: Any) -> Any:
 @contextmanager
 def preserved(call: Call) -> Iterator[None]:
     """Restore modules, optimizers and random number generators on leaving, also after an error."""
-    modules = [(vars(module), dict(vars(module))) for _, module in call.named_submodules()]
-    tables = [
-        (table, dict(table))
-        for attributes, _ in modules
-        for table in (attributes["_parameters"], attributes["_buffers"], attributes["_modules"])
-    ]
-    optimizers = [
-        (vars(optimizer), dict(vars(optimizer)), [(g, dict(g)) for g in optimizer.param_groups])
-        for optimizer in call.optimizer_objects()
-    ]
-    opaque = [
-        (vars(call.leaves[position]), dict(vars(call.leaves[position])))
-        for position in call.constants
-        if type(call.leaves[position]).__module__ != "builtins"
-        and isinstance(getattr(call.leaves[position], "__dict__", None), dict)
-    ]
-    places = [each.place for each in call.besides.carried if each.place.is_written]
-    carried = [(place, place.now()) for place in places]
-    generators = GeneratorStates.read()
+    tables: list[dict[str, Any]] = []
+    for _, module in call.named_submodules():
+        tables += [vars(module), *_compat.own_tables(module)]
+    for optimizer in call.optimizer_objects():
+        tables += [vars(optimizer), *optimizer.param_groups]
+    for value in (call.leaves[position] for position in call.constants):
+        attributes = getattr(value, "__dict__", None)
+        if type(value).__module__ != "builtins" and isinstance(attributes, dict):
+            tables.append(attributes)
+    with ExitStack() as stack:
+        stack.callback(GeneratorStates.read().restore)
+        stack.enter_context(tables_kept(tables))
+        for each in call.besides.carried:
+            if each.place.is_written:
+                stack.callback(each.place.write, each.place.now())
+        yield
+
+
+@contextmanager
+def tables_kept(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Afterwards dictionaries hold what they hold now."""
+    before = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
-        for place, value in carried:
-            place.write(value)
-        for attributes, before in (*tables, *modules, *opaque):
-            attributes.clear()
-            attributes.update(before)
-        for attributes, before, groups in optimizers:
-            attributes.clear()
-            attributes.update(before)
-            for group, entries in groups:
-                group.clear()
-                group.update(entries)
-        generators.restore()
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
 
 
 @dataclass

@@ -38,7 +38,7 @@ from graphopt.ir.operators import (
     written_positions,
 )
 from graphopt.ir.outputs import follows_output_convention, get_outputs
-from graphopt.ir.views import is_pure_view, launch_of
+from graphopt.ir.views import holds_several, is_pure_view, launch_of
 from graphopt.verify.functional import functional_form, functional_form_for
 from graphopt.verify.problems import Problem
 
@@ -177,7 +177,7 @@ class _Reading:
 
     def _value(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """What a node stands for when it is read."""
-        if operator_of(reader).item and _holds_several(source):
+        if operator_of(reader).item and holds_several(source):
             return self.copies[source]  # what is picked is looked at when it is read
         by = self._storages.overwriting(source)
         if by is not None and by is not reader:
@@ -334,10 +334,6 @@ class _Reading:
                 "read before it is overwritten, or let the operator work out of place",
             )
         )
-
-
-def _holds_several(node: fx.Node) -> bool:
-    return isinstance(known_value(node), (list, tuple))
 
 
 def _is_all_of(node: fx.Node, source: fx.Node) -> bool:

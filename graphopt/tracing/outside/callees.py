@@ -46,6 +46,13 @@ class Instruction(Operands):
         self.frame, self.step = frame, step
         self.line = SourceLine(self.code.co_filename, frame.f_lineno, self.code.co_name)
 
+    def takes(self, place: int, other: Any) -> bool:
+        """Let the instruction find something else at a place of the stack; not where that is None.
+        Returns whether it does."""
+        if other is not None:
+            self.put(place, other)
+        return other is not None
+
     def place_of_callee(self) -> int:
         """Where the callee is on the stack."""
         step = self.step

@@ -157,24 +157,21 @@ class Instructions(LaterOperands):
         container = record.viewed(at.top(2))
         other = self._substitute(operator.getitem, (container, key)) if any_known((key,)) else None
         laters = record.laters
-        if other is not None and laters is not None and laters.arrays.is_array(container):
+        if other is not None and laters.arrays.is_array(container):
             record.contents_read.add(id(container))
             if at.step.feeding is not None or laters.arrays.is_written(container):
                 other = None
-        if other is not None:  # the item is found in each call
-            at.put(2, other)
+        if at.takes(2, other):  # the item is found in each call
             return
         key = self._exact(at, 1, plain(key))
         kept = kept_lists.item(record, container, key)
         if kept is not None:
             kept_lists.reads(record, kept, container, f"{{}}[{key}]", at.line)
-            other = self._substitute(operator.getitem, (container, key))
-            if other is not None:
-                at.put(2, other)
+            at.takes(2, self._substitute(operator.getitem, (container, key)))
             return
         trimmed = isinstance(key, slice) and self._is_trimmed(at.frame, container)
-        if record.laters is not None and not trimmed:
-            item = record.laters.item(container, at.top(1), at.line, at.step.feeding is not None)
+        if not trimmed:
+            item = laters.item(container, at.top(1), at.line, at.step.feeding is not None)
             if item is not None:
                 at.put(2, Gives(item))
                 at.put(1, 0)
@@ -195,8 +192,7 @@ class Instructions(LaterOperands):
         container, key = at.top(3), slice(at.top(2), at.top(1))
         if self._is_trimmed(at.frame, container):
             return
-        laters = self._record.laters
-        item = None if laters is None else laters.item(container, key, at.line)
+        item = self._record.laters.item(container, key, at.line)
         if item is None:
             self._read_contents(at.frame, container, at.line)
         else:
@@ -221,12 +217,9 @@ class Instructions(LaterOperands):
         container, key = at.top(2), self._exact(at, 1, plain(at.top(1)))
         if not self._record.is_outside(container):
             return
-        laters = self._record.laters
-        if laters is not None:
-            other = laters.arrays.setter(container, at.top(1), at.top(3), at.line)
-            if other is not None:
-                at.put(2, other)
-                return
+        arrays = self._record.laters.arrays
+        if at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line)):
+            return
         if not is_container(container):
             if set_by_c(container):
                 self._record.unrepeated.add(self._path(at.frame, container), at.line)
@@ -250,24 +243,19 @@ class Instructions(LaterOperands):
             self._read_contents(at.frame, at.top(1), at.line, nested=False)
 
     def _two(self, at: Instruction) -> None:
+        is_percent = at.step.name == "%" or at.step.instruction == "BINARY_MODULO"
         laters = self._record.laters
-        if laters is not None and (at.step.name == "%" or at.step.instruction == "BINARY_MODULO"):
-            left = laters.percent(at.top(2), at.top(1), at.line)
-            if left is not None:
-                at.put(2, left)
-                return
+        if is_percent and at.takes(2, laters.percent(at.top(2), at.top(1), at.line)):
+            return
         for place in (1, 2):
             if not self._stands_later(at, place, at.step.handler == "_compared"):
                 self._read_contents(at.frame, at.top(place), at.line)
 
     def _in_place(self, at: Instruction) -> None:
         changed, value = at.top(2), at.top(1)
-        laters = self._record.laters
-        if laters is not None:
-            other = laters.arrays.changer(changed, at.step.name, value, at.line)
-            if other is not None:
-                at.put(2, other)
-                return
+        arrays = self._record.laters.arrays
+        if at.takes(2, arrays.changer(changed, at.step.name, value, at.line)):
+            return
         self._read_contents(at.frame, value, at.line)
         if isinstance(changed, (list, dict, set, deque)):
             self._record.read_container(id(at.frame), changed)
@@ -298,10 +286,10 @@ class Instructions(LaterOperands):
             self._pin_both(at)
 
     def _contains(self, at: Instruction) -> None:
-        laters, container = self._record.laters, at.top(1)
+        container = at.top(1)
         if isinstance(container, str) and self._stands_later(at, 1, texts=True):
             return
-        if laters is not None and laters.is_kept(container):
+        if self._record.laters.is_kept(container):
             self._stands_later(at, 1)
             return
         if isinstance(container, (list, tuple)) and self._stands_later(at, 2, texts=True):
@@ -348,15 +336,11 @@ class Instructions(LaterOperands):
         for each in args:
             if is_container(each):
                 self._record.read_container(id(at.frame), each)
-        other = self._done_later(callee, args, at)
-        if other is not None:
-            at.put(at.place_of_callee(), other)
+        if at.takes(at.place_of_callee(), self._done_later(callee, args, at)):
             return
         args = self._taken(callee, args, at)
         self._calls.call(callee, args, at.line, at.step.discarded)
-        other = self._substitute(callee, args)
-        if other is not None:
-            at.put(at.place_of_callee(), other)
+        at.takes(at.place_of_callee(), self._substitute(callee, args))
 
     def _prepare_call(self, at: Instruction) -> None:
         """Python 3.11 takes bound methods apart before the call."""
@@ -369,16 +353,11 @@ class Instructions(LaterOperands):
         callee = at.top(place)
         self._read_contents(at.frame, args, at.line)
         given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
-        later = self._done_later(callee, given, at)
-        if later is not None:
-            at.put(place, later)
+        if at.takes(place, self._done_later(callee, given, at)):
             return
-        if self._record.laters is not None:
-            self._record.laters.not_taken(callee, given)
+        self._record.laters.not_taken(callee, given)
         self._calls.call(callee, given, at.line)
-        other = self._substitute(callee, given)
-        if other is not None:
-            at.put(place, other)
+        at.takes(place, self._substitute(callee, given))
 
 
 def _may_count(value: Any) -> bool:

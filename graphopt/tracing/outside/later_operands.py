@@ -37,34 +37,24 @@ class LaterOperands:
         with_spec = at.step.instruction == "FORMAT_VALUE" and at.step.argument & 4
         place = 2 if with_spec or at.step.instruction == "FORMAT_WITH_SPEC" else 1
         laters, value = self._record.laters, at.top(place)
-        text = None if laters is None or type(value) is not str else laters.piece(value)
-        if text is not None:
-            at.put(place, text)
-        elif not self._stands_later(at, place):
+        text = laters.piece(value) if type(value) is str else None
+        if not at.takes(place, text) and not self._stands_later(at, place):
             self._read_contents(at.frame, value, at.line)
 
     def _stands_later(self, at: Instruction, place: int, texts: bool = False) -> bool:
         """Whether something stands from now on for what an instruction takes."""
-        laters, value = self._record.laters, at.top(place)
-        other = None if laters is None else laters.operand(value, at.line, texts)
-        if other is not None:
-            at.put(place, other)
-        return other is not None
+        return at.takes(place, self._record.laters.operand(at.top(place), at.line, texts))
 
     def _exact(self, at: Instruction, place: int, key: Any) -> Any:
         """A key, a text in which there are numbers that are known before a call as it is."""
-        laters = self._record.laters
-        if laters is None or not isinstance(key, str):
-            return key
-        exact = laters.key(key)
+        exact = self._record.laters.key(key) if isinstance(key, str) else key
         if exact is not key:
             at.put(place, exact)
         return exact
 
     def _taken(self, callee: Any, args: list[Any], at: Instruction) -> list[Any]:
         """Let a call take what stands for values that are not known in this trace."""
-        laters = self._record.laters
-        taken = args if laters is None else list(laters.taken(callee, args))
+        taken = list(self._record.laters.taken(callee, args))
         top = int(at.step.instruction in NAMED_CALLS)
         for index, value in enumerate(taken):
             if value is not args[index]:
@@ -74,15 +64,17 @@ class LaterOperands:
     def _spread(self, at: Instruction) -> None:
         """Let `function(*text)` take the letters of a text."""
         place = 1 + (at.step.argument & 1)
-        if self._record.laters is not None and is_later_text(at.top(place)):
+        if is_later_text(at.top(place)):
             at.put(place, tuple(letters(at.top(place))))
 
     def _done_later(
         self, callee: Any, args: Sequence[Any], at: Instruction
     ) -> Callable[..., Any] | None:
         """What is called in place of a function that each call of the step has to call itself."""
-        laters = self._record.laters
-        return None if laters is None else laters.called(callee, args, at.line, at.step.discarded)
+        other: Callable[..., Any] | None = self._record.laters.called(
+            callee, args, at.line, at.step.discarded
+        )
+        return other
 
 
 class Gives:

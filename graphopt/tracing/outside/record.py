@@ -71,8 +71,7 @@ class Record(OutsideReads):
     def finish(self) -> None:
         """The step is over: look for what it changed."""
         self._settle_trimmed()
-        if self.laters is not None:
-            self._forget_contents(self.laters.arrays)
+        self._forget_contents(self.laters.arrays)
         self.unrepeated.finish()
         self.changed = self._changed()
         for identity, (container, line) in self.rewritten.items():
