@@ -21,7 +21,6 @@ from graphopt.pipelining.timeline import (
 )
 from graphopt.saved import SavedGraphError, load_graph, save_graph
 from graphs import training_step
-from toy_passes import without_settings
 
 SCHEDULE = "0F0,0B0\n"
 
@@ -34,9 +33,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(without_settings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The home folder, which is not the current one. No setting is in the environment."""
-    without_settings(monkeypatch, tmp_path)
     folder = tmp_path / "home"
     folder.mkdir()
     (tmp_path / "here").mkdir()
