@@ -73,6 +73,11 @@ def alternate(model: Any) -> None:
     model["between"] = nn.Tanh() if isinstance(model["between"], nn.ReLU) else nn.ReLU()
 
 
+def wrap(model: Any) -> None:
+    if not isinstance(model["second"], nn.Sequential):
+        model["second"] = nn.Sequential(model["second"], nn.Tanh())
+
+
 def add(model: Any) -> None:
     model["another"] = nn.Tanh()
 
@@ -91,7 +96,7 @@ def described(model: Any) -> list[Any]:
 
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
-@pytest.mark.parametrize("change", [swap, tie, make, make_some, alternate, add, with_hook])
+@pytest.mark.parametrize("change", [swap, tie, make, make_some, alternate, wrap, add, with_hook])
 def test_modules_are_replaced_in_each_call(change: Callable[[Any], None], first: bool) -> None:
     def run(compiled: Callable[..., Any]) -> tuple[list[Any], list[Tensor]]:
         torch.manual_seed(0)

@@ -52,7 +52,7 @@ class Registered:
             if after is before:
                 continue
             if after is not None and after not in known:
-                if not _is_bare(after):
+                if not _is_bare(after, known):
                     raise self._refused(f"it makes a module with tensors, {key!r}, in each call of")
                 if _is_alike(before, after):
                     continue
@@ -66,14 +66,17 @@ def _names_of_tensors(module: nn.Module) -> tuple[list[str], list[str]]:
     return list(_compat.own_parameters(module)), list(_compat.own_buffers(module))
 
 
-def _is_bare(module: nn.Module) -> bool:
-    """Whether a module has no tensors, registered or in attributes."""
-    leaves = (leaf for each in module.modules() for leaf in _compat.tree_leaves(vars(each)))
+def _is_bare(module: nn.Module, known: Collection[nn.Module]) -> bool:
+    """Whether a module has no tensors, registered or in attributes, but those of known ones."""
+    made = (each for each in module.modules() if each not in known)
+    leaves = (leaf for each in made for leaf in _compat.tree_leaves(vars(each)))
     return not any(isinstance(leaf, (torch.Tensor, *SYMBOLIC)) for leaf in leaves)
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Whether two modules without tensors compute the same."""
+    """Whether two modules compute the same, with no tensors but those that both have."""
+    if one is other:
+        return True
     if type(one) is not type(other) or vars(one).keys() != vars(other).keys():
         return False
     return all(_is_same(value, vars(other)[key]) for key, value in vars(one).items())
