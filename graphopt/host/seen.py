@@ -23,6 +23,7 @@ from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
 from graphopt.host.context import while_set
+from graphopt.ir.same_values import same_value
 
 
 class ProgramView(Protocol):
@@ -324,10 +325,4 @@ _BY_VALUE = (bool, int, float, complex, str, bytes, frozenset)
 
 
 def _is_still(now: Any, before: Any) -> bool:
-    if now is before:
-        return True
-    if type(now) is not type(before):
-        return False
-    if type(now) is tuple:
-        return len(now) == len(before) and all(map(_is_still, now, before))
-    return isinstance(now, _BY_VALUE) and (now == before or (now != now and before != before))
+    return same_value(now, before, lambda value: isinstance(value, _BY_VALUE))

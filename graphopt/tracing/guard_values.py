@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphopt.ir.same_values import same_value
 from graphopt.tracing.tensor_classes import special_class
 
 _PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
@@ -60,9 +61,7 @@ def same_items(before: list[Any], container: object) -> bool:
 
 def same_constant(a: Any, b: Any) -> bool:
     """Whether two values are one object, or plain constants of one type that are equal."""
-    if a is b:
-        return True
-    return type(a) is type(b) and is_plain(a) and is_plain(b) and bool(a == b)
+    return same_value(a, b, is_plain)
 
 
 def is_plain(value: object) -> bool:

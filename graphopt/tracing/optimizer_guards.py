@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from graphopt.tracing.guard_values import is_plain
+from graphopt.tracing.guard_values import is_plain, same_constant
 from graphopt.tracing.inputs import is_number
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.snapshot import StateSnapshot
@@ -133,6 +133,18 @@ _NUMBER = object()
 """Stands for any number."""
 
 
+class _ByValue:
+    """A value that is compared by value."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByValue) and same_constant(self._value, other._value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class _Reference:
     """An object, by identity. It is kept alive only where nothing else can be told of its end."""
 
@@ -153,9 +165,9 @@ class _Reference:
 
 
 def _identity(value: Any) -> Any:
-    """What stands for a value: itself where it is plain, what it contains where that is hooks."""
+    """What stands for a value; for hooks, what they contain."""
     if is_plain(value):
-        return value
+        return _ByValue(value)
     if isinstance(value, dict):
         return [*value.keys(), *map(_Reference, value.values())]
     function = getattr(value, "__func__", value)
@@ -166,6 +178,10 @@ def _identity(value: Any) -> Any:
 
 def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
     return next(k for k in (*a, *b) if k not in a or k not in b or a[k] != b[k])
+
+
+def _of(value: Any) -> _ByValue | _Reference:
+    return _ByValue(value) if is_plain(value) else _Reference(value)
 
 
 def _settings(group: dict[str, Any], counts: frozenset[str]) -> dict[str, Any]:
@@ -180,7 +196,7 @@ def _settings(group: dict[str, Any], counts: frozenset[str]) -> dict[str, Any]:
         if _varies(key, value, counts):
             found[key] = _kind(key, value)
         else:
-            found[key] = value if is_plain(value) else _Reference(value)
+            found[key] = _of(value)
     return found
 
 
@@ -199,4 +215,4 @@ def _scheduled(value: Any) -> Any:
     """A number's value is an input of the graph; of what else stands there it is specialized."""
     if is_number(value):
         return _NUMBER
-    return value if is_plain(value) else _Reference(value)
+    return _of(value)

@@ -7,7 +7,6 @@ import ctypes
 import enum
 import gc
 import itertools
-import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphopt._compat.untraced import without_overrides
+from graphopt.ir.same_values import same_value
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.guard_values import is_plain, tensor_kind
 
@@ -262,19 +262,7 @@ class Read(NamedTuple):
 
 def same(a: Any, b: Any) -> bool:
     """Whether two values are one object, or equal numbers, texts and the like."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if type(a) is tuple:
-        return len(a) == len(b) and all(map(same, a, b))
-    if type(a) is float and a == 0.0 == b:
-        return math.copysign(1.0, a) == math.copysign(1.0, b)
-    if type(a) is frozenset:
-        return bool(a == b)
-    if not (is_value(a) and is_value(b)):
-        return False
-    return bool(a == b) or (a != a and b != b)
+    return same_value(a, b, lambda value: type(value) is frozenset or is_value(value))
 
 
 def is_value(value: object) -> bool:
