@@ -58,6 +58,7 @@ class Besides:
         counts: keys of parameter groups in which an optimizer counts.
         plain: numbers that the step does not change itself are no inputs of the graph, but
             constants.
+        plain_arrays: arrays that are among `carried` are no inputs of the host's part, either.
         as_traced: libraries that ask find out that they are traced (see `asked`), since the step
             is refused otherwise, for this reason.
         exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
@@ -70,6 +71,7 @@ class Besides:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     counts: frozenset[str] = frozenset()
     plain: bool = False
+    plain_arrays: bool = False
     as_traced: str = ""
     exchanged: frozenset[int] = frozenset()
     carried: list[CarriedPlace] = field(default_factory=list)
@@ -77,6 +79,7 @@ class Besides:
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.plain or self.carried
+        found = found or self.plain_arrays
         return bool(found or self.as_traced or self.exchanged)
 
     def live(self) -> list[tuple[str, Any]] | None:
@@ -91,6 +94,7 @@ class Besides:
             [*self.tensors, *other.tensors],
             self.counts | other.counts,
             self.plain or other.plain,
+            self.plain_arrays or other.plain_arrays,
             self.as_traced or other.as_traced,
             self.exchanged | other.exchanged,
             [*self.carried, *other.carried],

@@ -27,9 +27,11 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
+from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
-from graphopt.tracing.later import holds_later, is_later, is_number_later, refuse_keys
+from graphopt.tracing.later import Later, as_later, holds_later, is_later, is_number_later, refuse_keys
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
@@ -207,6 +209,8 @@ def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, va
 
 
 def _are_counts(before: Any, value: Any) -> bool:
+    if is_array(before):
+        return is_array(value) or is_known(value) or type(as_later(value)) is Later
     if may_be_input(before):
         return _is_number(value)
     found, left = leaves_of(before, is_exact), leaves_of(value, _is_number)

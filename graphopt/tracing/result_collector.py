@@ -15,6 +15,7 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.changed import Changed
 from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.live import as_later as later_of
 from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.given import ContainerChange
@@ -135,10 +136,7 @@ class ResultCollector:
         if type(value).__module__ == "numpy" and is_value(value):  # a number, of one type of many
             return Constant(value)
         if is_known(value):
-            raise CaptureError(
-                f"{what()} is a numpy array, drawn at random or computed from what was drawn",
-                hint="return a tensor: torch.tensor(array), or torch.from_numpy(array)",
-            )
+            return self._computed_later(later_of(self.made.calls, value))
         raise CaptureError(
             f"{what()} is a {type(value).__name__}, neither a tensor nor a constant",
             hint="return tensors, numbers, strings, None or containers of them;"

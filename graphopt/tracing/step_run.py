@@ -27,6 +27,7 @@ from graphopt.tracing.collectives import functional_collectives, stand_in_of_col
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
+from graphopt.tracing.draws.live import insert_arrays, live_arrays
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.host_math import traced_math
@@ -116,6 +117,7 @@ class StepRun:
         self.reshaped: dict[int, Shape] = {}
         self.left_storages: set[int] = set()
         placed = [n.place for n in inputs.hyperparameters if isinstance(n, PlacedNumber)]
+        placed += [each.place for each in live_arrays(call.besides)]
         self.outside = record_for(call, placed)
         given = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, given, mode, call.besides.carried)
@@ -167,6 +169,7 @@ class StepRun:
             )
             stack.enter_context(marks_kept(self.inputs))
             insert(self.call, self.inputs, traced)
+            insert_arrays(self.call.besides, self.made.calls)
             marks = Marks(self.call, self.inputs, traced)
             before = module_attributes(self.call)
             settings = [dict(group) for _, _, group in self._groups()]
@@ -324,6 +327,7 @@ class StepRun:
             calls = stack.enter_context(self.made.calls)
             substitute = Substitutes(calls, self.outside)
             numbers_given = zip(self.inputs.hyperparameters, traced.numbers, strict=True)
+            self.outside.draws_items = substitute.picks.draws
             lengths = Lengths(numbers_given, self.outside)
             self.outside.length_of = lengths.of
             arrays = MadeArrays(self.outside)
@@ -354,6 +358,8 @@ class StepRun:
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables, made)
                 changed = take_changed(self.outside, placed, self._puts_back, made)
                 made.clear()
+                substitute.picks.finish()
+                calls.refuse_changed(self.outside.written_arrays())
                 rows = substitute.rows.take(self.outside.is_used, self.outside.pin)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()

@@ -137,8 +137,22 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
+def kind_of_array(array: Any) -> tuple[Any, ...]:
+    """All that is known of an array but its values."""
+    return type(array), array.dtype.str, array.shape, array.strides
+
+
+def share_memory(one: Any, other: Any) -> bool:
+    """Whether two arrays may lie in the same memory."""
+    return bool(sys.modules["numpy"].may_share_memory(one, other))
+
+
+_LAYOUTS = frozenset({"layout_of", "kind_of_array", "kind_of"})
+
+
 def is_layout(expression: Any) -> bool:
     """Whether an expression gives no values of a tensor or array, but how it lies in memory."""
     if not isinstance(expression, Application):
         return False
-    return expression.function is layout_of or isinstance(expression.function, Metadata)
+    named = getattr(expression.function, "__name__", "")
+    return named in _LAYOUTS or isinstance(expression.function, Metadata)

@@ -194,6 +194,24 @@ class HostArray(Known):
         return self._refused("writes into it, or into another array with it")
 
 
+class HostBool(HostArray):
+    """What stands for a bool of Python's that each call finds. Whoever decides by it has a graph for
+    each outcome."""
+
+    is_scalar = property(lambda self: False)  # none of numpy's
+
+    def number(self) -> Any:
+        """The integer that it is."""
+        return self.calls.apply(int, (self,))
+
+    def for_torch(self) -> Any:
+        """The bool."""
+        return bool(self)
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+
 def _array_type() -> type:
     kind: type = sys.modules["numpy"].ndarray
     return kind

@@ -17,6 +17,7 @@ import torch
 from graphopt.tracing.draws.arguments import any_known, is_known
 from graphopt.tracing.draws.generators import Drawing, drawing_of
 from graphopt.tracing.draws.items import SelectedItems, selects
+from graphopt.tracing.draws.picked import PickingItems, Picks
 from graphopt.tracing.draws.positions import BY_POSITION
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import AllRows, are_rows
@@ -36,7 +37,8 @@ _LEGACY = frozenset(
 _MAKERS = frozenset({torch.from_numpy, torch.tensor, torch.as_tensor, torch.asarray})
 _MADE = ("array", "asarray", "asanyarray", "ascontiguousarray", "full", "float32", "float64",
          "int32", "int64", "mean", "sum", "std", "var", "median", "max", "amax", "min", "amin",
-         "average", "prod", "percentile", "nanmean")  # fmt: skip
+         "average", "prod", "percentile", "nanmean", "stack", "vstack", "hstack", "concatenate",
+         "column_stack", "bool_", "maximum", "minimum", "clip", "exp", "sqrt", "log", "power")  # fmt: skip
 """Functions and classes of numpy that make arrays and scalars, and are no functions that arrays
 may answer themselves."""
 
@@ -55,6 +57,7 @@ class Substitutes:
     def __init__(self, calls: HostCalls, record: Record) -> None:
         self._calls, self._record = calls, record
         self.rows = AllRows(calls)
+        self.picks = Picks(calls, record)
         self._of_numpy: frozenset[Any] = frozenset()
 
     def __call__(self, callee: Any, args: Sequence[Any]) -> Substitute | None:
@@ -67,7 +70,7 @@ class Substitutes:
             return self._partial(callee, args)
         drawing = drawing_of(callee, args)
         if drawing is not None:
-            return self._draw(drawing)
+            return self.picks.drawer(drawing, args) or self._draw(drawing)
         if not any_known(args):
             return None
         if callee is operator.getitem and len(args) == 2:
@@ -88,6 +91,8 @@ class Substitutes:
     def _items(self, container: Any, key: Any) -> Substitute | None:
         """What gives an item of a container that a number of the call selects."""
         lives = self._calls.is_outside(container)
+        if _is_position(key) and self.picks.takes(container) and not are_rows(container, key):
+            return PickingItems(self.picks, container)
         if lives and self._record.is_changed(container):
             return None
         if lives and are_rows(container, key):
@@ -144,6 +149,13 @@ class Substitutes:
         if numpy is not None and not self._of_numpy:
             self._of_numpy = frozenset(getattr(numpy, name) for name in _MADE)
         return self._of_numpy
+
+
+def _is_position(key: Any) -> bool:
+    """Whether a key is an integer that is known before the graph runs."""
+    if is_host_number(key):
+        return type(key.value) is int
+    return is_known(key) and key.is_scalar and key.plain.dtype.kind in "iu"
 
 
 def _with_plain(function: Any) -> Substitute:

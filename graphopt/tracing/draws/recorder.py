@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,6 +26,8 @@ from graphopt.tracing.draws.arguments import (
     expression_of,
     is_known,
     is_layout,
+    kind_of_array,
+    share_memory,
     layout_of,
     plain,
 )
@@ -40,6 +42,7 @@ from graphopt.tracing.draws.program import HostInput, HostProgram, HostStep
 from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
 from graphopt.tracing.host_numbers import is_of_numpy as is_float_of_numpy
 from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.known_functions import is_fresh
 from graphopt.tracing.number_expressions import (
     Application,
     Condition,
@@ -88,6 +91,8 @@ class HostCalls:
         self._random: set[int] = set()  # values that depend on draws
         self._continuous: set[int] = set()  # of these, those that are others in each call
         self._shared: list[torch.Tensor] = []
+        self._outside: list[Any] = []  # arrays that were there before
+        self._over_outside: list[torch.Tensor] = []
         self._symbols: dict[str, int] = {}
 
     # ------------------------------------------------------------------ the trace begins and ends
@@ -105,7 +110,7 @@ class HostCalls:
             write_state(generator, before)
         if error is None and unseen:
             raise self._unseen()
-        if error is None and len(self._shared) > 1:
+        if error is None and (len(self._shared) > 1 or self._over_outside):
             self._refuse_written()
 
     def _refuse_number(self, error: BaseException) -> None:
@@ -142,7 +147,12 @@ class HostCalls:
     # ------------------------------------------------------------------ calls
 
     def draw(self, drawing: Drawing, args: Sequence[Any], names: Sequence[str] = ()) -> Any:
-        """Draw now, and in every call."""
+        """Draw now, and in every call. What the step gets."""
+        drawn = self.drawn(drawing, args, names)
+        return self._given(drawn.expression.index, drawn.plain)
+
+    def drawn(self, drawing: Drawing, args: Sequence[Any], names: Sequence[str] = ()) -> Known:
+        """Draw now, and in every call. What stands for it before the graph runs."""
         generator = drawing.generator
         known = self._generators.get(id(generator))
         if known is None and not (is_global(generator) or self.is_outside(generator)):
@@ -161,7 +171,7 @@ class HostCalls:
         if not drawing.is_discrete:
             self._continuous.add(index)
         self.program.behind_callback |= self._behind_callback()
-        return self._given(index, value)
+        return Known(Leaf(index), value)
 
     def _behind_callback(self) -> bool:
         targets = (node.target for node in self._tracer.graph.nodes)
@@ -178,6 +188,42 @@ class HostCalls:
         self._refuse_written()
         index, value = self._step(function, args, names)
         return self._given(index, value)
+
+    def live(self, function: Callable[..., Any], said: str) -> Any:
+        """What stands for an array outside, which each call finds anew, of one kind.
+
+        Args:
+            function: finds it.
+        """
+        index, value = self._step(function, (), (), said=said)
+        self.by_value(Application(kind_of_array, (Leaf(index),)), kind_of_array(value))
+        self.is_kept_outside(value)
+        return self._given(index, value)
+
+    def refuse_changed(self, written: Iterable[Any]) -> None:
+        """Refuse a step that writes to an array outside for which it has something else."""
+        if any(share_memory(one, other) for one in written for other in self._outside):
+            raise self.refused(
+                "it writes to an array outside its arguments that it also reads in another place",
+                "write to it outside the step, or let the step read and write it in one place",
+            )
+
+    def found(self, function: Callable[..., Any], args: Sequence[Any]) -> Known:
+        """What a function gives, now and in every call, of which the step gets nothing yet."""
+        index, value = self._step(function, args, ())
+        return Known(Leaf(index), value)
+
+    def given(self, found: Known) -> Any:
+        """What the step gets for a value that each call finds: of a bool, what stands for it."""
+        from graphopt.tracing.draws.arrays import HostBool
+
+        if type(found.plain) is bool:
+            return HostBool(self, found.expression.index, found.plain)
+        return self._given(found.expression.index, found.plain)
+
+    def is_kept_outside(self, array: Any) -> None:
+        """An array was there before the step."""
+        self._outside.append(array)
 
     def _step(
         self,
@@ -293,11 +339,14 @@ class HostCalls:
             raise self.refused("it makes no tensor of an array", "draw outside the step")
         with _compat.without_modes():
             requires_grad, layout, value = value.requires_grad, layout_of(value), value.detach()
+            over_outside = any(share_memory(value.numpy(), each) for each in self._outside)
         term = Application(layout_of, (Leaf(index),))
         self._conditions.add(Condition(same_value, term, layout, True))
         stand_in = self._input(index, value)
         if function in _SHARING:
             self._shared.append(stand_in)
+            if over_outside:
+                self._over_outside.append(stand_in)
         return stand_in.detach().requires_grad_() if requires_grad else stand_in
 
     def _input(self, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -317,6 +366,12 @@ class HostCalls:
                 " goes on with the array",
                 "let the tensor be a copy: torch.tensor(array)",
             )
+
+    def is_fresh(self, array: Known) -> bool:
+        """Whether an array lies in no memory but its own."""
+        step = self.program.steps[array.expression.index - self.program.first]
+        copies = "copy" not in step.names and step.function is not operator.getitem
+        return step.generator is not None or (copies and is_fresh(step.function))
 
     # ------------------------------------------------------------------ conditions
 

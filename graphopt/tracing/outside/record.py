@@ -21,7 +21,7 @@ from graphopt.tracing.outside.places import (
     key_text,
     same,
 )
-from graphopt.tracing.outside.reads import OutsideReads, of_none
+from graphopt.tracing.outside.reads import OutsideReads, draws_none, of_none
 from graphopt.tracing.outside.unrepeated import users
 
 
@@ -108,8 +108,13 @@ class Record(OutsideReads):
         self.rewritten.clear()
         self._left_in.clear()
         self._begun.clear()
-        self.length_of = of_none
+        self.length_of, self.draws_items = of_none, draws_none
         self.laters = None
+
+    def written_arrays(self) -> list[Any]:
+        """The arrays to which the step, or a function on the host, writes."""
+        own = [each for each, _ in self.rewritten.values() if hasattr(each, "tobytes")]
+        return own if self.laters is None else [*own, *self.laters.arrays.written()]
 
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
         """Lengths of lists and queues that the step changes by single items, and what it computes

@@ -1,0 +1,85 @@
+"""Arrays of numpy's outside a step, in places that hold other values in each call.
+
+    self.state = self.state + dx          the step leaves another array there
+    batch = self.observations[indices]    the program writes to the array between two calls
+
+Each call finds the array before its graph runs, and what the step makes of it is made anew then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import Any
+
+import torch
+
+from graphopt.tracing.besides import Besides, CarriedPlace
+from graphopt.tracing.draws.arguments import Method
+from graphopt.tracing.draws.arrays import HostArray
+from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.later import Later
+from graphopt.tracing.outside.places import OutsidePlace
+
+
+class ArrayIn:
+    """Gives the array that is in a place.
+
+    Args:
+        place: outside the step.
+    """
+
+    def __init__(self, place: OutsidePlace) -> None:
+        self._place = place
+
+    def __call__(self) -> Any:
+        return self._place.now()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ArrayIn) and other._place.identity == self._place.identity
+
+    def __hash__(self) -> int:
+        return hash(self._place.identity)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of numbers, of numpy's own class."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
+
+
+def digest_of(array: Any) -> bytes:
+    """What tells the values of an array from others."""
+    kind = f"{array.dtype.str}{array.shape}".encode()
+    return hashlib.blake2b(kind + array.tobytes(), digest_size=16).digest()
+
+
+def live_arrays(besides: Besides) -> list[CarriedPlace]:
+    """The places among those that a graph takes values from in which there are arrays."""
+    if besides.plain_arrays:
+        return []
+    places = {each.place.identity: each for each in besides.carried}
+    return [each for each in places.values() if each.place.is_item and is_array(each.place.now())]
+
+
+def insert_arrays(besides: Besides, calls: HostCalls) -> None:
+    """Put what stands for arrays into their places. Undone by `preserved`."""
+    for path, place, _ in live_arrays(besides):
+        place.write(calls.live(ArrayIn(place), path))
+
+
+def as_later(calls: HostCalls, array: HostArray) -> Later:
+    """An array that is known before the graph runs as a value that is made when it has run.
+
+    Raises:
+        CaptureError: it is a part of another one.
+    """
+    if not calls.is_fresh(array):
+        raise calls.refused(
+            "it keeps or returns an array that may lie in the memory of another one",
+            "keep a copy: array.copy()",
+        )
+    if "later" not in vars(array):
+        array.later = Later(Method("numpy"), (calls.tensor(torch.tensor, (array,)),))
+    later: Later = array.later
+    return later

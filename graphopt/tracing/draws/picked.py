@@ -1,0 +1,318 @@
+"""Items of a list or a queue outside a step that numbers of the call select, such as the batch that
+is drawn from a replay memory.
+
+    batch = random.sample(memory, 32)       drawn and found before each call's graph runs
+    states = torch.cat([each.state for each in batch])     inputs of the graph
+
+The list may hold other items in each call. What the step has appended itself is among what may be
+drawn: where an item may be one of these, the graph has both, and chooses.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphopt.tracing.draws.arguments import Known, is_known
+from graphopt.tracing.draws.arrays import HostBool
+from graphopt.tracing.draws.generators import Drawing, drawing_of
+from graphopt.tracing.draws.item_kinds import is_item, is_nest, kind_of, rebuilt
+from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.number_expressions import Application
+from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.record import Record
+
+_DRAWING = frozenset({"sample", "choice", "choices"})
+_LOOKED_AT = 1000
+"""Items of a long list that are looked at before one is drawn."""
+
+
+class Population:
+    """A list or a queue as a step finds it in a call, and has appended to it.
+
+    Args:
+        container: the list itself.
+        taken: how many items the step has taken from its front, of a queue without a bound.
+        added: how many it has appended.
+
+    Attributes:
+        before: the list as it was, while the trace has changed it; else None.
+    """
+
+    def __init__(self, container: Any, taken: int, added: int, before: Any) -> None:
+        self.container, self._taken, self._added = container, taken, added
+        self._bound = getattr(container, "maxlen", None)
+        self.before = before
+
+    def _items(self) -> Any:
+        return self.container if self.before is None else self.before
+
+    def _gone(self) -> int:
+        """How many of the items that were there are there no longer."""
+        if self._bound is None:
+            return self._taken
+        return max(0, len(self._items()) + self._added - self._bound)
+
+    def positions(self) -> range:
+        """Those of all items."""
+        return range(len(self._items()) - self._gone() + self._added)
+
+    def new(self, position: int) -> int:
+        """Which of the items appended one is; -1 for one that was there before."""
+        return max(-1, self.positions()[position] - len(self._items()) + self._gone())
+
+    def item(self, position: int) -> Any:
+        """The item that was there before; any of these where it is a new one."""
+        if self.new(position) < 0:
+            return self._items()[self.positions()[position] + self._gone()]
+        return self._items()[-1]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Population) or self.container is not other.container:
+            return False
+        return (self._taken, self._added) == (other._taken, other._added)
+
+    def __hash__(self) -> int:
+        return hash((id(self.container), self._taken, self._added))
+
+
+class Picks:
+    """The lists of one trace of which items are found in each call.
+
+    Args:
+        calls: makes what is computed before the graph runs.
+        record: of what the step does outside its arguments.
+    """
+
+    def __init__(self, calls: HostCalls, record: Record) -> None:
+        self._calls, self._record = calls, record
+        self._populations: list[Population] = []
+        self._made: list[tuple[Any, Any]] = []
+
+    def draws(self, callee: Any, args: Sequence[Any]) -> bool:
+        """Whether a call draws items of such a list."""
+        drawing = drawing_of(callee, args)
+        return drawing is not None and self.drawer(drawing, args) is not None
+
+    def takes(self, container: Any) -> bool:
+        """Whether the items of a list are found in each call."""
+        if type(container) not in (list, deque) or not self._calls.is_outside(container):
+            return False
+        rest, bound = self._record.rest(container), getattr(container, "maxlen", None)
+        if rest is None or _are_numbers(container):
+            return False
+        before, taken, added = rest
+        if bound is not None and taken != max(0, len(before) + len(added) - bound):
+            return False
+        return bool(before) and all(map(is_item, itertools.islice(before, _LOOKED_AT)))
+
+    def drawer(self, drawing: Drawing, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """What is called in place of a function that draws items; None: another."""
+        given = args if drawing.bound else args[1:]
+        of_python = type(drawing.generator) is random.Random and drawing.name in _DRAWING
+        if not (of_python and given and self.takes(given[0])):
+            return None
+
+        def draw(*args: Any, **options: Any) -> Any:
+            args = args if drawing.bound else args[1:]
+            return self._draw(drawing, *args, *options.values(), names=tuple(options))
+
+        return draw
+
+    def _draw(self, drawing: Drawing, container: Any, *others: Any, names: Sequence[str]) -> Any:
+        calls, population = self._calls, self._population(container)
+        names = [name for name in names if name not in ("population", "seq")]
+        given = (calls.found(population.positions, ()), *others)
+        drawn = calls.drawn(drawing, given, names)
+        if drawing.name == "choice":
+            return self._at(population, drawn)
+        count = len(drawn.plain)
+        calls.by_value(Application(len, (drawn.expression,)), count)
+        each = [calls.found(operator.getitem, (drawn, index)) for index in range(count)]
+        return [self._at(population, position) for position in each]
+
+    def item(self, container: Any, key: Any) -> Any:
+        """The item of a list at a position that is known before the graph runs."""
+        position = key if is_known(key) else Known(key.expression, key.value)
+        return self._at(self._population(container), position)
+
+    def _population(self, container: Any) -> Population:
+        rest = self._record.rest(container)
+        assert rest is not None
+        before, taken, added = rest
+        self._record.pin(container)
+        taken = 0 if getattr(container, "maxlen", None) is not None else taken
+        same = before is container
+        found = Population(container, taken, len(added), None if same else before)
+        self._populations.append(found)
+        return found
+
+    def _at(self, population: Population, position: Known) -> Any:
+        calls, (_, _, added) = self._calls, self._record.rest(population.container) or ((), 0, [])
+        found = calls.found(population.item, (position,))
+        if not is_item(found.plain):
+            raise calls.refused(
+                f"it takes a {type(found.plain).__name__} out of a list by a number that is another"
+                " one in each call",
+                "keep tensors, numbers, arrays, and tuples of these in the list; or take it out"
+                " outside the step, and pass it",
+            )
+        calls.by_value(Application(kind_of, (found.expression,)), kind_of(found.plain))
+        item = self._part(found)
+        if not added:
+            return item
+        which = calls.found(population.new, (position,))
+        for index, new in enumerate(added):
+            item = Choice(calls, which, index).of(new, item)
+        return item
+
+    def _part(self, found: Known) -> Any:
+        """What stands for an item, or a part of one."""
+        calls, value = self._calls, found.plain
+        if is_nest(value):
+            made = rebuilt(value, lambda key, _: self._part(calls.found(operator.getitem, (found, key))))
+            if not isinstance(value, tuple):
+                self._made.append((made, copy.copy(made)))
+            return made
+        if isinstance(value, torch.Tensor):
+            return calls.tensor(as_it_is, (found,))
+        if is_array(value):
+            calls.is_kept_outside(value)
+        return calls.given(found)
+
+    def finish(self) -> None:
+        """The step is over.
+
+        Raises:
+            CaptureError: it has changed a list or a dictionary that stands for one outside.
+        """
+        for each in self._populations:
+            each.before = None
+        made, self._made = self._made, []
+        if any(not same_items(one, other) for one, other in made):
+            raise self._calls.refused(
+                "it changes a list or a dictionary that it takes out of a list by a number that is"
+                " another one in each call",
+                "change it outside the step",
+            )
+
+
+class PickingItems:
+    """Stands for a list where an instruction takes an item out of it, and for `operator.getitem`
+    where that is called."""
+
+    def __init__(self, picks: Picks, container: Any) -> None:
+        self._picks, self._container = picks, container
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._picks.item(self._container, key)
+
+    def __call__(self, container: Any, key: Any) -> Any:
+        return self[key]
+
+
+class Choice:
+    """Chooses between an item that the step has appended and one that was there.
+
+    Args:
+        which: of the items appended it is, before the graph runs.
+        index: of the one.
+    """
+
+    def __init__(self, calls: HostCalls, which: Known, index: int) -> None:
+        self._calls, self._which, self._index = calls, which, index
+        self._is_new = calls.found(operator.eq, (which, index))
+        self._flag: torch.Tensor | None = None
+
+    def of(self, new: Any, old: Any) -> Any:
+        """The item."""
+        if self._fit(new, old):
+            return self._chosen(new, old)
+        self._calls.by_value(self._is_new.expression, self._is_new.plain)
+        return new if self._is_new.plain else old
+
+    def _fit(self, new: Any, old: Any) -> bool:
+        """Whether there is one kind for both."""
+        if is_nest(old):
+            if type(new) is not type(old) or len(new) != len(old):
+                return False
+            if type(new) is dict:
+                return list(new) == list(old) and all(map(self._fit, new.values(), old.values()))
+            return all(map(self._fit, new, old))
+        if isinstance(old, torch.Tensor):
+            return isinstance(new, torch.Tensor) and _alike(new, old)
+        if old is None or type(old) is str:
+            return type(new) is type(old) and bool(new == old)
+        if is_host_number(old):
+            return is_host_number(new) and type(new.value) is type(old.value) or _is_number(new, old)
+        if type(old) is HostBool:
+            return type(new) is bool or type(new) is HostBool
+        known = new.plain if is_known(new) else new
+        return is_array(known) and kind_of(known) == kind_of(old.plain)
+
+    def _chosen(self, new: Any, old: Any) -> Any:
+        if type(old) is dict:
+            return {key: self._chosen(new[key], each) for key, each in old.items()}
+        if is_nest(old):
+            parts = [self._chosen(*each) for each in zip(new, old, strict=True)]
+            return parts if type(old) is list else tuple.__new__(type(old), parts)
+        if isinstance(old, torch.Tensor):
+            return torch.where(self._flagged(), new, old)
+        if old is None or type(old) is str:
+            return old
+        if isinstance(new, SYMBOLIC) and not is_host_number(new):
+            return self._in_graph(new, old)
+        return self._calls.given(self._calls.found(_either, (self._is_new, new, old)))
+
+    def _in_graph(self, new: Any, old: Any) -> Any:
+        """A number of the graph's, or one that was there."""
+        kind = torch.float64 if type(old.value) is float else torch.int64
+        both = (torch.tensor(each, dtype=kind) for each in (new, old))
+        return torch.where(self._flagged(), *both).item()
+
+    def _flagged(self) -> torch.Tensor:
+        if self._flag is None:
+            self._flag = self._calls.tensor(torch.tensor, (self._is_new,))
+        return self._flag
+
+
+def _either(first: bool, one: Any, other: Any) -> Any:
+    return one if first else other
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in memory alike, without gaps, and have no history."""
+    kinds = [(t.shape, t.dtype, t.device, t.is_contiguous(), t.requires_grad) for t in (one, other)]
+    return kinds[0] == kinds[1] and kinds[0][3:] == (True, False)
+
+
+def _is_number(new: Any, old: Any) -> bool:
+    """Whether a number of the graph's, or a constant, is of the kind of one that was there."""
+    if type(old.value) is float:
+        return type(new) is float or isinstance(new, torch.SymFloat)
+    return type(new) is int or isinstance(new, torch.SymInt)
+
+
+def _are_numbers(container: Any) -> bool:
+    return all(type(each) in (int, float) for each in container)
+
+
+def as_it_is(value: Any) -> Any:
+    """Its argument."""
+    return value
+
+
+def same_items(one: Any, other: Any) -> bool:
+    """Whether two lists or dictionaries hold the same objects."""
+    if type(one) is dict:
+        return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
+    return len(one) == len(other) and all(map(operator.is_, one, other))
