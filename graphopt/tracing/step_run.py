@@ -358,7 +358,8 @@ class StepRun:
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables, made)
                 changed = take_changed(self.outside, placed, self._puts_back, made)
                 made.clear()
-                substitute.picks.finish()
+                leaves = (self.call.leaves[position] for position in self.inputs.user)
+                substitute.picks.finish(traced.by_id[id(leaf)] for leaf in leaves)
                 calls.refuse_changed(self.outside.written_arrays())
                 rows = substitute.rows.take(self.outside.is_used, self.outside.pin)
             self.gradients_first = redirect.gradients_first

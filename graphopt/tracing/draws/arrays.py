@@ -67,6 +67,11 @@ class HostArray(Known):
         """Whether numpy would give a scalar, which cannot be changed."""
         return not isinstance(self.plain, _array_type())
 
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a single number, and no truth."""
+        return self.plain.size == 1 and self.plain.dtype.kind in "fiu"
+
     def is_unknown(self, other: Any) -> bool:
         """Whether a number is not known before the graph runs, with which this one, a float, is to
         be computed."""
@@ -199,6 +204,7 @@ class HostBool(HostArray):
     each outcome."""
 
     is_scalar = property(lambda self: False)  # none of numpy's
+    is_number = property(lambda self: True)
 
     def number(self) -> Any:
         """The integer that it is."""

@@ -33,7 +33,8 @@ def is_item(value: Any, depth: int = _DEPTH) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     with without_overrides():
-        return not tensor.requires_grad and tensor.layout is torch.strided
+        strided = tensor.layout is torch.strided and tensor.is_contiguous()
+        return strided and not tensor.requires_grad
 
 
 def _is_scalar(value: Any) -> bool:

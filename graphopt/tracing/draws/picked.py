@@ -15,11 +15,13 @@ import itertools
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.tracing.draws.arguments import Known, is_known
 from graphopt.tracing.draws.arrays import HostBool
 from graphopt.tracing.draws.generators import Drawing, drawing_of
@@ -28,7 +30,7 @@ from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Application
-from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.numbers import SYMBOLIC, ReadFloat, ReadInt
 from graphopt.tracing.outside.record import Record
 
 _DRAWING = frozenset({"sample", "choice", "choices"})
@@ -85,6 +87,21 @@ class Population:
         return hash((id(self.container), self._taken, self._added))
 
 
+@dataclass(frozen=True)
+class _Asks:
+    """Calls a method of a population."""
+
+    population: Population
+    method: str
+
+    @property
+    def __name__(self) -> str:
+        return "an item of a list"
+
+    def __call__(self, *args: int) -> Any:
+        return getattr(self.population, self.method)(*args)
+
+
 class Picks:
     """The lists of one trace of which items are found in each call.
 
@@ -97,6 +114,7 @@ class Picks:
         self._calls, self._record = calls, record
         self._populations: list[Population] = []
         self._made: list[tuple[Any, Any]] = []
+        self._tensors: list[torch.Tensor] = []
 
     def draws(self, callee: Any, args: Sequence[Any]) -> bool:
         """Whether a call draws items of such a list."""
@@ -131,7 +149,7 @@ class Picks:
     def _draw(self, drawing: Drawing, container: Any, *others: Any, names: Sequence[str]) -> Any:
         calls, population = self._calls, self._population(container)
         names = [name for name in names if name not in ("population", "seq")]
-        given = (calls.found(population.positions, ()), *others)
+        given = (calls.found(_Asks(population, "positions"), ()), *others)
         drawn = calls.drawn(drawing, given, names)
         if drawing.name == "choice":
             return self._at(population, drawn)
@@ -158,7 +176,7 @@ class Picks:
 
     def _at(self, population: Population, position: Known) -> Any:
         calls, (_, _, added) = self._calls, self._record.rest(population.container) or ((), 0, [])
-        found = calls.found(population.item, (position,))
+        found = calls.found(_Asks(population, "item"), (position,))
         if not is_item(found.plain):
             raise calls.refused(
                 f"it takes a {type(found.plain).__name__} out of a list by a number that is another"
@@ -170,7 +188,7 @@ class Picks:
         item = self._part(found)
         if not added:
             return item
-        which = calls.found(population.new, (position,))
+        which = calls.found(_Asks(population, "new"), (position,))
         for index, new in enumerate(added):
             item = Choice(calls, which, index).of(new, item)
         return item
@@ -184,25 +202,31 @@ class Picks:
                 self._made.append((made, copy.copy(made)))
             return made
         if isinstance(value, torch.Tensor):
-            return calls.tensor(as_it_is, (found,))
+            self._tensors.append(calls.tensor(_copied, (found,)))
+            return self._tensors[-1]
         if is_array(value):
             calls.is_kept_outside(value)
         return calls.given(found)
 
-    def finish(self) -> None:
+    def finish(self, arguments: Iterable[torch.Tensor]) -> None:
         """The step is over.
 
+        Args:
+            arguments: what stands for the tensors among its arguments, which may be items, too.
+
         Raises:
-            CaptureError: it has changed a list or a dictionary that stands for one outside.
+            CaptureError: it has changed what stands for an item.
         """
         for each in self._populations:
             each.before = None
         made, self._made = self._made, []
-        if any(not same_items(one, other) for one, other in made):
+        tensors, self._tensors = self._tensors, []
+        written = any(map(_compat.may_be_written, [*tensors, *(arguments if tensors else ())]))
+        if written or any(not same_items(one, other) for one, other in made):
             raise self._calls.refused(
-                "it changes a list or a dictionary that it takes out of a list by a number that is"
-                " another one in each call",
-                "change it outside the step",
+                "it changes in place what it takes out of a list by a number that is another one in"
+                " each call, or a tensor that may be there",
+                "change a copy, as tensor.clone(); or do it outside the step",
             )
 
 
@@ -253,7 +277,9 @@ class Choice:
         if old is None or type(old) is str:
             return type(new) is type(old) and bool(new == old)
         if is_host_number(old):
-            return is_host_number(new) and type(new.value) is type(old.value) or _is_number(new, old)
+            return type(new) is type(old.value) or _is_number(new, type(old.value))
+        if type(old) is ReadInt or type(old) is ReadFloat:
+            return _is_number(new, int if type(old) is ReadInt else float)
         if type(old) is HostBool:
             return type(new) is bool or type(new) is HostBool
         known = new.plain if is_known(new) else new
@@ -269,15 +295,20 @@ class Choice:
             return torch.where(self._flagged(), new, old)
         if old is None or type(old) is str:
             return old
-        if isinstance(new, SYMBOLIC) and not is_host_number(new):
+        if any(isinstance(each, SYMBOLIC) and not is_host_number(each) for each in (new, old)):
             return self._in_graph(new, old)
         return self._calls.given(self._calls.found(_either, (self._is_new, new, old)))
 
     def _in_graph(self, new: Any, old: Any) -> Any:
         """A number of the graph's, or one that was there."""
-        kind = torch.float64 if type(old.value) is float else torch.int64
-        both = (torch.tensor(each, dtype=kind) for each in (new, old))
+        kind = torch.float64 if any(map(_is_float, (new, old))) else torch.int64
+        both = [self._as_tensor(each, kind) for each in (new, old)]
         return torch.where(self._flagged(), *both).item()
+
+    def _as_tensor(self, number: Any, kind: torch.dtype) -> torch.Tensor:
+        if is_host_number(number):
+            return self._calls.tensor(torch.tensor, (number, kind), ("dtype",))
+        return torch.tensor(number, dtype=kind)
 
     def _flagged(self) -> torch.Tensor:
         if self._flag is None:
@@ -295,20 +326,26 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return kinds[0] == kinds[1] and kinds[0][3:] == (True, False)
 
 
-def _is_number(new: Any, old: Any) -> bool:
-    """Whether a number of the graph's, or a constant, is of the kind of one that was there."""
-    if type(old.value) is float:
-        return type(new) is float or isinstance(new, torch.SymFloat)
-    return type(new) is int or isinstance(new, torch.SymInt)
+def _is_float(number: Any) -> bool:
+    if is_host_number(number):
+        return type(number.value) is float
+    return type(number) is float or type(number) is ReadFloat
+
+
+def _is_number(new: Any, kind: type) -> bool:
+    """Whether a number that the step has appended is an integer, or a float."""
+    if is_host_number(new):
+        return type(new.value) is kind
+    return type(new) in (kind, ReadFloat if kind is float else ReadInt)
 
 
 def _are_numbers(container: Any) -> bool:
     return all(type(each) in (int, float) for each in container)
 
 
-def as_it_is(value: Any) -> Any:
-    """Its argument."""
-    return value
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a list, which may hold it twice."""
+    return tensor.clone()
 
 
 def same_items(one: Any, other: Any) -> bool:
