@@ -16,6 +16,7 @@ from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.changed import Changed
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.live import as_later as later_of
+from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.given import ContainerChange
@@ -81,7 +82,7 @@ class Ran(NamedTuple):
     stepped: list[int]
     placed: list[Placed]
     changed: list[Changed]
-    rows: list[Row]
+    rows: list[Row | StoredItem]
     given: list[ContainerChange]
 
 

@@ -327,7 +327,8 @@ class StepRun:
             calls = stack.enter_context(self.made.calls)
             substitute = Substitutes(calls, self.outside)
             numbers_given = zip(self.inputs.hyperparameters, traced.numbers, strict=True)
-            self.outside.draws_items = substitute.picks.draws
+            picks = substitute.picks
+            self.outside.draws_items, self.outside.item_setter = picks.draws, picks.setter
             lengths = Lengths(numbers_given, self.outside)
             self.outside.length_of = lengths.of
             arrays = MadeArrays(self.outside)
@@ -357,11 +358,12 @@ class StepRun:
                 made: dict[int, Any] = {}
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables, made)
                 changed = take_changed(self.outside, placed, self._puts_back, made)
+                stored = picks.take_stored(made)
                 made.clear()
                 leaves = (self.call.leaves[position] for position in self.inputs.user)
-                substitute.picks.finish(traced.by_id[id(leaf)] for leaf in leaves)
+                picks.finish(traced.by_id[id(leaf)] for leaf in leaves)
                 calls.refuse_changed(self.outside.written_arrays())
-                rows = substitute.rows.take(self.outside.is_used, self.outside.pin)
+                rows = [*substitute.rows.take(self.outside.is_used, self.outside.pin), *stored]
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages

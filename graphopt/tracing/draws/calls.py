@@ -17,7 +17,7 @@ import torch
 from graphopt.tracing.draws.arguments import any_known, is_known
 from graphopt.tracing.draws.generators import Drawing, drawing_of
 from graphopt.tracing.draws.items import SelectedItems, selects
-from graphopt.tracing.draws.picked import PickingItems, Picks
+from graphopt.tracing.draws.picked import PickingItems, Picks, is_position
 from graphopt.tracing.draws.positions import BY_POSITION
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import AllRows, are_rows
@@ -91,7 +91,7 @@ class Substitutes:
     def _items(self, container: Any, key: Any) -> Substitute | None:
         """What gives an item of a container that a number of the call selects."""
         lives = self._calls.is_outside(container)
-        if _is_position(key) and self.picks.takes(container) and not are_rows(container, key):
+        if is_position(key) and self.picks.takes(container) and not are_rows(container, key):
             return PickingItems(self.picks, container)
         if lives and self._record.is_changed(container):
             return None
@@ -149,13 +149,6 @@ class Substitutes:
         if numpy is not None and not self._of_numpy:
             self._of_numpy = frozenset(getattr(numpy, name) for name in _MADE)
         return self._of_numpy
-
-
-def _is_position(key: Any) -> bool:
-    """Whether a key is an integer that is known before the graph runs."""
-    if is_host_number(key):
-        return type(key.value) is int
-    return is_known(key) and key.is_scalar and key.plain.dtype.kind in "iu"
 
 
 def _with_plain(function: Any) -> Substitute:

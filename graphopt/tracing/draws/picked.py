@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import Known, is_known
 from graphopt.tracing.draws.arrays import HostBool
 from graphopt.tracing.draws.generators import Drawing, drawing_of
@@ -32,6 +33,8 @@ from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Application
 from graphopt.tracing.numbers import SYMBOLIC, ReadFloat, ReadInt
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.source import current_user_line
+from graphopt.tracing.told import told
 
 _DRAWING = frozenset({"sample", "choice", "choices"})
 _LOOKED_AT = 1000
@@ -71,6 +74,10 @@ class Population:
     def new(self, position: int) -> int:
         """Which of the items appended one is; -1 for one that was there before."""
         return max(-1, self.positions()[position] - len(self._items()) + self._gone())
+
+    def same(self, one: int, other: int) -> bool:
+        """Whether two positions are one."""
+        return self.positions()[one] == self.positions()[other]
 
     def item(self, position: int) -> Any:
         """The item that was there before; any of these where it is a new one."""
@@ -115,6 +122,9 @@ class Picks:
         self._populations: list[Population] = []
         self._made: list[tuple[Any, Any]] = []
         self._tensors: list[torch.Tensor] = []
+        self._stored: list[StoredItem] = []
+        self._line: SourceLine | None = None
+        self._replaced: dict[tuple[int, int], Any] = {}
 
     def draws(self, callee: Any, args: Sequence[Any]) -> bool:
         """Whether a call draws items of such a list."""
@@ -160,8 +170,58 @@ class Picks:
 
     def item(self, container: Any, key: Any) -> Any:
         """The item of a list at a position that is known before the graph runs."""
-        position = key if is_known(key) else Known(key.expression, key.value)
-        return self._at(self._population(container), position)
+        return self._at(self._population(container), _known(key))
+
+    def setter(self, container: Any, key: Any) -> StoringItems | None:
+        """What stands for a list where an instruction puts an item at a position that is known before
+        the graph runs; None: itself."""
+        if type(container) is not list or not is_position(key) or not self.takes(container):
+            return None
+        rest = self._record.rest(container)
+        return StoringItems(self, container) if rest is not None and rest[1] == 0 else None
+
+    def store(self, container: list[Any], key: Any, value: Any) -> None:
+        """The step puts an item there."""
+        population, position = self._population(container), _known(key)
+        _, _, added = self._record.rest(container) or ([], 0, [])
+        new = -1
+        if added:  # it is one of those that it has appended, or not, in each call
+            which = self._calls.found(_Asks(population, "new"), (position,))
+            new = self._calls.by_value(which.expression, which.plain)
+        if new >= 0:
+            self._replaced[id(container), new] = value
+        self._stored.append(StoredItem(container, key, position, value, len(added)))
+
+    def take_stored(self, made: dict[int, Any]) -> list[StoredItem]:
+        """What the step has put at positions, to be put there by each call. The step is over.
+
+        Args:
+            made: what each call makes anew, by id; see `told`.
+
+        Raises:
+            CaptureError: it reads such a list in another way as well, or puts there what it makes.
+        """
+        taken, self._stored = self._stored, []
+        self._replaced.clear()
+        for each in taken:
+            path, rest = self._record.path(each.container, "a list"), self._record.rest(each.container)
+            moved = rest is None or rest[1] > 0 or len(rest[2]) != each.added
+            if moved or self._record.is_read_otherwise(each.container):
+                raise self._calls.refused(
+                    f"it puts an item into {path} by a number that is another one in each call, and"
+                    " reads or changes the list in another way as well",
+                    "select items by such numbers alone, or change the list outside the step",
+                    each.line,
+                )
+            recipe = told(self._record, each.value, made)
+            if recipe is None:
+                raise self._calls.refused(
+                    f"it puts a {type(each.value).__name__} that it makes into {path}",
+                    "put a tensor, a number, or a tuple of these there",
+                    each.line,
+                )
+            each.written = {None: recipe}
+        return taken
 
     def _population(self, container: Any) -> Population:
         rest = self._record.rest(container)
@@ -176,6 +236,7 @@ class Picks:
 
     def _at(self, population: Population, position: Known) -> Any:
         calls, (_, _, added) = self._calls, self._record.rest(population.container) or ((), 0, [])
+        self._line = self._line or current_user_line()
         found = calls.found(_Asks(population, "item"), (position,))
         if not is_item(found.plain):
             raise calls.refused(
@@ -186,11 +247,15 @@ class Picks:
             )
         calls.by_value(Application(kind_of, (found.expression,)), kind_of(found.plain))
         item = self._part(found)
-        if not added:
-            return item
-        which = calls.found(_Asks(population, "new"), (position,))
+        if added:
+            which = calls.found(_Asks(population, "new"), (position,))
         for index, new in enumerate(added):
-            item = Choice(calls, which, index).of(new, item)
+            new = self._replaced.get((id(population.container), index), new)
+            item = Choice(calls, calls.found(operator.eq, (which, index))).of(new, item)
+        for stored in self._stored:
+            if stored.container is population.container:
+                same = calls.found(_Asks(population, "same"), (position, stored.position))
+                item = Choice(calls, same).of(stored.value, item)
         return item
 
     def _part(self, found: Known) -> Any:
@@ -222,11 +287,13 @@ class Picks:
         made, self._made = self._made, []
         tensors, self._tensors = self._tensors, []
         written = any(map(_compat.may_be_written, [*tensors, *(arguments if tensors else ())]))
+        line, self._line = self._line, None
         if written or any(not same_items(one, other) for one, other in made):
             raise self._calls.refused(
                 "it changes in place what it takes out of a list by a number that is another one in"
                 " each call, or a tensor that may be there",
                 "change a copy, as tensor.clone(); or do it outside the step",
+                line,
             )
 
 
@@ -244,17 +311,44 @@ class PickingItems:
         return self[key]
 
 
-class Choice:
-    """Chooses between an item that the step has appended and one that was there.
+class StoringItems:
+    """Stands for a list where an instruction puts an item into it."""
 
-    Args:
-        which: of the items appended it is, before the graph runs.
-        index: of the one.
+    def __init__(self, picks: Picks, container: list[Any]) -> None:
+        self._picks, self._container = picks, container
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._picks.store(self._container, key, value)
+
+
+class StoredItem:
+    """What a step has put into a list at a position that is another one in each call.
+
+    Attributes:
+        key: the position, as a number of the graph.
+        position: the same before the graph runs.
+        added: how many items the step has appended by then.
+        line: that puts it there.
+        written: how each call makes the value, as of `Row`.
     """
 
-    def __init__(self, calls: HostCalls, which: Known, index: int) -> None:
-        self._calls, self._which, self._index = calls, which, index
-        self._is_new = calls.found(operator.eq, (which, index))
+    def __init__(
+        self, container: list[Any], key: Any, position: Known, value: Any, added: int
+    ) -> None:
+        self.container, self.key, self.position, self.value = container, key, position, value
+        self.added, self.line = added, current_user_line()
+        self.written: dict[Any, Any] = {}
+
+
+class Choice:
+    """Chooses between an item that the step has put into a list and one that was there.
+
+    Args:
+        is_new: whether it is the former, before the graph runs.
+    """
+
+    def __init__(self, calls: HostCalls, is_new: Known) -> None:
+        self._calls, self._is_new = calls, is_new
         self._flag: torch.Tensor | None = None
 
     def of(self, new: Any, old: Any) -> Any:
@@ -314,6 +408,17 @@ class Choice:
         if self._flag is None:
             self._flag = self._calls.tensor(torch.tensor, (self._is_new,))
         return self._flag
+
+
+def is_position(key: Any) -> bool:
+    """Whether a key is an integer that is known before the graph runs."""
+    if is_host_number(key):
+        return type(key.value) is int
+    return is_known(key) and key.is_scalar and key.plain.dtype.kind in "iu"
+
+
+def _known(key: Any) -> Known:
+    return key if is_known(key) else Known(key.expression, key.value)
 
 
 def _either(first: bool, one: Any, other: Any) -> Any:

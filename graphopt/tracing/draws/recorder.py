@@ -20,6 +20,7 @@ from graphopt._compat.untraced import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Assumption
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import (
     Known,
     UnknownArgumentError,
@@ -137,9 +138,13 @@ class HostCalls:
             "draw in the step itself, or outside the step, and pass the result",
         )
 
-    def refused(self, reason: str, hint: str) -> CaptureError:
-        """The step cannot be captured, even if it swallows the error."""
-        line = current_user_line()
+    def refused(self, reason: str, hint: str, line: SourceLine | None = None) -> CaptureError:
+        """The step cannot be captured, even if it swallows the error.
+
+        Args:
+            line: of the program; None: where it is.
+        """
+        line = line or current_user_line()
         error = CaptureError(reason, location=None if line is None else str(line), hint=hint)
         refused: CaptureError = self._notes.refuse(error)
         return refused

@@ -257,6 +257,10 @@ class Instructions(LaterOperands):
         container, key = operands.top(2), self._exact(operands, 1, plain(operands.top(1)))
         if not self._record.is_outside(container):
             return
+        other = self._record.item_setter(container, operands.top(1))
+        if other is not None:
+            operands.put(2, other)
+            return
         laters = self._record.laters
         if laters is not None:
             other = laters.arrays.setter(container, operands.top(1), operands.top(3), line)
@@ -268,6 +272,8 @@ class Instructions(LaterOperands):
                 self._record.unrepeated.add(
                     self._record.path(container, _called(frame, container)), line
                 )
+            return
+        if self._record.replaces(container, key, operands.top(3)):
             return
         self._watch(frame, container, line)
         place = OutsidePlace("item", container, key)

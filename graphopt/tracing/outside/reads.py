@@ -50,6 +50,7 @@ class OutsideReads(ContainerChanges):
         loads: what it has loaded to count with; read unless it is stored where it comes from.
         length_of: the length of a list, where that is an input of the graph; else None.
         draws_items: whether a call draws items of a list that each call finds for itself.
+        item_setter: what stands for a list where the step puts an item into it; None: itself.
         behind: what it reads behind calls of functions on the host; None before the first.
     """
 
@@ -69,6 +70,7 @@ class OutsideReads(ContainerChanges):
         self.behind: Behind | None = None
         self.length_of: Callable[[Any], Any] = of_none
         self.draws_items: Callable[[Any, Sequence[Any]], bool] = draws_none
+        self.item_setter: Callable[[Any, Any], Any] = set_itself
         self._gone_over: set[int] = set()
         self.contents_read: set[int] = set()
 
@@ -279,6 +281,10 @@ class OutsideReads(ContainerChanges):
 def draws_none(callee: Any, args: Sequence[Any]) -> bool:
     """No call draws items that are found in each call."""
     return False
+
+
+def set_itself(container: Any, key: Any) -> None:
+    """Items are put into the list itself."""
 
 
 def of_none(container: Any) -> None:

@@ -21,7 +21,7 @@ from graphopt.tracing.outside.places import (
     key_text,
     same,
 )
-from graphopt.tracing.outside.reads import OutsideReads, draws_none, of_none
+from graphopt.tracing.outside.reads import OutsideReads, draws_none, of_none, set_itself
 from graphopt.tracing.outside.unrepeated import users
 
 
@@ -108,7 +108,7 @@ class Record(OutsideReads):
         self.rewritten.clear()
         self._left_in.clear()
         self._begun.clear()
-        self.length_of, self.draws_items = of_none, draws_none
+        self.length_of, self.draws_items, self.item_setter = of_none, draws_none, set_itself
         self.laters = None
 
     def written_arrays(self) -> list[Any]:
@@ -225,6 +225,11 @@ class Record(OutsideReads):
         """Whether the step has written to a container."""
         written = any(each.place.holder is container for each in self._places.values())
         return written or id(container) in self._mutated
+
+    def is_read_otherwise(self, container: Any) -> bool:
+        """Whether the step has read more of a list than its length, or given it away."""
+        reads = (r.place for r in self.reads.values() if r.place.holder is container)
+        return any(place.kind != "size" for place in reads) or id(container) in self.gone_into
 
     def is_used(self, container: Any) -> bool:
         """Whether the step has read a container, or given it to code that is not observed."""
