@@ -325,7 +325,8 @@ class StepRun:
             redirect = Redirect(traced, self.tagger, mark, self.made, known, self.finder, rebinding)
             stack.enter_context(redirect)
             calls = stack.enter_context(self.made.calls)
-            substitute = Substitutes(calls, self.outside)
+            calls.makes_arrays = self.finder.shuffles
+            substitute = Substitutes(calls, self.outside, self.call.besides.shuffles)
             numbers_given = zip(self.inputs.hyperparameters, traced.numbers, strict=True)
             picks = substitute.picks
             self.outside.draws_items, self.outside.item_setter = picks.draws, picks.setter

@@ -83,6 +83,14 @@ def expression_of(value: Any, depth: int = _DEPTH) -> Any:
     raise UnknownArgumentError(f"a {type(value).__name__}")
 
 
+def are_constants(values: Iterable[Any]) -> bool:
+    """Whether all arguments are expressions, or constants."""
+    try:
+        return [*map(expression_of, values)] is not None
+    except UnknownArgumentError:
+        return False
+
+
 def plain(value: Any) -> Any:
     """An argument, or a key, as it is in this call."""
     if is_known(value):

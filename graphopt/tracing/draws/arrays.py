@@ -72,6 +72,13 @@ class HostArray(Known):
         """Whether it is a single number, and no truth."""
         return self.plain.size == 1 and self.plain.dtype.kind in "fiu"
 
+    @property
+    def _as_now(self) -> Any:
+        """The value of now, which may be shuffled afterwards."""
+        if self.is_scalar or not isinstance(self.plain, _array_type()):
+            return self.expression
+        return self.calls.found(Method("copy"), (self,)).expression
+
     def is_unknown(self, other: Any) -> bool:
         """Whether a number is not known before the graph runs, with which this one, a float, is to
         be computed."""
@@ -152,18 +159,18 @@ class HostArray(Known):
         raise self._changed()
 
     def __bool__(self) -> bool:
-        return bool(self.calls.by_value(Application(bool, (self.expression,)), bool(self.plain)))
+        return bool(self.calls.by_value(Application(bool, (self._as_now,)), bool(self.plain)))
 
     def __int__(self) -> int:
-        return int(self.calls.by_value(Application(int, (self.expression,)), int(self.plain)))
+        return int(self.calls.by_value(Application(int, (self._as_now,)), int(self.plain)))
 
     def __index__(self) -> int:
         value = operator.index(self.plain)
-        return int(self.calls.by_value(Application(operator.index, (self.expression,)), value))
+        return int(self.calls.by_value(Application(operator.index, (self._as_now,)), value))
 
     def __float__(self) -> float:
         value = float(self.plain)
-        return float(self.calls.by_value(Application(float, (self.expression,)), value))
+        return float(self.calls.by_value(Application(float, (self._as_now,)), value))
 
     def __hash__(self) -> int:
         if not self.is_scalar:

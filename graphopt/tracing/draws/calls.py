@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphopt.tracing.draws.arguments import any_known, is_known
+from graphopt.tracing.draws.arguments import any_known, are_constants, is_known
 from graphopt.tracing.draws.generators import Drawing, drawing_of
 from graphopt.tracing.draws.items import SelectedItems, selects
 from graphopt.tracing.draws.picked import PickingItems, Picks, is_position
@@ -49,13 +49,14 @@ class Substitutes:
     Args:
         calls: makes the draws of the trace.
         record: of what the step does outside its arguments.
+        makes_arrays: arrays that it makes are made on the host.
 
     Attributes:
         rows: the lists that it selects.
     """
 
-    def __init__(self, calls: HostCalls, record: Record) -> None:
-        self._calls, self._record = calls, record
+    def __init__(self, calls: HostCalls, record: Record, makes_arrays: bool = False) -> None:
+        self._calls, self._record, self._makes_arrays = calls, record, makes_arrays
         self.rows = AllRows(calls)
         self.picks = Picks(calls, record)
         self._of_numpy: frozenset[Any] = frozenset()
@@ -72,7 +73,7 @@ class Substitutes:
         if drawing is not None:
             return self.picks.drawer(drawing, args) or self._draw(drawing)
         if not any_known(args):
-            return None
+            return self._apply(callee) if self._makes_array(callee, args) else None
         if callee is operator.getitem and len(args) == 2:
             return self._items(*args)
         if _is_in(callee, _LEGACY) or _is_in(callee, _MAKERS):
@@ -82,6 +83,12 @@ class Substitutes:
         if any(map(is_known, args)) and _is_of_torch(callee):
             return _with_plain(callee)
         return None
+
+    def _makes_array(self, callee: Any, args: Sequence[Any]) -> bool:
+        numpy = sys.modules.get("numpy")
+        if not self._makes_arrays or numpy is None:
+            return False
+        return any(callee is each for each in (numpy.arange, numpy.array)) and are_constants(args)
 
     def _partial(self, callee: functools.partial[Any], args: Sequence[Any]) -> Substitute | None:
         given = [*callee.args, *args, *callee.keywords.values()]

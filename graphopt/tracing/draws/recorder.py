@@ -92,8 +92,10 @@ class HostCalls:
         self._random: set[int] = set()  # values that depend on draws
         self._continuous: set[int] = set()  # of these, those that are others in each call
         self._shared: list[torch.Tensor] = []
+        self.makes_arrays: Callable[[], None] = nothing_more
         self._outside: list[Any] = []  # arrays that were there before
         self._over_outside: list[torch.Tensor] = []
+        self._lent: list[Any] = []  # arrays in whose memory tensors lie
         self._symbols: dict[str, int] = {}
 
     # ------------------------------------------------------------------ the trace begins and ends
@@ -344,13 +346,14 @@ class HostCalls:
             raise self.refused("it makes no tensor of an array", "draw outside the step")
         with _compat.without_modes():
             requires_grad, layout, value = value.requires_grad, layout_of(value), value.detach()
-            over_outside = any(share_memory(value.numpy(), each) for each in self._outside)
+            memory = value.numpy() if function in _SHARING else None
         term = Application(layout_of, (Leaf(index),))
         self._conditions.add(Condition(same_value, term, layout, True))
         stand_in = self._input(index, value)
         if function in _SHARING:
             self._shared.append(stand_in)
-            if over_outside:
+            self._lent.append(memory)
+            if any(share_memory(memory, each) for each in self._outside):
                 self._over_outside.append(stand_in)
         return stand_in.detach().requires_grad_() if requires_grad else stand_in
 
@@ -371,6 +374,11 @@ class HostCalls:
                 " goes on with the array",
                 "let the tensor be a copy: torch.tensor(array)",
             )
+
+    def may_shuffle(self, array: Known) -> bool:
+        """Whether an array is the step's own, and no tensor's."""
+        lent = any(share_memory(array.plain, each) for each in self._lent)
+        return self.is_fresh(array) and not lent
 
     def is_fresh(self, array: Known) -> bool:
         """Whether an array lies in no memory but its own."""
@@ -405,6 +413,10 @@ class HostCalls:
                 "compute with it, or compare it with another number; turn it into text in"
                 " graphopt.callback(function, number), or return it from the step",
             )
+
+
+def nothing_more() -> None:
+    """No other trace is needed."""
 
 
 def _item(values: Sequence[Any], position: int) -> Any:
