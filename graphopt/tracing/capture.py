@@ -341,7 +341,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         more = error.besides
     elif _may_be_told(call, inputs):
         more = Besides(as_traced=error.reason)
-    elif live_arrays(call.besides):
+    elif not all(each.counted for each in live_arrays(call.besides)):
         more = Besides(plain_arrays=True)
     elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
         more = Besides(plain=True)

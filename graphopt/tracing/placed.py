@@ -77,6 +77,8 @@ def take_placed(
     found, exchanged = [], _exchanged(record)
     for written in list(record.written_places()):
         place, before, value = written.place, written.before, written.place.now()
+        if is_known(value):
+            value = value.calls.as_float(value)
         refuse_keys({place.key: None} if isinstance(place.key, str) else {})
         if record.depends_on(place) and not _is_left_alone(written):
             if note_counted(finder, written.path, place, before, value):

@@ -43,7 +43,7 @@ from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.numbers import SYMBOLIC
-from graphopt.tracing.numpy_lists import of_list
+from graphopt.tracing.numpy_lists import of_list, of_queue
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
@@ -332,12 +332,12 @@ class StepRun:
             self.outside.draws_items, self.outside.item_setter = picks.draws, picks.setter
             lengths = Lengths(numbers_given, self.outside)
             self.outside.length_of = lengths.of
-            arrays = MadeArrays(self.outside)
+            arrays = MadeArrays(self.outside, self.finder)
             stack.enter_context(viewed_by(self.view))
 
             def called(callee: Any, args: Sequence[Any]) -> Any:
                 other = computing(callee, args) or converting(callee, args)
-                other = other or of_list(callee, args)
+                other = other or of_list(callee, args) or of_queue(callee, args)
                 other = other or lengths.asked(callee, args)
                 other = other or arrays.maker(callee, args) or substitute(callee, args)
                 return other or stand_in_of_collective(callee, args)

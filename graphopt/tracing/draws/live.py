@@ -56,9 +56,10 @@ def digest_of(array: Any) -> bytes:
 
 def live_arrays(besides: Besides) -> list[CarriedPlace]:
     """The places among those that a graph takes values from in which there are arrays."""
-    if besides.plain_arrays:
-        return []
-    places = {each.place.identity: each for each in besides.carried}
+    places: dict[Any, CarriedPlace] = {}
+    for each in besides.carried:
+        if each.counted or not (besides.plain_arrays or each.place.identity in places):
+            places[each.place.identity] = each
     return [each for each in places.values() if each.place.is_item and is_array(each.place.now())]
 
 
