@@ -80,9 +80,9 @@ class Besides:
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        found = self.objects or self.tensors or self.counts or self.plain or self.carried
-        found = found or self.plain_arrays or self.shuffles
-        return bool(found or self.as_traced or self.exchanged)
+        found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
+        otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
+        return bool(found or otherwise)
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""

@@ -17,13 +17,12 @@ from graphopt.tracing.outside.attributes import attributes_of
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 
-
 _LISTS = (list, deque)
 
 
 class FoundPlace(NamedTuple):
-    """An item of a dictionary in which a step has found a tensor, a number or an array, or the length
-    of a list. Neither the object whose attribute it is nor the tensor is kept alive.
+    """An item of a dictionary in which a step has found a tensor, a number or an array, or the
+    length of a list. Neither the object whose attribute it is nor the tensor is kept alive.
 
     Attributes:
         holder: gives that object, or the dictionary, or the list.
@@ -53,7 +52,7 @@ class FoundPlace(NamedTuple):
         """Whether another tensor, or another number of its kind, is there now."""
         now = self.table.get(self.key)
         if isinstance(self.holder(), _LISTS):
-            return len(self.holder()) != self.value
+            return len(self.holder()) != int(self.value)
         if type(self.value) is bytes:
             return is_array(now) and digest_of(now) != self.value
         if isinstance(self.value, weakref.ref):
@@ -102,8 +101,8 @@ def _holder(record: Record, table: dict[Any, Any]) -> Callable[[], Any]:
 
 
 def changing(captured: Iterable[Sequence[FoundPlace]]) -> list[CarriedPlace]:
-    """Places to be inputs from now on: those of tensors and arrays that are others than in an earlier
-    graph, lengths of lists that are others, and places of numbers that are others than in two."""
+    """Places to be inputs from now on: those of tensors and arrays, and lengths of lists, that are
+    others than in an earlier graph, and those of numbers that are others than in two."""
     times: Counter[tuple[Any, ...]] = Counter()
     found: dict[tuple[Any, ...], CarriedPlace] = {}
     for places in captured:

@@ -158,11 +158,12 @@ def _assigned(signature: Signature) -> dict[int, set[str]]:
 
 
 def _placed(inputs: Inputs, besides: Besides) -> dict[int, set[str]]:
-    """The attributes whose numbers and arrays the graph takes, by the dictionary (its id) that holds
+    """The attributes whose numbers and arrays a graph takes, by the dictionary (its id) that holds
     them."""
     placed: dict[int, set[str]] = {}
     numbers = (each for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
-    for place in (each.place for each in (*numbers, *live_arrays(besides))):
+    places = [each.place for each in numbers]
+    for place in [*places, *(each.place for each in live_arrays(besides))]:
         if place.is_item:
             placed.setdefault(id(place.holder), set()).add(place.key)
     return placed

@@ -119,7 +119,7 @@ _FRESH = frozenset(
      "clip", "exp", "log", "sqrt", "abs", "round", "histogram", "cumsum", "cumprod", "dot", "all",
      "any", "nanmean", "nonzero", "count_nonzero", "astype", "tolist", "item", "prod", "take",
      "array_equal", "tensor", "add", "subtract", "multiply", "divide", "equal", "not_equal",
-     "power", "arange", "maximum", "minimum", "logical_and", "logical_or", "logical_not", "norm", "str",
-     "format", "repr", "dumps"}
+     "power", "maximum", "minimum", "logical_and", "logical_or", "logical_not", "norm", "str",
+     "format", "repr", "dumps", "arange"}
 )  # fmt: skip
 """Functions and methods that give values of their own."""

@@ -21,7 +21,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
 _MAKERS = frozenset({torch.from_numpy, torch.as_tensor, torch.asarray})
-_COPYING = {
+_COPYING: dict[Any, torch.dtype] = {
     torch.FloatTensor: torch.float32,
     torch.DoubleTensor: torch.float64,
     torch.LongTensor: torch.int64,

@@ -48,14 +48,18 @@ def of_queue(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     None where that is the function itself."""
     if len(args) == 0 or type(args[0]) is not deque or callee not in _OF_SEQUENCES:
         return None
-    if any(map(is_later, args[0])):
-        raise refusal(
-            "it makes a tensor of what only Python computes, of a list outside that it changes",
-            "let the list be one that the step makes, or compute with tensors",
-        )
-    if not any(isinstance(each, SYMBOLIC) for each in args[0]):
+    if not any(isinstance(each, SYMBOLIC) or is_later(each) for each in args[0]):
         return None
-    return lambda queue, *others, **options: callee(list(queue), *others, **options)
+
+    def make(queue: Any, *others: Any, **options: Any) -> Any:
+        if any(map(is_later, queue)):
+            raise refusal(
+                "it makes a tensor of what only Python computes, of a list outside that it changes",
+                "let the list be one that the step makes, or compute with tensors",
+            )
+        return callee(list(queue), *others, **options)
+
+    return make
 
 
 _OF_SEQUENCES = (torch.tensor, torch.as_tensor, torch.FloatTensor, torch.Tensor)

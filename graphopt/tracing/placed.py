@@ -31,7 +31,14 @@ from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
-from graphopt.tracing.later import Later, as_later, holds_later, is_later, is_number_later, refuse_keys
+from graphopt.tracing.later import (
+    Later,
+    as_later,
+    holds_later,
+    is_later,
+    is_number_later,
+    refuse_keys,
+)
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of

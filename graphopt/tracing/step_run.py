@@ -27,8 +27,10 @@ from graphopt.tracing.collectives import functional_collectives, stand_in_of_col
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
-from graphopt.tracing.draws.live import insert_arrays, live_arrays
+from graphopt.tracing.draws.live import insert_arrays, live_arrays, refuse_changed
+from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.host_math import traced_math
 from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
@@ -358,13 +360,16 @@ class StepRun:
                     self.finder.carries(path, place, counted=True)
                 made: dict[int, Any] = {}
                 placed = take_placed(self.outside, self.finder, traced.by_id, tables, made)
-                changed = take_changed(self.outside, placed, self._puts_back, made)
                 stored = picks.take_stored(made)
+                changed = take_changed(self.outside, placed, self._puts_back, made)
                 made.clear()
-                leaves = (self.call.leaves[position] for position in self.inputs.user)
-                picks.finish(traced.by_id[id(leaf)] for leaf in leaves)
-                calls.refuse_changed(self.outside.written_arrays())
-                rows = [*substitute.rows.take(self.outside.is_used, self.outside.pin), *stored]
+                user = (self.call.leaves[position] for position in self.inputs.user)
+                picks.finish(traced.by_id[id(leaf)] for leaf in user)
+                refuse_changed(calls, self.outside.written_arrays())
+                rows: list[Row | StoredItem] = [
+                    *substitute.rows.take(self.outside.is_used, self.outside.pin),
+                    *stored,
+                ]
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         self.rebound, self.left_storages = rebinding.rebound, rebinding.left_storages

@@ -54,11 +54,14 @@ class HostArray(Known):
         calls: makes what is computed from it.
         index: of the value in the program.
         value: in this call.
+
+    Attributes:
+        is_left: the step leaves it somewhere.
     """
 
     def __init__(self, calls: Any, index: int, value: Any) -> None:
         super().__init__(Leaf(index), value)
-        self.calls = calls
+        self.calls, self.is_left = calls, False
 
     __class__ = property(lambda self: type(vars(self).get("plain", self)))
 
@@ -207,7 +210,7 @@ class HostArray(Known):
 
 
 class HostBool(HostArray):
-    """What stands for a bool of Python's that each call finds. Whoever decides by it has a graph for
+    """What stands for a bool of Python's that each call finds. Deciding by it takes a graph for
     each outcome."""
 
     is_scalar = property(lambda self: False)  # none of numpy's

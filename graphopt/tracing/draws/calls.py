@@ -38,7 +38,8 @@ _MAKERS = frozenset({torch.from_numpy, torch.tensor, torch.as_tensor, torch.asar
 _MADE = ("array", "asarray", "asanyarray", "ascontiguousarray", "full", "float32", "float64",
          "int32", "int64", "mean", "sum", "std", "var", "median", "max", "amax", "min", "amin",
          "average", "prod", "percentile", "nanmean", "stack", "vstack", "hstack", "concatenate",
-         "column_stack", "bool_", "maximum", "minimum", "clip", "exp", "sqrt", "log", "power")  # fmt: skip
+         "column_stack", "bool_", "maximum", "minimum", "exp", "sqrt",
+         "log", "power")  # fmt: skip
 """Functions and classes of numpy that make arrays and scalars, and are no functions that arrays
 may answer themselves."""
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from graphopt.tracing.besides import Besides, CarriedPlace
-from graphopt.tracing.draws.arguments import Method
-from graphopt.tracing.draws.arrays import HostArray
+from graphopt.tracing.draws.arguments import Method, kind_of_array
+from graphopt.tracing.draws.arrays import HostArray, HostBool
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.later import Later
+from graphopt.tracing.number_expressions import Application
 from graphopt.tracing.outside.places import OutsidePlace
 
 
@@ -66,7 +68,20 @@ def live_arrays(besides: Besides) -> list[CarriedPlace]:
 def insert_arrays(besides: Besides, calls: HostCalls) -> None:
     """Put what stands for arrays into their places. Undone by `preserved`."""
     for path, place, _ in live_arrays(besides):
-        place.write(calls.live(ArrayIn(place), path))
+        found = calls.found(ArrayIn(place), (), path)
+        kind = Application(kind_of_array, (found.expression,))
+        calls.by_value(kind, kind_of_array(found.plain))
+        calls.memory.add_outside(found.plain)
+        place.write(calls.given(found))
+
+
+def refuse_changed(calls: HostCalls, written: Iterable[Any]) -> None:
+    """Refuse a step that writes to an array outside for which it has something else."""
+    if calls.memory.meets_outside(written):
+        raise calls.refused(
+            "it writes to an array outside its arguments that it also reads in another place",
+            "write to it outside the step, or let the step read and write it in one place",
+        )
 
 
 def as_later(calls: HostCalls, array: HostArray) -> Later:
@@ -75,12 +90,12 @@ def as_later(calls: HostCalls, array: HostArray) -> Later:
     Raises:
         CaptureError: it is a part of another one.
     """
-    if not calls.is_fresh(array):
+    if array.is_left or not calls.is_fresh(array):
         raise calls.refused(
-            "it keeps or returns an array that may lie in the memory of another one",
-            "keep a copy: array.copy()",
+            "it keeps or returns an array that it keeps elsewhere as well, or that may lie in the"
+            " memory of another one",
+            "keep or return a copy: array.copy()",
         )
-    if "later" not in vars(array):
-        array.later = Later(Method("numpy"), (calls.tensor(torch.tensor, (array,)),))
-    later: Later = array.later
-    return later
+    array.is_left = True
+    tensor = calls.tensor(torch.tensor, (array,))
+    return Later(bool, (tensor,)) if type(array) is HostBool else Later(Method("numpy"), (tensor,))

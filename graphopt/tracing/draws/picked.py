@@ -16,7 +16,6 @@ import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,14 +23,14 @@ import torch
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import Known, is_known
-from graphopt.tracing.draws.arrays import HostBool
+from graphopt.tracing.draws.choices import Choice
 from graphopt.tracing.draws.generators import Drawing, drawing_of
 from graphopt.tracing.draws.item_kinds import is_item, is_nest, kind_of, rebuilt
 from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.draws.populations import Asks, Population
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Application
-from graphopt.tracing.numbers import SYMBOLIC, ReadFloat, ReadInt
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.told import told
@@ -39,74 +38,6 @@ from graphopt.tracing.told import told
 _DRAWING = frozenset({"sample", "choice", "choices"})
 _LOOKED_AT = 1000
 """Items of a long list that are looked at before one is drawn."""
-
-
-class Population:
-    """A list or a queue as a step finds it in a call, and has appended to it.
-
-    Args:
-        container: the list itself.
-        taken: how many items the step has taken from its front, of a queue without a bound.
-        added: how many it has appended.
-
-    Attributes:
-        before: the list as it was, while the trace has changed it; else None.
-    """
-
-    def __init__(self, container: Any, taken: int, added: int, before: Any) -> None:
-        self.container, self._taken, self._added = container, taken, added
-        self._bound = getattr(container, "maxlen", None)
-        self.before = before
-
-    def _items(self) -> Any:
-        return self.container if self.before is None else self.before
-
-    def _gone(self) -> int:
-        """How many of the items that were there are there no longer."""
-        if self._bound is None:
-            return self._taken
-        return max(0, len(self._items()) + self._added - self._bound)
-
-    def positions(self) -> range:
-        """Those of all items."""
-        return range(len(self._items()) - self._gone() + self._added)
-
-    def new(self, position: int) -> int:
-        """Which of the items appended one is; -1 for one that was there before."""
-        return max(-1, self.positions()[position] - len(self._items()) + self._gone())
-
-    def same(self, one: int, other: int) -> bool:
-        """Whether two positions are one."""
-        return self.positions()[one] == self.positions()[other]
-
-    def item(self, position: int) -> Any:
-        """The item that was there before; any of these where it is a new one."""
-        if self.new(position) < 0:
-            return self._items()[self.positions()[position] + self._gone()]
-        return self._items()[-1]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Population) or self.container is not other.container:
-            return False
-        return (self._taken, self._added) == (other._taken, other._added)
-
-    def __hash__(self) -> int:
-        return hash((id(self.container), self._taken, self._added))
-
-
-@dataclass(frozen=True)
-class _Asks:
-    """Calls a method of a population."""
-
-    population: Population
-    method: str
-
-    @property
-    def __name__(self) -> str:
-        return "an item of a list"
-
-    def __call__(self, *args: int) -> Any:
-        return getattr(self.population, self.method)(*args)
 
 
 class Picks:
@@ -159,7 +90,7 @@ class Picks:
     def _draw(self, drawing: Drawing, container: Any, *others: Any, names: Sequence[str]) -> Any:
         calls, population = self._calls, self._population(container)
         names = [name for name in names if name not in ("population", "seq")]
-        given = (calls.found(_Asks(population, "positions"), ()), *others)
+        given = (calls.found(Asks(population, "positions"), ()), *others)
         drawn = calls.drawn(drawing, given, names)
         if drawing.name == "choice":
             return self._at(population, drawn)
@@ -173,8 +104,8 @@ class Picks:
         return self._at(self._population(container), _known(key))
 
     def setter(self, container: Any, key: Any) -> StoringItems | None:
-        """What stands for a list where an instruction puts an item at a position that is known before
-        the graph runs; None: itself."""
+        """What stands for a list where an instruction puts an item at a position that is another in
+        each call; None: itself."""
         if type(container) is not list or not is_position(key) or not self.takes(container):
             return None
         rest = self._record.rest(container)
@@ -186,7 +117,7 @@ class Picks:
         _, _, added = self._record.rest(container) or ([], 0, [])
         new = -1
         if added:  # it is one of those that it has appended, or not, in each call
-            which = self._calls.found(_Asks(population, "new"), (position,))
+            which = self._calls.found(Asks(population, "new"), (position,))
             new = self._calls.by_value(which.expression, which.plain)
         if new >= 0:
             self._replaced[id(container), new] = value
@@ -204,7 +135,10 @@ class Picks:
         taken, self._stored = self._stored, []
         self._replaced.clear()
         for each in taken:
-            path, rest = self._record.path(each.container, "a list"), self._record.rest(each.container)
+            path, rest = (
+                self._record.path(each.container, "a list"),
+                self._record.rest(each.container),
+            )
             moved = rest is None or rest[1] > 0 or len(rest[2]) != each.added
             if moved or self._record.is_read_otherwise(each.container):
                 raise self._calls.refused(
@@ -237,7 +171,7 @@ class Picks:
     def _at(self, population: Population, position: Known) -> Any:
         calls, (_, _, added) = self._calls, self._record.rest(population.container) or ((), 0, [])
         self._line = self._line or current_user_line()
-        found = calls.found(_Asks(population, "item"), (position,))
+        found = calls.found(Asks(population, "item"), (position,))
         if not is_item(found.plain):
             raise calls.refused(
                 f"it takes a {type(found.plain).__name__} out of a list by a number that is another"
@@ -248,13 +182,13 @@ class Picks:
         calls.by_value(Application(kind_of, (found.expression,)), kind_of(found.plain))
         item = self._part(found)
         if added:
-            which = calls.found(_Asks(population, "new"), (position,))
+            which = calls.found(Asks(population, "new"), (position,))
         for index, new in enumerate(added):
             new = self._replaced.get((id(population.container), index), new)
             item = Choice(calls, calls.found(operator.eq, (which, index))).of(new, item)
         for stored in self._stored:
             if stored.container is population.container:
-                same = calls.found(_Asks(population, "same"), (position, stored.position))
+                same = calls.found(Asks(population, "same"), (position, stored.position))
                 item = Choice(calls, same).of(stored.value, item)
         return item
 
@@ -262,7 +196,9 @@ class Picks:
         """What stands for an item, or a part of one."""
         calls, value = self._calls, found.plain
         if is_nest(value):
-            made = rebuilt(value, lambda key, _: self._part(calls.found(operator.getitem, (found, key))))
+            made = rebuilt(
+                value, lambda key, _: self._part(calls.found(operator.getitem, (found, key)))
+            )
             if not isinstance(value, tuple):
                 self._made.append((made, copy.copy(made)))
             return made
@@ -270,7 +206,7 @@ class Picks:
             self._tensors.append(calls.tensor(_copied, (found,)))
             return self._tensors[-1]
         if is_array(value):
-            calls.is_kept_outside(value)
+            calls.memory.add_outside(value)
         return calls.given(found)
 
     def finish(self, arguments: Iterable[torch.Tensor]) -> None:
@@ -340,76 +276,6 @@ class StoredItem:
         self.written: dict[Any, Any] = {}
 
 
-class Choice:
-    """Chooses between an item that the step has put into a list and one that was there.
-
-    Args:
-        is_new: whether it is the former, before the graph runs.
-    """
-
-    def __init__(self, calls: HostCalls, is_new: Known) -> None:
-        self._calls, self._is_new = calls, is_new
-        self._flag: torch.Tensor | None = None
-
-    def of(self, new: Any, old: Any) -> Any:
-        """The item."""
-        if self._fit(new, old):
-            return self._chosen(new, old)
-        self._calls.by_value(self._is_new.expression, self._is_new.plain)
-        return new if self._is_new.plain else old
-
-    def _fit(self, new: Any, old: Any) -> bool:
-        """Whether there is one kind for both."""
-        if is_nest(old):
-            if type(new) is not type(old) or len(new) != len(old):
-                return False
-            if type(new) is dict:
-                return list(new) == list(old) and all(map(self._fit, new.values(), old.values()))
-            return all(map(self._fit, new, old))
-        if isinstance(old, torch.Tensor):
-            return isinstance(new, torch.Tensor) and _alike(new, old)
-        if old is None or type(old) is str:
-            return type(new) is type(old) and bool(new == old)
-        if is_host_number(old):
-            return type(new) is type(old.value) or _is_number(new, type(old.value))
-        if type(old) is ReadInt or type(old) is ReadFloat:
-            return _is_number(new, int if type(old) is ReadInt else float)
-        if type(old) is HostBool:
-            return type(new) is bool or type(new) is HostBool
-        known = new.plain if is_known(new) else new
-        return is_array(known) and kind_of(known) == kind_of(old.plain)
-
-    def _chosen(self, new: Any, old: Any) -> Any:
-        if type(old) is dict:
-            return {key: self._chosen(new[key], each) for key, each in old.items()}
-        if is_nest(old):
-            parts = [self._chosen(*each) for each in zip(new, old, strict=True)]
-            return parts if type(old) is list else tuple.__new__(type(old), parts)
-        if isinstance(old, torch.Tensor):
-            return torch.where(self._flagged(), new, old)
-        if old is None or type(old) is str:
-            return old
-        if any(isinstance(each, SYMBOLIC) and not is_host_number(each) for each in (new, old)):
-            return self._in_graph(new, old)
-        return self._calls.given(self._calls.found(_either, (self._is_new, new, old)))
-
-    def _in_graph(self, new: Any, old: Any) -> Any:
-        """A number of the graph's, or one that was there."""
-        kind = torch.float64 if any(map(_is_float, (new, old))) else torch.int64
-        both = [self._as_tensor(each, kind) for each in (new, old)]
-        return torch.where(self._flagged(), *both).item()
-
-    def _as_tensor(self, number: Any, kind: torch.dtype) -> torch.Tensor:
-        if is_host_number(number):
-            return self._calls.tensor(torch.tensor, (number, kind), ("dtype",))
-        return torch.tensor(number, dtype=kind)
-
-    def _flagged(self) -> torch.Tensor:
-        if self._flag is None:
-            self._flag = self._calls.tensor(torch.tensor, (self._is_new,))
-        return self._flag
-
-
 def is_position(key: Any) -> bool:
     """Whether a key is an integer that is known before the graph runs."""
     if is_host_number(key):
@@ -419,29 +285,6 @@ def is_position(key: Any) -> bool:
 
 def _known(key: Any) -> Known:
     return key if is_known(key) else Known(key.expression, key.value)
-
-
-def _either(first: bool, one: Any, other: Any) -> Any:
-    return one if first else other
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in memory alike, without gaps, and have no history."""
-    kinds = [(t.shape, t.dtype, t.device, t.is_contiguous(), t.requires_grad) for t in (one, other)]
-    return kinds[0] == kinds[1] and kinds[0][3:] == (True, False)
-
-
-def _is_float(number: Any) -> bool:
-    if is_host_number(number):
-        return type(number.value) is float
-    return type(number) is float or type(number) is ReadFloat
-
-
-def _is_number(new: Any, kind: type) -> bool:
-    """Whether a number that the step has appended is an integer, or a float."""
-    if is_host_number(new):
-        return type(new.value) is kind
-    return type(new) in (kind, ReadFloat if kind is float else ReadInt)
 
 
 def _are_numbers(container: Any) -> bool:

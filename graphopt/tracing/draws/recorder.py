@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,8 +27,6 @@ from graphopt.tracing.draws.arguments import (
     expression_of,
     is_known,
     is_layout,
-    kind_of_array,
-    share_memory,
     layout_of,
     plain,
 )
@@ -39,6 +37,7 @@ from graphopt.tracing.draws.generators import (
     read_state,
     write_state,
 )
+from graphopt.tracing.draws.memory import ArrayMemory
 from graphopt.tracing.draws.program import HostInput, HostProgram, HostStep
 from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
 from graphopt.tracing.host_numbers import is_of_numpy as is_float_of_numpy
@@ -91,11 +90,8 @@ class HostCalls:
         self._states: dict[int, Any] = {}
         self._random: set[int] = set()  # values that depend on draws
         self._continuous: set[int] = set()  # of these, those that are others in each call
-        self._shared: list[torch.Tensor] = []
+        self.memory = ArrayMemory()
         self.makes_arrays: Callable[[], None] = nothing_more
-        self._outside: list[Any] = []  # arrays that were there before
-        self._over_outside: list[torch.Tensor] = []
-        self._lent: list[Any] = []  # arrays in whose memory tensors lie
         self._symbols: dict[str, int] = {}
 
     # ------------------------------------------------------------------ the trace begins and ends
@@ -113,7 +109,7 @@ class HostCalls:
             write_state(generator, before)
         if error is None and unseen:
             raise self._unseen()
-        if error is None and (len(self._shared) > 1 or self._over_outside):
+        if error is None and self.memory.is_read_by_others():
             self._refuse_written()
 
     def _refuse_number(self, error: BaseException) -> None:
@@ -196,28 +192,9 @@ class HostCalls:
         index, value = self._step(function, args, names)
         return self._given(index, value)
 
-    def live(self, function: Callable[..., Any], said: str) -> Any:
-        """What stands for an array outside, which each call finds anew, of one kind.
-
-        Args:
-            function: finds it.
-        """
-        index, value = self._step(function, (), (), said=said)
-        self.by_value(Application(kind_of_array, (Leaf(index),)), kind_of_array(value))
-        self.is_kept_outside(value)
-        return self._given(index, value)
-
-    def refuse_changed(self, written: Iterable[Any]) -> None:
-        """Refuse a step that writes to an array outside for which it has something else."""
-        if any(share_memory(one, other) for one in written for other in self._outside):
-            raise self.refused(
-                "it writes to an array outside its arguments that it also reads in another place",
-                "write to it outside the step, or let the step read and write it in one place",
-            )
-
-    def found(self, function: Callable[..., Any], args: Sequence[Any]) -> Known:
+    def found(self, function: Callable[..., Any], args: Sequence[Any], said: str = "") -> Known:
         """What a function gives, now and in every call, of which the step gets nothing yet."""
-        index, value = self._step(function, args, ())
+        index, value = self._step(function, args, (), said=said)
         return Known(Leaf(index), value)
 
     def given(self, found: Known) -> Any:
@@ -227,10 +204,6 @@ class HostCalls:
         if type(found.plain) is bool:
             return HostBool(self, found.expression.index, found.plain)
         return self._given(found.expression.index, found.plain)
-
-    def is_kept_outside(self, array: Any) -> None:
-        """An array was there before the step."""
-        self._outside.append(array)
 
     def _step(
         self,
@@ -247,9 +220,9 @@ class HostCalls:
         except UnknownArgumentError as error:
             what = said or getattr(function, "__name__", "a function of numpy")
             raise self.refused(
-                f"{what} is given {error}, and random numbers of Python and numpy are drawn before"
-                " the graph runs",
-                "draw with numbers that are known then, or with torch's random functions, or"
+                f"{what} is given {error}, and what Python and numpy draw, or compute with arrays,"
+                " is found before the graph runs",
+                "use numbers that are known then, or tensors and torch's random functions; or do it"
                 " outside the step, and pass the result",
             ) from None
         named = dict(zip(names, args[len(args) - len(names) :], strict=True))
@@ -346,15 +319,12 @@ class HostCalls:
             raise self.refused("it makes no tensor of an array", "draw outside the step")
         with _compat.without_modes():
             requires_grad, layout, value = value.requires_grad, layout_of(value), value.detach()
-            memory = value.numpy() if function in _SHARING else None
+            array = value.numpy() if function in _SHARING else None
         term = Application(layout_of, (Leaf(index),))
         self._conditions.add(Condition(same_value, term, layout, True))
         stand_in = self._input(index, value)
         if function in _SHARING:
-            self._shared.append(stand_in)
-            self._lent.append(memory)
-            if any(share_memory(memory, each) for each in self._outside):
-                self._over_outside.append(stand_in)
+            self.memory.lend(array, stand_in)
         return stand_in.detach().requires_grad_() if requires_grad else stand_in
 
     def _input(self, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -368,7 +338,7 @@ class HostCalls:
 
     def _refuse_written(self) -> None:
         """Refuse to go on with arrays where a tensor over the memory of one has been updated."""
-        if any(map(_compat.may_be_written, self._shared)):
+        if self.memory.is_written():
             raise self.refused(
                 "it updates a tensor in place that lies in the memory of a drawn numpy array, and"
                 " goes on with the array",
@@ -377,8 +347,7 @@ class HostCalls:
 
     def may_shuffle(self, array: Known) -> bool:
         """Whether an array is the step's own, and no tensor's."""
-        lent = any(share_memory(array.plain, each) for each in self._lent)
-        return self.is_fresh(array) and not lent
+        return self.is_fresh(array) and not self.memory.is_lent(array.plain)
 
     def is_fresh(self, array: Known) -> bool:
         """Whether an array lies in no memory but its own."""

@@ -137,8 +137,8 @@ class ContainerChanges(KnownObjects):
         return (changed.before, taken, added) if taken <= len(changed.before) else None
 
     def replaces(self, container: Any, key: Any, value: Any) -> bool:
-        """The step puts an item into a list. Returns whether it is one that it has appended, in whose
-        place each call appends the new one."""
+        """The step puts an item into a list. Returns whether that takes the place of one that it
+        has appended: each call appends the new one."""
         rest = self.rest(container)
         if type(container) is not list or type(key) is not int or rest is None:
             return False
