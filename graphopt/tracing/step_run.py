@@ -171,7 +171,7 @@ class StepRun:
             )
             stack.enter_context(marks_kept(self.inputs))
             insert(self.call, self.inputs, traced)
-            insert_arrays(self.call.besides, self.made.calls)
+            insert_arrays(self.call.besides, self.made.calls, self.inputs)
             marks = Marks(self.call, self.inputs, traced)
             before = module_attributes(self.call)
             settings = [dict(group) for _, _, group in self._groups()]
@@ -328,7 +328,8 @@ class StepRun:
             stack.enter_context(redirect)
             calls = stack.enter_context(self.made.calls)
             calls.makes_arrays = self.finder.shuffles
-            substitute = Substitutes(calls, self.outside, self.call.besides.shuffles)
+            tensors = [entry.tensor for entry in self.inputs.module_tensors]
+            substitute = Substitutes(calls, self.outside, self.call.besides.shuffles, tensors)
             numbers_given = zip(self.inputs.hyperparameters, traced.numbers, strict=True)
             picks = substitute.picks
             self.outside.draws_items, self.outside.item_setter = picks.draws, picks.setter

@@ -147,7 +147,9 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def kind_of_array(array: Any) -> tuple[Any, ...]:
-    """All that is known of an array but its values."""
+    """All that is known of an array but its values; of anything else its type."""
+    if not hasattr(array, "strides"):
+        return (type(array),)
     return type(array), array.dtype.str, array.shape, array.strides
 
 

@@ -51,15 +51,22 @@ class Substitutes:
         calls: makes the draws of the trace.
         record: of what the step does outside its arguments.
         makes_arrays: arrays that it makes are made on the host.
+        tensors: of the model.
 
     Attributes:
         rows: the lists that it selects.
     """
 
-    def __init__(self, calls: HostCalls, record: Record, makes_arrays: bool = False) -> None:
+    def __init__(
+        self,
+        calls: HostCalls,
+        record: Record,
+        makes_arrays: bool = False,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._calls, self._record, self._makes_arrays = calls, record, makes_arrays
         self.rows = AllRows(calls)
-        self.picks = Picks(calls, record)
+        self.picks = Picks(calls, record, tensors)
         self._of_numpy: frozenset[Any] = frozenset()
 
     def __call__(self, callee: Any, args: Sequence[Any]) -> Substitute | None:

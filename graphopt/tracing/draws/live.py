@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from graphopt import _compat
+from graphopt._compat.late import alias_of
 from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.draws.arguments import Method, kind_of_array
 from graphopt.tracing.draws.arrays import HostArray, HostBool
 from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.later import Later
 from graphopt.tracing.number_expressions import Application
 from graphopt.tracing.outside.places import OutsidePlace
@@ -65,14 +68,34 @@ def live_arrays(besides: Besides) -> list[CarriedPlace]:
     return [each for each in places.values() if each.place.is_item and is_array(each.place.now())]
 
 
-def insert_arrays(besides: Besides, calls: HostCalls) -> None:
-    """Put what stands for arrays into their places. Undone by `preserved`."""
+def insert_arrays(besides: Besides, calls: HostCalls, inputs: Inputs) -> None:
+    """Put what stands for arrays into their places. Undone by `preserved`.
+
+    Raises:
+        CaptureError: one lies in the memory of a tensor of the model.
+    """
+    tensors = [entry.tensor for entry in inputs.module_tensors]
     for path, place, _ in live_arrays(besides):
         found = calls.found(ArrayIn(place), (), path)
         kind = Application(kind_of_array, (found.expression,))
         calls.by_value(kind, kind_of_array(found.plain))
+        with _compat.without_modes():
+            shared = any(_lies_in(found.plain, tensor) for tensor in tensors)
+        if shared:
+            raise calls.refused(
+                f"it reads {path}, an array that lies in the memory of a tensor of the model",
+                "read the tensor itself, or keep a copy: tensor.numpy().copy()",
+            )
         calls.memory.add_outside(found.plain)
         place.write(calls.given(found))
+
+
+def _lies_in(array: Any, tensor: torch.Tensor) -> bool:
+    if tensor.device.type != "cpu" or _compat.is_fake(tensor):
+        return False
+    storage = alias_of(tensor).untyped_storage()
+    begin = storage.data_ptr()
+    return bool(begin <= array.ctypes.data < begin + storage.nbytes())
 
 
 def refuse_changed(calls: HostCalls, written: Iterable[Any]) -> None:

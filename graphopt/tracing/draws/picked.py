@@ -46,10 +46,14 @@ class Picks:
     Args:
         calls: makes what is computed before the graph runs.
         record: of what the step does outside its arguments.
+        tensors: of the model, and others outside that the step works on.
     """
 
-    def __init__(self, calls: HostCalls, record: Record) -> None:
-        self._calls, self._record = calls, record
+    def __init__(
+        self, calls: HostCalls, record: Record, tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._calls, self._record, self._tensors_of_model = calls, record, tensors
+        self._storages: Known | None = None
         self._populations: list[Population] = []
         self._made: list[tuple[Any, Any]] = []
         self._tensors: list[torch.Tensor] = []
@@ -203,7 +207,17 @@ class Picks:
                 self._made.append((made, copy.copy(made)))
             return made
         if isinstance(value, torch.Tensor):
-            self._tensors.append(calls.tensor(_copied, (found,)))
+            if self._storages is None:
+                self._storages = calls.found(_StoragesOf(self._tensors_of_model), ())
+            with _compat.without_modes():
+                shared = _compat.storage_key(value) in self._storages.plain
+            if shared:
+                raise calls.refused(
+                    "it takes a tensor out of a list, by a number that is another one in each call,"
+                    " that lies in the memory of a tensor of the model",
+                    "put a copy into the list: tensor.clone()",
+                )
+            self._tensors.append(calls.tensor(_copied, (found, self._storages)))
             return self._tensors[-1]
         if is_array(value):
             calls.memory.add_outside(value)
@@ -291,8 +305,37 @@ def _are_numbers(container: Any) -> bool:
     return all(type(each) in (int, float) for each in container)
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a list, which may hold it twice."""
+class _StoragesOf:
+    """Gives the storages of tensors.
+
+    Args:
+        tensors: those that the step may write to.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.__name__ = "the storages of the model"
+
+    def __call__(self) -> frozenset[int]:
+        return frozenset(map(_compat.storage_key, self._tensors))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _StoragesOf) or len(other._tensors) != len(self._tensors):
+            return False
+        return all(map(operator.is_, self._tensors, other._tensors))
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self._tensors)))
+
+
+def _copied(tensor: torch.Tensor, storages: frozenset[int]) -> torch.Tensor:
+    """A tensor of a list, which may hold it twice.
+
+    Raises:
+        ValueError: the step may write to it.
+    """
+    if _compat.storage_key(tensor) in storages:
+        raise ValueError("a tensor in a list lies in the memory of a tensor of the model")
     return tensor.clone()
 
 

@@ -113,7 +113,9 @@ class Record(OutsideReads):
 
     def written_arrays(self) -> list[Any]:
         """The arrays to which the step, or a function on the host, writes."""
-        own = [each for each, _ in self.rewritten.values() if hasattr(each, "tobytes")]
+        holders = [each for each, _ in self.rewritten.values()]
+        holders += [each.place.holder for each in self._places.values()]
+        own = [each for each in holders if hasattr(each, "tobytes")]
         return own if self.laters is None else [*own, *self.laters.arrays.written()]
 
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
