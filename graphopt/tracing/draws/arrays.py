@@ -199,7 +199,7 @@ class HostArray(Known):
 
     def _refused(self, what: str) -> Exception:
         refused: Exception = self.calls.refused(
-            f"it draws an array with numpy, reads one outside, or computes one of these, and {what}",
+            f"it draws an array with numpy, reads one outside or computes with these, and {what}",
             "make a tensor of it at once, as in torch.tensor(array) or torch.from_numpy(array), and"
             " go on with that; or draw outside the step, and pass the result",
         )
