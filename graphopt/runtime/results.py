@@ -121,7 +121,10 @@ class StepResults:
             for how, value in made[there.changed(container) :]:
                 how.make(container, value)
         for result, (key, value) in zip(signature.selected, left.selected, strict=True):
-            result.container[key][result.position] = value
+            if result.position is None:
+                result.container[key] = value
+            else:
+                result.container[key][result.position] = value
         for given, items in zip(signature.containers, left.items, strict=True):
             make_change(call.given, given.change, items)
 

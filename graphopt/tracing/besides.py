@@ -58,6 +58,8 @@ class Besides:
         counts: keys of parameter groups in which an optimizer counts.
         plain: numbers that the step does not change itself are no inputs of the graph, but
             constants.
+        plain_arrays: arrays that are among `carried` are no inputs of the host's part, either.
+        shuffles: it changes the order of an array that it makes; arrays are made on the host then.
         as_traced: libraries that ask find out that they are traced (see `asked`), since the step
             is refused otherwise, for this reason.
         exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
@@ -70,14 +72,17 @@ class Besides:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     counts: frozenset[str] = frozenset()
     plain: bool = False
+    plain_arrays: bool = False
+    shuffles: bool = False
     as_traced: str = ""
     exchanged: frozenset[int] = frozenset()
     carried: list[CarriedPlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        found = self.objects or self.tensors or self.counts or self.plain or self.carried
-        return bool(found or self.as_traced or self.exchanged)
+        found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
+        otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
+        return bool(found or otherwise)
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""
@@ -91,6 +96,8 @@ class Besides:
             [*self.tensors, *other.tensors],
             self.counts | other.counts,
             self.plain or other.plain,
+            self.plain_arrays or other.plain_arrays,
+            self.shuffles or other.shuffles,
             self.as_traced or other.as_traced,
             self.exchanged | other.exchanged,
             [*self.carried, *other.carried],
@@ -186,6 +193,10 @@ class Finder:
         if new:
             self.found.carried.append(CarriedPlace(path, place, counted))
         return new
+
+    def shuffles(self) -> None:
+        """The step changes the order of an array that it makes."""
+        self.found.shuffles = True
 
     def leads_to(self, value: Any) -> bool:
         """Whether the step got to an object by places that a guard holds."""

@@ -26,6 +26,7 @@ from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.compare import fingerprint
 from graphopt.tracing.decisions import another_on_each_rank
+from graphopt.tracing.draws.live import live_arrays
 from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.found_places import FoundPlace, found_places
 from graphopt.tracing.functional import functionalize, name_placeholders
@@ -335,6 +336,8 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         more = error.besides
     elif _may_be_told(call, inputs):
         more = Besides(as_traced=error.reason)
+    elif not all(each.counted for each in live_arrays(call.besides)):
+        more = Besides(plain_arrays=True)
     elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
         more = Besides(plain=True)
     else:

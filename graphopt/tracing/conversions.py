@@ -46,7 +46,7 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     if callee is int:
         return _to_integer(value)
     if is_known(value):
-        return _of_array if value.size == 1 and value.dtype.kind in "fiu" else None
+        return _of_array if value.is_number else None
     if issubclass(type(value), (TracedFloat, ReadInt, ReadBool)):
         return float_of_number
     return float_of_tensor if is_number(value) else None
@@ -73,7 +73,7 @@ def _to_integer(value: Any) -> Callable[[Any], Any] | None:
     if is_host_number(value):
         return _integer_part
     if is_known(value):
-        return _integer_of_array if value.size == 1 and value.dtype.kind in "fiu" else None
+        return _integer_of_array if value.is_number else None
     if type(value) is ReadFloat or type(value) is ReadBool:
         return _integer_of_float
     return _integer_of_tensor if is_number(value) else None

@@ -12,8 +12,9 @@ from typing import Any
 
 from graphopt.graph_utils import environment
 from graphopt.tracing.argument_guards import ArgumentGuards
-from graphopt.tracing.besides import CarriedPlace
+from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call
+from graphopt.tracing.draws.live import live_arrays
 from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.number_guards import NumberGuards
 from graphopt.tracing.object_guards import ModuleGuards
@@ -49,7 +50,7 @@ class Guards:
         self.besides, self.inputs = call.besides, inputs
         self._outside = outside
         self._environment = environment()
-        assigned, placed = _assigned(signature), _placed(inputs)
+        assigned, placed = _assigned(signature), _placed(inputs, call.besides)
         self._modules = ModuleGuards(
             (name, m, assigned.get(id(vars(m)), ()), placed.get(id(vars(m)), ()), assigned)
             for name, m in call.named_submodules()
@@ -156,10 +157,13 @@ def _assigned(signature: Signature) -> dict[int, set[str]]:
     return assigned
 
 
-def _placed(inputs: Inputs) -> dict[int, set[str]]:
-    """The attributes whose numbers the graph takes, by the dictionary (its id) that holds them."""
+def _placed(inputs: Inputs, besides: Besides) -> dict[int, set[str]]:
+    """The attributes whose numbers and arrays a graph takes, by the dictionary (its id) that holds
+    them."""
     placed: dict[int, set[str]] = {}
-    for number in inputs.hyperparameters:
-        if isinstance(number, PlacedNumber) and number.place.is_item:
-            placed.setdefault(id(number.place.holder), set()).add(number.place.key)
+    numbers = (each for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
+    places = [each.place for each in numbers]
+    for place in [*places, *(each.place for each in live_arrays(besides))]:
+        if place.is_item:
+            placed.setdefault(id(place.holder), set()).add(place.key)
     return placed

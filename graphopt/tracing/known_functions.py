@@ -120,6 +120,6 @@ _FRESH = frozenset(
      "any", "nanmean", "nonzero", "count_nonzero", "astype", "tolist", "item", "prod", "take",
      "array_equal", "tensor", "add", "subtract", "multiply", "divide", "equal", "not_equal",
      "power", "maximum", "minimum", "logical_and", "logical_or", "logical_not", "norm", "str",
-     "format", "repr", "dumps"}
+     "format", "repr", "dumps", "arange"}
 )  # fmt: skip
 """Functions and methods that give values of their own."""

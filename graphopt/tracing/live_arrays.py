@@ -46,6 +46,10 @@ class LiveArrays:
         """Whether each call writes to an array by itself."""
         return id(value) in self._written
 
+    def written(self) -> list[Any]:
+        """The arrays that each call writes to."""
+        return list(self._written.values())
+
     def read(self, array: Any) -> Later:
         """What stands for an array that each call writes to."""
         self._read.add(id(array))

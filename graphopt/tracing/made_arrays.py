@@ -7,7 +7,7 @@ In eager code both have one memory: a step that writes to either of them afterwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,21 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.besides import Finder
+from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
 _MAKERS = frozenset({torch.from_numpy, torch.as_tensor, torch.asarray})
+_COPYING: dict[Any, torch.dtype] = {
+    torch.FloatTensor: torch.float32,
+    torch.DoubleTensor: torch.float64,
+    torch.LongTensor: torch.int64,
+    torch.IntTensor: torch.int32,
+    torch.BoolTensor: torch.bool,
+    torch.ByteTensor: torch.uint8,
+}
+"""Classes that make a tensor of an array, with values of their own kind."""
 
 
 class MadeArrays:
@@ -26,16 +37,26 @@ class MadeArrays:
 
     Args:
         record: of the trace.
+        finder: takes note of arrays outside, of which each call is to make the tensor anew.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    def __init__(self, record: Record, finder: Finder) -> None:
+        self._record, self._finder = record, finder
         self._made: list[tuple[Any, bytes, torch.Tensor, int, SourceLine | None]] = []
 
     def maker(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """What is called in place of a function that makes a tensor of an array; None: itself."""
-        if not args or not any(callee is each for each in _MAKERS) or not self._is_made(args[0]):
+        if not args or not isinstance(callee, Hashable):
             return None
+        copies = callee in _COPYING
+        if not copies and not any(callee is each for each in _MAKERS):
+            return None
+        if is_array(args[0]) and self._record.is_outside(args[0]):
+            self._carry(args[0])
+        if not self._is_made(args[0]):
+            return None
+        if copies:
+            return lambda array: torch.tensor(array, dtype=_COPYING[callee])
 
         def make(array: Any, *others: Any, **options: Any) -> torch.Tensor:
             tensor = torch.tensor(array, *others, **options)
@@ -44,6 +65,12 @@ class MadeArrays:
             return tensor
 
         return make
+
+    def _carry(self, array: Any) -> None:
+        path = self._record.path(array, "an array")
+        for place in self._record.places_of(array):
+            if place.is_item:
+                self._finder.carries(path, place, counted=True)
 
     def _is_made(self, value: Any) -> bool:
         if type(value).__module__ != "numpy" or not hasattr(value, "base"):

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from graphopt import _compat
 from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.later import is_later
 from graphopt.tracing.number_functions import OF_FLOATS_IN_NUMPY, numpy_float64
-from graphopt.tracing.numbers import ReadFloat, TracedFloat, as_read, record, refusal
+from graphopt.tracing.numbers import SYMBOLIC, ReadFloat, TracedFloat, as_read, record, refusal
 
 
 def of_list(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
@@ -37,6 +41,28 @@ def of_list(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         return found
 
     return compute
+
+
+def of_queue(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What is called in place of a function of torch's that makes a tensor of a queue of numbers;
+    None where that is the function itself."""
+    if len(args) == 0 or type(args[0]) is not deque or callee not in _OF_SEQUENCES:
+        return None
+    if not any(isinstance(each, SYMBOLIC) or is_later(each) for each in args[0]):
+        return None
+
+    def make(queue: Any, *others: Any, **options: Any) -> Any:
+        if any(map(is_later, queue)):
+            raise refusal(
+                "it makes a tensor of what only Python computes, of a list outside that it changes",
+                "let the list be one that the step makes, or compute with tensors",
+            )
+        return callee(list(queue), *others, **options)
+
+    return make
+
+
+_OF_SEQUENCES = (torch.tensor, torch.as_tensor, torch.FloatTensor, torch.Tensor)
 
 
 def is_instance_of_numpy(number: Any, kinds: Any) -> bool:

@@ -27,9 +27,18 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
+from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
-from graphopt.tracing.later import holds_later, is_later, is_number_later, refuse_keys
+from graphopt.tracing.later import (
+    Later,
+    as_later,
+    holds_later,
+    is_later,
+    is_number_later,
+    refuse_keys,
+)
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.attributes import attributes_of
@@ -86,6 +95,8 @@ class _Places:
         """What each call leaves in a place; None where it leaves nothing there by itself."""
         record, place, before = self.record, written.place, written.before
         value = place.now()
+        if is_known(value):
+            value = value.calls.as_float(value)
         refuse_keys({place.key: None} if isinstance(place.key, str) else {})
         alone = _is_left_alone(written)
         if record.depends_on(place) and not alone:
@@ -225,6 +236,8 @@ def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, va
 
 
 def _are_counts(before: Any, value: Any) -> bool:
+    if is_array(before):
+        return is_array(value) or is_known(value) or type(as_later(value)) is Later
     if may_be_input(before):
         return _is_number(value)
     found, left = leaves_of(before, is_exact), leaves_of(value, _is_number)

@@ -12,6 +12,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.live import as_later as later_of
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
@@ -87,10 +88,7 @@ class Recipes:
         if type(value).__module__ == "numpy" and is_value(value):  # a number, of one type of many
             return Constant(value)
         if is_known(value):
-            raise CaptureError(
-                f"{what} is a numpy array, drawn at random or computed from what was drawn",
-                hint="return a tensor: torch.tensor(array), or torch.from_numpy(array)",
-            )
+            return self._of_later(later_of(self._made.calls, value))
         raise CaptureError(
             f"{what} is a {type(value).__name__}, neither a tensor nor a constant",
             hint="return tensors, numbers, strings, None or containers of them;"

@@ -11,6 +11,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call, has_gradient
+from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
@@ -54,7 +55,7 @@ class LeftOutside(NamedTuple):
 
     placed: list[PlacedResult]
     changed: list[ChangedResult]
-    rows: list[Row]
+    rows: list[Row | StoredItem]
 
 
 class Ran(NamedTuple):

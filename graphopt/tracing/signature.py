@@ -178,11 +178,11 @@ class ChangedResult:
 @dataclass(frozen=True)
 class SelectedResult:
     """What the step has left in a list that a number of the call selects:
-    `container[key][position]`."""
+    `container[key][position]`, or where that is None `container[key]`."""
 
     container: list[Any]
     key: Recipe
-    position: int
+    position: int | None
     recipe: Recipe
 
 

@@ -23,7 +23,10 @@ from graphopt.tracing.collectives import functional_collectives, stand_in_of_col
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
+from graphopt.tracing.draws.live import insert_arrays, live_arrays, refuse_changed
+from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.held_before import HeldBefore, groups_of
 from graphopt.tracing.host_math import traced_math
@@ -39,7 +42,7 @@ from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.nests import parts
 from graphopt.tracing.noticed_steps import notice_steps
-from graphopt.tracing.numpy_lists import of_list
+from graphopt.tracing.numpy_lists import of_list, of_queue
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.placed import take_placed
@@ -94,6 +97,7 @@ class StepRun:
         given = {i for i, n in enumerate(inputs.hyperparameters) if isinstance(n, of_step)}
         self.made = ObtainedValues(self._tagger, given)
         places = [n.place for n in inputs.hyperparameters if isinstance(n, PlacedNumber)]
+        places += [each.place for each in live_arrays(call.besides)]
         self.outside = record_for(call, places)
         known = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, known, mode, call.besides.carried)
@@ -116,6 +120,7 @@ class StepRun:
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self._inputs.parameters
             )
             insert(self._call, self._inputs, traced)
+            insert_arrays(self._call.besides, self.made.calls, self._inputs)
             marks, held = Marks(self._call, self._inputs, traced), HeldBefore(self._call)
             self._marker = self._gradient_marker(traced)
             self._view = HostView(
@@ -220,8 +225,8 @@ class StepRun:
             )
             for context in (redirect, self.made.calls, viewed_by(self._view)):
                 stack.enter_context(context)
-            draws = Substitutes(self.made.calls, self.outside)
-            arrays = MadeArrays(self.outside)
+            draws = self._drawing()
+            arrays = MadeArrays(self.outside, self.finder)
             with observed_step(self._call, self.outside, self._instead(traced, draws, arrays)):
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
@@ -237,6 +242,15 @@ class StepRun:
         self._mark()
         flat = _compat.flatten_results(returned, self._stays)
         return Ran(*flat, stepped, outside, list(given.changes()), rebinding)
+
+    def _drawing(self) -> Substitutes:
+        """What is called in place of functions that draw, and finds items outside in each call."""
+        calls, outside = self.made.calls, self.outside
+        calls.makes_arrays = self.finder.shuffles
+        tensors = [entry.tensor for entry in self._inputs.module_tensors]
+        draws = Substitutes(calls, outside, self._call.besides.shuffles, tensors)
+        outside.draws_items, outside.item_setter = draws.picks.draws, draws.picks.setter
+        return draws
 
     def _arguments(self, traced: Traced) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the step is called with."""
@@ -263,7 +277,7 @@ class StepRun:
         lengths = Lengths(given, self.outside)
         self.outside.length_of = lengths.of
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
-            *(computing, converting, of_list, lengths.asked, arrays.maker, draws),
+            *(computing, converting, of_list, of_queue, lengths.asked, arrays.maker, draws),
             stand_in_of_collective,
         )
 
@@ -298,8 +312,13 @@ class StepRun:
             self.finder.carries(path, place, counted=True)
         made: dict[int, Any] = {}
         placed = take_placed(self.outside, self.finder, traced.by_id, held.objects, made)
+        stored = draws.picks.take_stored(made)
         changed = take_changed(self.outside, placed, self._puts_back, made)
-        rows = draws.rows.take(self.outside.is_used, self.outside.pin)
+        user = (self._call.leaves[position] for position in self._inputs.user)
+        draws.picks.finish(traced.by_id[id(leaf)] for leaf in user)
+        refuse_changed(self.made.calls, self.outside.written_arrays())
+        selected = draws.rows.take(self.outside.is_used, self.outside.pin)
+        rows: list[Row | StoredItem] = [*selected, *stored]
         return LeftOutside(placed, changed, rows)
 
     def _find_owners(self) -> None:

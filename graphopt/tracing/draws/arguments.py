@@ -83,6 +83,15 @@ def expression_of(value: Any, depth: int = _DEPTH) -> Any:
     raise UnknownArgumentError(f"a {type(value).__name__}")
 
 
+def are_constants(values: Iterable[Any]) -> bool:
+    """Whether all arguments are expressions, or constants."""
+    try:
+        list(map(expression_of, values))
+    except UnknownArgumentError:
+        return False
+    return True
+
+
 def plain(value: Any) -> Any:
     """An argument, or a key, as it is in this call."""
     if is_known(value):
@@ -137,8 +146,19 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
+def kind_of_array(array: Any) -> tuple[Any, ...]:
+    """All that is known of an array but its values; of anything else its type."""
+    if not hasattr(array, "strides"):
+        return (type(array),)
+    return type(array), array.dtype.str, array.shape, array.strides
+
+
+_LAYOUTS = frozenset({"layout_of", "kind_of_array", "kind_of"})
+
+
 def is_layout(expression: Any) -> bool:
     """Whether an expression gives no values of a tensor or array, but how it lies in memory."""
     if not isinstance(expression, Application):
         return False
-    return expression.function is layout_of or isinstance(expression.function, Metadata)
+    named = getattr(expression.function, "__name__", "")
+    return named in _LAYOUTS or isinstance(expression.function, Metadata)

@@ -54,11 +54,14 @@ class HostArray(Known):
         calls: makes what is computed from it.
         index: of the value in the program.
         value: in this call.
+
+    Attributes:
+        is_left: the step leaves it somewhere.
     """
 
     def __init__(self, calls: Any, index: int, value: Any) -> None:
         super().__init__(Leaf(index), value)
-        self.calls = calls
+        self.calls, self.is_left = calls, False
 
     __class__ = property(lambda self: type(vars(self).get("plain", self)))
 
@@ -66,6 +69,18 @@ class HostArray(Known):
     def is_scalar(self) -> bool:
         """Whether numpy would give a scalar, which cannot be changed."""
         return not isinstance(self.plain, _array_type())
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a single number, and no truth."""
+        return self.plain.size == 1 and self.plain.dtype.kind in "fiu"
+
+    @property
+    def _as_now(self) -> Any:
+        """The value of now, which may be shuffled afterwards."""
+        if self.is_scalar or not isinstance(self.plain, _array_type()):
+            return self.expression
+        return self.calls.found(Method("copy"), (self,)).expression
 
     def is_unknown(self, other: Any) -> bool:
         """Whether a number is not known before the graph runs, with which this one, a float, is to
@@ -147,18 +162,18 @@ class HostArray(Known):
         raise self._changed()
 
     def __bool__(self) -> bool:
-        return bool(self.calls.by_value(Application(bool, (self.expression,)), bool(self.plain)))
+        return bool(self.calls.by_value(Application(bool, (self._as_now,)), bool(self.plain)))
 
     def __int__(self) -> int:
-        return int(self.calls.by_value(Application(int, (self.expression,)), int(self.plain)))
+        return int(self.calls.by_value(Application(int, (self._as_now,)), int(self.plain)))
 
     def __index__(self) -> int:
         value = operator.index(self.plain)
-        return int(self.calls.by_value(Application(operator.index, (self.expression,)), value))
+        return int(self.calls.by_value(Application(operator.index, (self._as_now,)), value))
 
     def __float__(self) -> float:
         value = float(self.plain)
-        return float(self.calls.by_value(Application(float, (self.expression,)), value))
+        return float(self.calls.by_value(Application(float, (self._as_now,)), value))
 
     def __hash__(self) -> int:
         if not self.is_scalar:
@@ -184,7 +199,7 @@ class HostArray(Known):
 
     def _refused(self, what: str) -> Exception:
         refused: Exception = self.calls.refused(
-            f"it draws an array with numpy, or computes one from what it has drawn, and {what}",
+            f"it draws an array with numpy, reads one outside or computes with these, and {what}",
             "make a tensor of it at once, as in torch.tensor(array) or torch.from_numpy(array), and"
             " go on with that; or draw outside the step, and pass the result",
         )
@@ -192,6 +207,25 @@ class HostArray(Known):
 
     def _changed(self) -> Exception:
         return self._refused("writes into it, or into another array with it")
+
+
+class HostBool(HostArray):
+    """What stands for a bool of Python's that each call finds. Deciding by it takes a graph for
+    each outcome."""
+
+    is_scalar = property(lambda self: False)  # none of numpy's
+    is_number = property(lambda self: True)
+
+    def number(self) -> Any:
+        """The integer that it is."""
+        return self.calls.apply(int, (self,))
+
+    def for_torch(self) -> Any:
+        """The bool."""
+        return bool(self)
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
 
 
 def _array_type() -> type:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphopt.tracing.draws.arguments import any_known, is_known
+from graphopt.tracing.draws.arguments import any_known, are_constants, is_known
 from graphopt.tracing.draws.generators import Drawing, drawing_of
 from graphopt.tracing.draws.items import SelectedItems, selects
+from graphopt.tracing.draws.picked import PickingItems, Picks, is_position
 from graphopt.tracing.draws.positions import BY_POSITION
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import AllRows, are_rows
@@ -36,7 +37,9 @@ _LEGACY = frozenset(
 _MAKERS = frozenset({torch.from_numpy, torch.tensor, torch.as_tensor, torch.asarray})
 _MADE = ("array", "asarray", "asanyarray", "ascontiguousarray", "full", "float32", "float64",
          "int32", "int64", "mean", "sum", "std", "var", "median", "max", "amax", "min", "amin",
-         "average", "prod", "percentile", "nanmean")  # fmt: skip
+         "average", "prod", "percentile", "nanmean", "stack", "vstack", "hstack", "concatenate",
+         "column_stack", "bool_", "maximum", "minimum", "exp", "sqrt",
+         "log", "power")  # fmt: skip
 """Functions and classes of numpy that make arrays and scalars, and are no functions that arrays
 may answer themselves."""
 
@@ -47,14 +50,23 @@ class Substitutes:
     Args:
         calls: makes the draws of the trace.
         record: of what the step does outside its arguments.
+        makes_arrays: arrays that it makes are made on the host.
+        tensors: of the model.
 
     Attributes:
         rows: the lists that it selects.
     """
 
-    def __init__(self, calls: HostCalls, record: Record) -> None:
-        self._calls, self._record = calls, record
+    def __init__(
+        self,
+        calls: HostCalls,
+        record: Record,
+        makes_arrays: bool = False,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._calls, self._record, self._makes_arrays = calls, record, makes_arrays
         self.rows = AllRows(calls)
+        self.picks = Picks(calls, record, tensors)
         self._of_numpy: frozenset[Any] = frozenset()
 
     def __call__(self, callee: Any, args: Sequence[Any]) -> Substitute | None:
@@ -67,9 +79,9 @@ class Substitutes:
             return self._partial(callee, args)
         drawing = drawing_of(callee, args)
         if drawing is not None:
-            return self._draw(drawing)
+            return self.picks.drawer(drawing, args) or self._draw(drawing)
         if not any_known(args):
-            return None
+            return self._apply(callee) if self._makes_array(callee, args) else None
         if callee is operator.getitem and len(args) == 2:
             return self._items(*args)
         if _is_in(callee, _LEGACY) or _is_in(callee, _MAKERS):
@@ -80,6 +92,12 @@ class Substitutes:
             return _with_plain(callee)
         return None
 
+    def _makes_array(self, callee: Any, args: Sequence[Any]) -> bool:
+        numpy = sys.modules.get("numpy")
+        if not self._makes_arrays or numpy is None:
+            return False
+        return any(callee is each for each in (numpy.arange, numpy.array)) and are_constants(args)
+
     def _partial(self, callee: functools.partial[Any], args: Sequence[Any]) -> Substitute | None:
         given = [*callee.args, *args, *callee.keywords.values()]
         inner = self(callee.func, given)
@@ -88,6 +106,8 @@ class Substitutes:
     def _items(self, container: Any, key: Any) -> Substitute | None:
         """What gives an item of a container that a number of the call selects."""
         lives = self._calls.is_outside(container)
+        if is_position(key) and self.picks.takes(container) and not are_rows(container, key):
+            return PickingItems(self.picks, container)
         if lives and self._record.is_changed(container):
             return None
         if lives and are_rows(container, key):

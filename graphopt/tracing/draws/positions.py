@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.generators import Drawing
+from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.inputs import is_exact
 
@@ -43,6 +45,17 @@ def _items(calls: HostCalls, sequence: Sequence[Any], positions: Sequence[Any]) 
 
 
 def _shuffle(calls: HostCalls, drawing: Drawing, x: Any, *args: Any, **options: Any) -> None:
+    if is_known(x) and not x.is_scalar:
+        if not calls.may_shuffle(x):
+            raise calls.refused(
+                f"{drawing.said} changes the order of an array in whose memory a tensor, or another"
+                " array, may lie",
+                "make the tensor a copy, torch.tensor(array); or shuffle array.copy()",
+            )
+        calls.drawn(drawing, (x, *args, *options.values()), tuple(options))
+        return
+    if is_array(x) and not calls.is_outside(x):
+        calls.makes_arrays()
     if type(x) is not list or args or options:
         _refuse_array(calls, drawing)
     order = calls.draw(drawing._replace(function=_order(drawing.function)), (len(x),))
@@ -61,7 +74,7 @@ def _by_numpy(
 
 def _refuse_array(calls: HostCalls, drawing: Drawing) -> NoReturn:
     raise calls.refused(
-        f"{drawing.said} changes the order of what is no list",
+        f"{drawing.said} changes the order of what is no list, nor an array that the step makes",
         "take a random order instead: array[numpy.random.permutation(len(array))], or"
         " tensor[torch.randperm(len(tensor))]",
     )

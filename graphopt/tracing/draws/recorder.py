@@ -20,6 +20,7 @@ from graphopt._compat.untraced import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Assumption
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import (
     Known,
     UnknownArgumentError,
@@ -36,10 +37,12 @@ from graphopt.tracing.draws.generators import (
     read_state,
     write_state,
 )
+from graphopt.tracing.draws.memory import ArrayMemory
 from graphopt.tracing.draws.program import HostInput, HostProgram, HostStep
 from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
 from graphopt.tracing.host_numbers import is_of_numpy as is_float_of_numpy
 from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.known_functions import is_fresh
 from graphopt.tracing.number_expressions import (
     Application,
     Condition,
@@ -87,7 +90,8 @@ class HostCalls:
         self._states: dict[int, Any] = {}
         self._random: set[int] = set()  # values that depend on draws
         self._continuous: set[int] = set()  # of these, those that are others in each call
-        self._shared: list[torch.Tensor] = []
+        self.memory = ArrayMemory()
+        self.makes_arrays: Callable[[], None] = nothing_more
         self._symbols: dict[str, int] = {}
 
     # ------------------------------------------------------------------ the trace begins and ends
@@ -105,7 +109,7 @@ class HostCalls:
             write_state(generator, before)
         if error is None and unseen:
             raise self._unseen()
-        if error is None and len(self._shared) > 1:
+        if error is None and self.memory.is_read_by_others():
             self._refuse_written()
 
     def _refuse_number(self, error: BaseException) -> None:
@@ -132,9 +136,13 @@ class HostCalls:
             "draw in the step itself, or outside the step, and pass the result",
         )
 
-    def refused(self, reason: str, hint: str) -> CaptureError:
-        """The step cannot be captured, even if it swallows the error."""
-        line = current_user_line()
+    def refused(self, reason: str, hint: str, line: SourceLine | None = None) -> CaptureError:
+        """The step cannot be captured, even if it swallows the error.
+
+        Args:
+            line: of the program; None: where it is.
+        """
+        line = line or current_user_line()
         error = CaptureError(reason, location=None if line is None else str(line), hint=hint)
         refused: CaptureError = self._notes.refuse(error)
         return refused
@@ -142,7 +150,12 @@ class HostCalls:
     # ------------------------------------------------------------------ calls
 
     def draw(self, drawing: Drawing, args: Sequence[Any], names: Sequence[str] = ()) -> Any:
-        """Draw now, and in every call."""
+        """Draw now, and in every call. What the step gets."""
+        drawn = self.drawn(drawing, args, names)
+        return self._given(drawn.expression.index, drawn.plain)
+
+    def drawn(self, drawing: Drawing, args: Sequence[Any], names: Sequence[str] = ()) -> Known:
+        """Draw now, and in every call. What stands for it before the graph runs."""
         generator = drawing.generator
         known = self._generators.get(id(generator))
         if known is None and not (is_global(generator) or self.is_outside(generator)):
@@ -161,7 +174,7 @@ class HostCalls:
         if not drawing.is_discrete:
             self._continuous.add(index)
         self.program.behind_callback |= self._behind_callback()
-        return self._given(index, value)
+        return Known(Leaf(index), value)
 
     def _behind_callback(self) -> bool:
         targets = (node.target for node in self._tracer.graph.nodes)
@@ -179,6 +192,19 @@ class HostCalls:
         index, value = self._step(function, args, names)
         return self._given(index, value)
 
+    def found(self, function: Callable[..., Any], args: Sequence[Any], said: str = "") -> Known:
+        """What a function gives, now and in every call, of which the step gets nothing yet."""
+        index, value = self._step(function, args, (), said=said)
+        return Known(Leaf(index), value)
+
+    def given(self, found: Known) -> Any:
+        """What the step gets for a value that each call finds: of a bool, what stands for it."""
+        from graphopt.tracing.draws.arrays import HostBool
+
+        if type(found.plain) is bool:
+            return HostBool(self, found.expression.index, found.plain)
+        return self._given(found.expression.index, found.plain)
+
     def _step(
         self,
         function: Callable[..., Any],
@@ -194,9 +220,9 @@ class HostCalls:
         except UnknownArgumentError as error:
             what = said or getattr(function, "__name__", "a function of numpy")
             raise self.refused(
-                f"{what} is given {error}, and random numbers of Python and numpy are drawn before"
-                " the graph runs",
-                "draw with numbers that are known then, or with torch's random functions, or"
+                f"{what} is given {error}, and what Python and numpy draw, or compute with arrays,"
+                " is found before the graph runs",
+                "use numbers that are known then, or tensors and torch's random functions; or do it"
                 " outside the step, and pass the result",
             ) from None
         named = dict(zip(names, args[len(args) - len(names) :], strict=True))
@@ -293,11 +319,12 @@ class HostCalls:
             raise self.refused("it makes no tensor of an array", "draw outside the step")
         with _compat.without_modes():
             requires_grad, layout, value = value.requires_grad, layout_of(value), value.detach()
+            array = value.numpy() if function in _SHARING else None
         term = Application(layout_of, (Leaf(index),))
         self._conditions.add(Condition(same_value, term, layout, True))
         stand_in = self._input(index, value)
         if function in _SHARING:
-            self._shared.append(stand_in)
+            self.memory.lend(array, stand_in)
         return stand_in.detach().requires_grad_() if requires_grad else stand_in
 
     def _input(self, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -311,12 +338,22 @@ class HostCalls:
 
     def _refuse_written(self) -> None:
         """Refuse to go on with arrays where a tensor over the memory of one has been updated."""
-        if any(map(_compat.may_be_written, self._shared)):
+        if self.memory.is_written():
             raise self.refused(
                 "it updates a tensor in place that lies in the memory of a drawn numpy array, and"
                 " goes on with the array",
                 "let the tensor be a copy: torch.tensor(array)",
             )
+
+    def may_shuffle(self, array: Known) -> bool:
+        """Whether an array is the step's own, and no tensor's."""
+        return self.is_fresh(array) and not self.memory.is_lent(array.plain)
+
+    def is_fresh(self, array: Known) -> bool:
+        """Whether an array lies in no memory but its own."""
+        step = self.program.steps[array.expression.index - self.program.first]
+        copies = "copy" not in step.names and step.function is not operator.getitem
+        return step.generator is not None or (copies and is_fresh(step.function))
 
     # ------------------------------------------------------------------ conditions
 
@@ -345,6 +382,10 @@ class HostCalls:
                 "compute with it, or compare it with another number; turn it into text in"
                 " graphopt.callback(function, number), or return it from the step",
             )
+
+
+def nothing_more() -> None:
+    """No other trace is needed."""
 
 
 def _item(values: Sequence[Any], position: int) -> Any:

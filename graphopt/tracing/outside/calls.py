@@ -83,6 +83,8 @@ class NativeCalls:
             discarded: nothing uses the result.
         """
         callee = original(callee)
+        if self._record.draws_items(callee, args):
+            return
         if isinstance(callee, types.MethodType):
             self.method(callee, line)
             callee, args = callee.__func__, [callee.__self__, *args]

@@ -136,6 +136,24 @@ class ContainerChanges(KnownObjects):
                 return None
         return (changed.before, taken, added) if taken <= len(changed.before) else None
 
+    def replaces(self, container: Any, key: Any, value: Any) -> bool:
+        """The step puts an item into a list. Returns whether that takes the place of a None that
+        it has appended: each call appends the item."""
+        rest = self.rest(container)
+        if type(container) is not list or type(key) is not int or rest is None:
+            return False
+        found, taken, added = rest
+        index = key - (len(found) - taken if key >= 0 else -len(added))
+        if not 0 <= index < len(added):
+            return False
+        changes = self._changes[id(container)].changes
+        appended = [at for at, (change, _) in enumerate(changes) if change.method == "append"]
+        change, before = changes[appended[index]]
+        if before is not None:
+            return False
+        changes[appended[index]] = change, value
+        return True
+
     def kept(self, container: Any) -> tuple[Any, list[tuple[ChangeByMethod, Any]]] | None:
         """A list or a queue as it was before, and what the step has done to it; None where that
         cannot be done again."""

@@ -218,11 +218,15 @@ class Instructions(LaterOperands):
         if not self._record.is_outside(container):
             return
         arrays = self._record.laters.arrays
+        if at.takes(2, self._record.item_setter(container, at.top(1))):
+            return
         if at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line)):
             return
         if not is_container(container):
             if set_by_c(container):
                 self._record.unrepeated.add(self._path(at.frame, container), at.line)
+            return
+        if self._record.replaces(container, key, at.top(3)):
             return
         self._watch(at, container)
         place = OutsidePlace("item", container, key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import count
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
@@ -48,6 +49,8 @@ class OutsideReads(ContainerChanges):
         refused: why no later call could do what it does to a container.
         loads: what it has loaded to count with; read unless it is stored where it comes from.
         length_of: the length of a list, where that is an input of the graph; else None.
+        draws_items: whether a call draws items of a list that each call finds for itself.
+        item_setter: what stands for a list where the step puts an item into it; None: itself.
         behind: what it reads behind calls of functions on the host; None before the first.
     """
 
@@ -66,6 +69,8 @@ class OutsideReads(ContainerChanges):
         self.loads = Loads()
         self.behind: Behind | None = None
         self.length_of: Callable[[Any], Any] = of_none
+        self.draws_items: Callable[[Any, Sequence[Any]], bool] = draws_none
+        self.item_setter: Callable[[Any, Any], Any] = set_itself
         self._gone_over: set[int] = set()
         self.contents_read: set[int] = set()
 
@@ -273,6 +278,15 @@ class OutsideReads(ContainerChanges):
         return Read(self._outside(place), value, path, line)
 
 
+def draws_none(callee: Any, args: Sequence[Any]) -> bool:
+    """No call draws items that are found in each call."""
+    return False
+
+
+def set_itself(container: Any, key: Any) -> None:
+    """Items are put into the list itself."""
+
+
 def of_none(container: Any) -> None:
     """The lengths that a graph takes which takes none."""
 
@@ -281,11 +295,11 @@ def _is_stand_in(value: Any) -> bool:
     """Whether a value stands for an input of the graph, or is a tuple of such."""
     if isinstance(value, tuple):
         return bool(value) and all(map(_is_stand_in, value))
-    return _compat.is_fake(value) or is_host_number(value)
+    return _compat.is_fake(value) or is_host_number(value) or is_known(value)
 
 
 def _is_symbolic(value: Any) -> bool:
     """Whether a value is a number of the trace, or a tuple of such."""
     if isinstance(value, tuple):
         return bool(value) and all(map(_is_symbolic, value))
-    return isinstance(value, SYMBOLIC)
+    return isinstance(value, SYMBOLIC) or is_known(value)

@@ -15,7 +15,7 @@ from graphopt.host.changes import MUTABLE
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, key_text, same
-from graphopt.tracing.outside.reads import OutsideReads, of_none
+from graphopt.tracing.outside.reads import OutsideReads, draws_none, of_none, set_itself
 from graphopt.tracing.outside.unrepeated import users
 
 
@@ -101,8 +101,15 @@ class Record(OutsideReads):
         self.rewritten.clear()
         self._left_in.clear()
         self._begun.clear()
-        self.length_of = of_none
+        self.length_of, self.draws_items, self.item_setter = of_none, draws_none, set_itself
         self.laters = None
+
+    def written_arrays(self) -> list[Any]:
+        """The arrays to which the step, or a function on the host, writes."""
+        holders = [each for each, _ in self.rewritten.values()]
+        holders += [each.place.holder for each in self._places.values()]
+        own = [each for each in holders if hasattr(each, "tobytes")]
+        return [*own, *self.laters.arrays.written()]
 
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
         """Lengths of lists and queues that the step changes by single items, and what it computes
@@ -213,6 +220,11 @@ class Record(OutsideReads):
         """Whether the step has written to a container."""
         written = any(each.place.holder is container for each in self._places.values())
         return written or id(container) in self._mutated
+
+    def is_read_otherwise(self, container: Any) -> bool:
+        """Whether the step has read more of a list than its length, or given it away."""
+        reads = (r.place for r in self.reads.values() if r.place.holder is container)
+        return any(place.kind != "size" for place in reads) or id(container) in self.gone_into
 
     def is_used(self, container: Any) -> bool:
         """Whether the step has read a container, or given it to code that is not observed."""

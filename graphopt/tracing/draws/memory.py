@@ -1,0 +1,51 @@
+"""Whose memory the arrays lie in that the host's part of a step works with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+
+
+class ArrayMemory:
+    """The arrays of one trace that were there before, and tensors in the memory of arrays."""
+
+    def __init__(self) -> None:
+        self._outside: list[Any] = []
+        self._lent: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._over_outside = False
+
+    def add_outside(self, array: Any) -> None:
+        """An array was there before the step."""
+        self._outside.append(array)
+
+    def lend(self, array: Any, stand_in: torch.Tensor) -> None:
+        """A tensor lies in the memory of an array."""
+        self._lent.append(array)
+        self._tensors.append(stand_in)
+        self._over_outside |= self.meets_outside([array])
+
+    def is_lent(self, array: Any) -> bool:
+        """Whether a tensor lies in the memory of an array."""
+        return any(_meet(array, each) for each in self._lent)
+
+    def meets_outside(self, arrays: Iterable[Any]) -> bool:
+        """Whether one of these arrays lies in the memory of one that was there before."""
+        return any(_meet(one, other) for one in arrays for other in self._outside)
+
+    def is_written(self) -> bool:
+        """Whether one of the tensors has been updated in place."""
+        return any(map(_compat.may_be_written, self._tensors))
+
+    def is_read_by_others(self) -> bool:
+        """Whether somebody else may read what is written to one of the tensors."""
+        return len(self._tensors) > 1 or self._over_outside
+
+
+def _meet(one: Any, other: Any) -> bool:
+    return bool(sys.modules["numpy"].may_share_memory(one, other))
