@@ -135,6 +135,35 @@ def test_items_of_each_call(use: Any, item: Any, container: Any, graphs: int) ->
     assert len(step.captures) <= graphs
 
 
+@pytest.mark.parametrize("given", ["weights", "cum_weights", "counts"])
+def test_what_else_a_draw_is_given_is_that_of_the_call(given: str) -> None:
+    """A list beside the memory, which the program changes between two calls."""
+
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        random.seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        memory, numbers = [torch.randn(1, 3) for _ in range(4)], [1, 2, 3, 4]
+        draw = random.sample if given == "counts" else random.choices
+
+        @wrap
+        def step(model: nn.Module, optimizer: Any) -> Any:
+            loss = model(torch.cat(draw(memory, k=2, **{given: numbers}))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        found = []
+        for call in range(8):
+            found.append(step(model, optimizer))
+            numbers[2:] = [numbers[2] + 40 * (call % 2), numbers[3] + 50 + call]
+        return found
+
+    assert run(lambda step: step) == run(graphopt.compile)
+
+
 def writes_to_an_item(kept: Any, model: nn.Module, x: Tensor) -> Any:
     item = random.choice(kept.memory)  # HERE
     item.state.mul_(2)

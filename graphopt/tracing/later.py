@@ -20,7 +20,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.draws.arguments import Method
+from graphopt.tracing.draws.arguments import FoundByGraph, Method
 from graphopt.tracing.draws.arrays import METADATA, METHODS, VIEWS, Attribute, is_of_numpy
 from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
@@ -36,7 +36,7 @@ _AT_MOST = 5000
 """Functions that one value may be made by."""
 
 
-class Later:
+class Later(FoundByGraph):
     """Stands for a value while a step is traced.
 
     Args:

@@ -21,8 +21,17 @@ _DEPTH = 4
 """How deep nested lists are looked through; a list may contain itself."""
 
 
+_SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
+
+
 class UnknownArgumentError(Exception):
     """An argument is not known before the graph runs; what it is."""
+
+
+class FoundByGraph:
+    """What stands for a value that is computed when the graph has run."""
+
+    __slots__ = ()
 
 
 class Known:
@@ -71,7 +80,7 @@ def expression_of(value: Any, depth: int = _DEPTH) -> Any:
         return Application(_BUILDERS[type(value)], tuple(items))
     if type(value) is slice:
         return Application(slice, tuple(map(expression_of, (value.start, value.stop, value.step))))
-    if isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool, torch.Tensor)):
+    if isinstance(value, (*_SYMBOLIC, torch.Tensor, FoundByGraph)):
         raise UnknownArgumentError("the value of a tensor")
     if isinstance(value, _PLAIN):
         return value

@@ -61,10 +61,12 @@ class Picks:
         self._line: SourceLine | None = None
         self._replaced: dict[tuple[int, int], Any] = {}
 
-    def draws(self, callee: Any, args: Sequence[Any]) -> bool:
-        """Whether a call draws items of such a list."""
+    def draws(self, callee: Any, args: Sequence[Any]) -> Sequence[Any] | None:
+        """What else a call is given that draws items of such a list; None: it draws none."""
         drawing = drawing_of(callee, args)
-        return drawing is not None and self.drawer(drawing, args) is not None
+        if drawing is None or self.drawer(drawing, args) is None:
+            return None
+        return args[1:] if drawing.bound else args[2:]
 
     def takes(self, container: Any) -> bool:
         """Whether the items of a list are found in each call."""

@@ -83,7 +83,9 @@ class NativeCalls:
             discarded: nothing uses the result.
         """
         callee = original(callee)
-        if self._record.draws_items(callee, args):
+        others = self._record.draws_items(callee, args)
+        if others is not None:
+            self._all(others, line)
             return
         if isinstance(callee, types.MethodType):
             self.method(callee, line)

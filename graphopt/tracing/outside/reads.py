@@ -49,7 +49,8 @@ class OutsideReads(ContainerChanges):
         refused: why no later call could do what it does to a container.
         loads: what it has loaded to count with; read unless it is stored where it comes from.
         length_of: the length of a list, where that is an input of the graph; else None.
-        draws_items: whether a call draws items of a list that each call finds for itself.
+        draws_items: what else a call is given that draws items of a list that each call finds for
+            itself; None: it draws none.
         item_setter: what stands for a list where the step puts an item into it; None: itself.
         behind: what it reads behind calls of functions on the host; None before the first.
     """
@@ -69,7 +70,7 @@ class OutsideReads(ContainerChanges):
         self.loads = Loads()
         self.behind: Behind | None = None
         self.length_of: Callable[[Any], Any] = of_none
-        self.draws_items: Callable[[Any, Sequence[Any]], bool] = draws_none
+        self.draws_items: Callable[[Any, Sequence[Any]], Sequence[Any] | None] = draws_none
         self.item_setter: Callable[[Any, Any], Any] = set_itself
         self._gone_over: set[int] = set()
         self.contents_read: set[int] = set()
@@ -278,9 +279,9 @@ class OutsideReads(ContainerChanges):
         return Read(self._outside(place), value, path, line)
 
 
-def draws_none(callee: Any, args: Sequence[Any]) -> bool:
+def draws_none(callee: Any, args: Sequence[Any]) -> Sequence[Any] | None:
     """No call draws items that are found in each call."""
-    return False
+    return None
 
 
 def set_itself(container: Any, key: Any) -> None:
