@@ -25,6 +25,7 @@ from graphopt.tracing.draws.arrays import METADATA, METHODS, VIEWS, Attribute, i
 from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import is_fresh
+from graphopt.tracing.nests import parts
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.running_trace import current_trace, is_running
 from graphopt.tracing.scheduled import ScheduledSetting, is_scheduled
@@ -69,9 +70,9 @@ class Later(FoundByGraph):
         self._function, self._args = function, tuple(map(argument, args))
         self._is_number, self._is_changed = is_number, is_changed
         self._shares = shares
-        parts = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
-        self._shares |= not is_fresh(function) and any(part._shares for part in parts)
-        self._size: int = 1 + sum(part._size for part in parts)
+        laters = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
+        self._shares |= not is_fresh(function) and any(each._shares for each in laters)
+        self._size: int = 1 + sum(each._size for each in laters)
         if self._size > _AT_MOST:
             raise refusal(
                 f"a value is computed by more than {_AT_MOST} functions of Python",
@@ -180,8 +181,8 @@ class Named:
         return hash(self.names)
 
 
-def _joined(*parts: Any) -> str:
-    return "".join(parts)
+def _joined(*pieces: Any) -> str:
+    return "".join(pieces)
 
 
 def as_later(value: Any) -> Any:
@@ -190,10 +191,10 @@ def as_later(value: Any) -> Any:
         return value
     if not is_running():
         return value
-    parts = current_trace().parts(value)
-    if all(type(part) is str for part in parts):
+    pieces = current_trace().parts(value)
+    if all(type(piece) is str for piece in pieces):
         return value
-    return parts[0] if len(parts) == 1 else Later(_joined, parts)
+    return pieces[0] if len(pieces) == 1 else Later(_joined, pieces)
 
 
 def is_later(value: Any) -> bool:
@@ -306,25 +307,16 @@ def holds_later(value: Any) -> bool:
 
 def containers_in(value: Any) -> list[Any]:
     """A list, queue, dictionary or set, or those in lists, tuples and dictionaries."""
-    return [each for each in _parts(value) if isinstance(each, _CONTAINERS)]
+    return [each for each in parts(value, _is_nest) if isinstance(each, _CONTAINERS)]
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
     """A value, or those in lists, tuples and dictionaries."""
-    return (each for each in _parts(value) if type(each) not in _NESTS)
+    return (each for each in parts(value, _is_nest) if not _is_nest(each))
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    """A value, and what is in lists, tuples and dictionaries, which may contain themselves."""
-    seen, pending = set[int](), [value]
-    while pending:
-        each = pending.pop()
-        if type(each) not in _NESTS:
-            yield each
-        elif id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            pending.extend(each.values() if type(each) is dict else each)
+def _is_nest(value: Any) -> bool:
+    return type(value) in _NESTS
 
 
 _NESTS = frozenset({list, tuple, dict})
