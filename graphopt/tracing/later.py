@@ -20,7 +20,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.draws.arguments import FoundByGraph, Method
+from graphopt.tracing.draws.arguments import FoundByGraph, Method, is_known
 from graphopt.tracing.draws.arrays import METADATA, METHODS, VIEWS, Attribute, is_of_numpy
 from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
@@ -336,11 +336,21 @@ def argument(value: Any) -> Any:
         return {key: argument(each) for key, each in value.items()}
     if type(value) is slice and holds_unknown((value.start, value.stop, value.step), True):
         return Later(slice, (value.start, value.stop, value.step))
+    if is_known(value):
+        return _known_before(value)
     if is_of_numpy(value) and not value.dtype.hasobject:
         return Later(Method("copy"), (Later(ArrayConstant(value), ()),))
     if is_constant(value):
         return value
     raise _refused(f"computes it of a {type(value).__name__}")
+
+
+def _known_before(value: Any) -> Later:
+    """An array that is known before the graph runs, for what is computed when it has run."""
+    if value.plain.dtype.kind == "b" and value.is_scalar:
+        raise _refused("computes it of a truth that is known before")
+    array = Later(Method("numpy"), (value.calls.tensor(torch.tensor, (value,)),))
+    return Later(operator.getitem, (array, ())) if value.is_scalar else array
 
 
 def is_constant(value: Any) -> bool:
@@ -361,12 +371,17 @@ def are_numbers(values: Sequence[Any]) -> bool:
     )
 
 
-def _refused(what: str) -> CaptureError:
+_HINT = (
+    "keep, return or show such values, compute with them, or decide by them; compute what the graph"
+    " needs with tensors, or do it in graphopt.callback(function, …)"
+)
+
+
+def _refused(what: str, hint: str = _HINT) -> CaptureError:
     return refusal(
         "it computes a value in Python of what the graph gives, or of a list that it changes, and"
         f" {what}",
-        "keep, return or show such values, compute with them, or decide by them; compute what the"
-        " graph needs with tensors, or do it in graphopt.callback(function, …)",
+        hint,
     )
 
 
@@ -377,7 +392,7 @@ def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[.
         if in_place and self._is_changed:
             return Later(getattr(operator, f"i{function.__name__}"), (self, *others), False, True)
         if in_place and not self._is_number:
-            self._not_known()
+            raise _refused("changes it in place", "make another one: x = x + y, not x += y")
         return Later(function, (self, *others), are_numbers((self, *others)))
 
     return method

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.draws.arguments import Known, Metadata, Method
+from graphopt.tracing.draws.arguments import FoundByGraph, Known, Metadata, Method
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Application, Leaf
 from graphopt.tracing.numbers import SYMBOLIC
@@ -237,6 +237,8 @@ def _forward(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
     def method(self: HostArray, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return function(self.for_torch(), other)
+        if isinstance(other, FoundByGraph):
+            return NotImplemented
         if self.is_unknown(other):
             return function(self.calls.as_float(self), other)
         return self.calls.apply(function, (self, other))
