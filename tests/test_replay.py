@@ -281,3 +281,29 @@ def test_an_array_left_in_two_places_is_refused() -> None:
     with pytest.raises(graphopt.CaptureError, match="keeps elsewhere"):
         step(nn.Linear(3, 2), torch.ones(1, 3))
     assert noise.state.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_an_array_that_comes_to_lie_in_the_model_is_read_as_it_is_then() -> None:
+    """Behind the update, which changes it."""
+
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        kept = SimpleNamespace(state=numpy.ones(3, numpy.float32))
+
+        @wrap
+        def step(model: nn.Module, optimizer: Any, x: Tensor) -> Any:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.tensor(kept.state) * 2
+
+        found = []
+        for call in range(6):
+            lent = model.weight.detach().numpy()[0]
+            kept.state = kept.state + 1 if call < 3 else lent
+            found.append(step(model, optimizer, torch.full((3,), 1.0 + call)).tolist())
+        return found
+
+    assert run(lambda step: step) == run(graphopt.compile)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -79,8 +79,10 @@ def insert_arrays(besides: Besides, calls: HostCalls, inputs: Inputs) -> None:
         found = calls.found(ArrayIn(place), (), path)
         kind = Application(kind_of_array, (found.expression,))
         calls.by_value(kind, kind_of_array(found.plain))
+        lies_in = LiesInModel(tensors)
         with _compat.without_modes():
-            shared = any(_lies_in(found.plain, tensor) for tensor in tensors)
+            shared = lies_in.searched(found.plain)
+        calls.by_value(Application(lies_in, (found.expression,)), False)
         if shared:
             raise calls.refused(
                 f"it reads {path}, an array that lies in the memory of a tensor of the model",
@@ -88,6 +90,36 @@ def insert_arrays(besides: Besides, calls: HostCalls, inputs: Inputs) -> None:
             )
         calls.memory.add_outside(found.plain)
         place.write(calls.given(found))
+
+
+class LiesInModel:
+    """Says whether an array that does not own its memory lies in that of a tensor.
+
+    Args:
+        tensors: of the model.
+    """
+
+    __name__ = "lies_in_model"
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __call__(self, array: Any) -> bool:
+        return getattr(array, "base", None) is not None and self.searched(array)
+
+    def searched(self, array: Any) -> bool:
+        """The same of any array."""
+        return any(_lies_in(array, tensor) for tensor in self._tensors)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LiesInModel) or len(other._tensors) != len(self._tensors):
+            return False
+        return all(
+            one is another for one, another in zip(self._tensors, other._tensors, strict=True)
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self._tensors)))
 
 
 def _lies_in(array: Any, tensor: torch.Tensor) -> bool:
