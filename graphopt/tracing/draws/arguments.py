@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 
 from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Application
+from graphopt.tracing.numbers import SYMBOLIC
 
 _PLAIN = (
     *(int, float, complex, str, bytes, type(None), type, range, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _FEW = 10_000
 _DEPTH = 4
 """How deep nested lists are looked through; a list may contain itself."""
-
-
-_SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 class UnknownArgumentError(Exception):
@@ -80,7 +79,7 @@ def expression_of(value: Any, depth: int = _DEPTH) -> Any:
         return Application(_BUILDERS[type(value)], tuple(items))
     if type(value) is slice:
         return Application(slice, tuple(map(expression_of, (value.start, value.stop, value.step))))
-    if isinstance(value, (*_SYMBOLIC, torch.Tensor, FoundByGraph)):
+    if isinstance(value, (*SYMBOLIC, torch.Tensor, FoundByGraph)):
         raise UnknownArgumentError("the value of a tensor")
     if isinstance(value, _PLAIN):
         return value
@@ -150,11 +149,22 @@ class Metadata(Method):
         return getattr(value, self.__name__)
 
 
+_LAYOUT = "gives_layout"
+
+
+def gives_layout(function: _Function) -> _Function:
+    """Mark a function that gives no values of a tensor or array, but how it lies in memory."""
+    setattr(function, _LAYOUT, True)
+    return function
+
+
+@gives_layout
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Shape, strides, dtype and device of a tensor."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
+@gives_layout
 def kind_of_array(array: Any) -> tuple[Any, ...]:
     """All that is known of an array but its values; of anything else its type."""
     if not hasattr(array, "strides"):
@@ -162,12 +172,9 @@ def kind_of_array(array: Any) -> tuple[Any, ...]:
     return type(array), array.dtype.str, array.shape, array.strides
 
 
-_LAYOUTS = frozenset({"layout_of", "kind_of_array", "kind_of"})
-
-
 def is_layout(expression: Any) -> bool:
     """Whether an expression gives no values of a tensor or array, but how it lies in memory."""
     if not isinstance(expression, Application):
         return False
-    named = getattr(expression.function, "__name__", "")
-    return named in _LAYOUTS or isinstance(expression.function, Metadata)
+    function = expression.function
+    return isinstance(function, Metadata) or getattr(function, _LAYOUT, False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphopt._compat.untraced import without_overrides
-from graphopt.tracing.draws.arguments import kind_of_array, layout_of
+from graphopt.tracing.draws.arguments import gives_layout, kind_of_array, layout_of
 from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.inputs import is_exact
 
@@ -46,6 +46,7 @@ def _parts(value: Any) -> Any:
     return value.values() if type(value) is dict else value
 
 
+@gives_layout
 def kind_of(value: Any) -> Any:
     """All that is known of an item but the values of tensors, arrays and numbers."""
     if isinstance(value, torch.Tensor):

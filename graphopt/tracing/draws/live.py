@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from graphopt._compat.late import alias_of
 from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.draws.arguments import Method, kind_of_array
 from graphopt.tracing.draws.arrays import HostArray, HostBool
+from graphopt.tracing.draws.memory import OfTensors
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.later import Later
@@ -92,34 +93,17 @@ def insert_arrays(besides: Besides, calls: HostCalls, inputs: Inputs) -> None:
         place.write(calls.given(found))
 
 
-class LiesInModel:
-    """Says whether an array that does not own its memory lies in that of a tensor.
-
-    Args:
-        tensors: of the model.
-    """
+class LiesInModel(OfTensors):
+    """Says whether an array that does not own its memory lies in that of a tensor."""
 
     __name__ = "lies_in_model"
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
 
     def __call__(self, array: Any) -> bool:
         return getattr(array, "base", None) is not None and self.searched(array)
 
     def searched(self, array: Any) -> bool:
         """The same of any array."""
-        return any(_lies_in(array, tensor) for tensor in self._tensors)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LiesInModel) or len(other._tensors) != len(self._tensors):
-            return False
-        return all(
-            one is another for one, another in zip(self._tensors, other._tensors, strict=True)
-        )
-
-    def __hash__(self) -> int:
-        return hash(tuple(map(id, self._tensors)))
+        return any(_lies_in(array, tensor) for tensor in self.tensors)
 
 
 def _lies_in(array: Any, tensor: torch.Tensor) -> bool:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from graphopt import _compat
+
+
+class OfTensors:
+    """A function that looks at tensors of the model; one that looks at the same is the same.
+
+    Args:
+        tensors: that the step may write to.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self) or len(other.tensors) != len(self.tensors):
+            return False
+        return all(map(operator.is_, self.tensors, other.tensors))
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.tensors)))
 
 
 class ArrayMemory:

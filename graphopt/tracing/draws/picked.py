@@ -27,6 +27,7 @@ from graphopt.tracing.draws.choices import Choice
 from graphopt.tracing.draws.generators import Drawing, drawing_of
 from graphopt.tracing.draws.item_kinds import is_item, is_nest, kind_of, rebuilt
 from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.draws.memory import OfTensors
 from graphopt.tracing.draws.populations import Asks, Population
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.host_numbers import is_host_number
@@ -307,27 +308,13 @@ def _are_numbers(container: Any) -> bool:
     return all(type(each) in (int, float) for each in container)
 
 
-class _StoragesOf:
-    """Gives the storages of tensors.
+class _StoragesOf(OfTensors):
+    """Gives the storages of tensors."""
 
-    Args:
-        tensors: those that the step may write to.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self.__name__ = "the storages of the model"
+    __name__ = "the storages of the model"
 
     def __call__(self) -> frozenset[int]:
-        return frozenset(map(_compat.storage_key, self._tensors))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _StoragesOf) or len(other._tensors) != len(self._tensors):
-            return False
-        return all(map(operator.is_, self._tensors, other._tensors))
-
-    def __hash__(self) -> int:
-        return hash(tuple(map(id, self._tensors)))
+        return frozenset(map(_compat.storage_key, self.tensors))
 
 
 def _copied(tensor: torch.Tensor, storages: frozenset[int]) -> torch.Tensor:
