@@ -132,6 +132,7 @@ from graphopt._compat.tracers import (
     rebind,
     record_call,
     record_integer,
+    record_known,
     record_number,
     record_truth,
 )

@@ -134,6 +134,11 @@ def record_integer(function: Callable[..., Any], args: tuple[Any, ...]) -> torch
     return _recorded(function, args, result)
 
 
+def record_known(function: Callable[..., Any], args: tuple[Any, ...], result: _Symbol) -> _Symbol:
+    """Record a call of a Python function that gives a symbolic number that is there already."""
+    return _recorded(function, args, result)
+
+
 def record_truth(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymBool:
     """Record a comparison of symbolic floats; its result is a new unknown.
 

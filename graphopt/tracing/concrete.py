@@ -8,6 +8,7 @@ import torch
 
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import TakenInt
+from graphopt.tracing.positions import placed
 
 _ON_NUMBERS = frozenset(
     {"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "rsub",
@@ -28,6 +29,9 @@ _NEVER_SIZES = _ON_NUMBERS | {
 def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Arguments of a torch function in which integers, and numpy's floats, are themselves, where
     the function might do something else with a floating-point number."""
+    if not _any_special((args, kwargs)):
+        return args, kwargs
+    args, kwargs = placed(function, args, kwargs)
     if not _any_special((args, kwargs)):
         return args, kwargs
     name = getattr(function, "__name__", "").removeprefix("_foreach_").strip("_")

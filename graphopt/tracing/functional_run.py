@@ -102,7 +102,10 @@ class RawGraphRunner(fx.Interpreter):
             return _compat.record_integer(int, args)
         if target in GIVING_INTEGERS and len(args) == 1 and isinstance(args[0], torch.SymFloat):
             assert self._running is not None
-            integer = isinstance(fake_value(self._running), torch.SymInt)  # else a known number
+            traced = fake_value(self._running)
+            if SIZED in self._running.meta:  # of which something may have been asked
+                return _compat.record_known(target, args, traced)
+            integer = isinstance(traced, torch.SymInt)  # else a known number
             return (_compat.record_integer if integer else _compat.record_number)(target, args)
         if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
             number = numbers.record(target, *args)

@@ -56,7 +56,14 @@ class HostNumber(TracedFloat):
         expression: how it is computed from the numbers that the graph takes.
         conditions: where answers are noted.
         notes: of the trace that it belongs to.
+
+    Attributes:
+        made_by: the function that has computed it, with its arguments; None where none has.
+        is_drawn: it depends on what is drawn, and so is another one in each call.
     """
+
+    made_by: tuple[Callable[..., Any] | None, tuple[Any, ...]] = (None, ())
+    is_drawn = False
 
     def __init__(
         self,
@@ -122,6 +129,7 @@ class HostNumber(TracedFloat):
     def taken_here(self) -> HostNumber:
         """The same number, of which it is known that the step has got it at this line."""
         number = HostNumber(self, self.value, self.expression, self.conditions, self.notes)
+        number.made_by, number.is_drawn = self.made_by, self.is_drawn
         noted(number)
         return number
 
@@ -222,7 +230,9 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
     value = function(*values)
     if type(value) not in (int, float) and not is_of_numpy(value):
         return None
-    args = [float(arg) if is_of_numpy(arg) and not is_host_number(arg) else arg for arg in args]
+    args = tuple(
+        float(arg) if is_of_numpy(arg) and not is_host_number(arg) else arg for arg in args
+    )
     expressions = tuple(
         arg.expression if is_host_number(arg) else given
         for arg, given in zip(args, values, strict=True)
@@ -231,8 +241,9 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
     if function in _POWERS and (type(value) is int or type(args[1]) is not int):
         # Signs decide whether a power is an integer, a fraction or complex.
         conditions.add(Condition(_is_of, term, type(value), True))
-    symbolic = _compat.record_number(function, tuple(args))
+    symbolic = _compat.record_number(function, args)
     number = HostNumber(symbolic, value, term, conditions, numbers[0].notes)
+    number.made_by, number.is_drawn = (function, args), any(each.is_drawn for each in numbers)
     noted(number)
     return number
 

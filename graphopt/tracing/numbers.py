@@ -139,7 +139,13 @@ def may_be_of_numpy(value: Any) -> bool:
 
 
 class Notes(Protocol):
-    """Who is told what a step does with numbers."""
+    """Who is told what a step does with numbers.
+
+    Attributes:
+        positions: numbers that are known before the graph runs, as positions.
+    """
+
+    positions: Any
 
     def add_number(self, number: Any) -> None:
         """The step gets to see a number."""

@@ -19,6 +19,7 @@ from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.impurity import taken_for_a_number
 from graphopt.tracing.later import Later
+from graphopt.tracing.positions import Positions
 from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.tagging import Tagger
@@ -35,6 +36,7 @@ class ObtainedValues:
     Attributes:
         decider: answers decisions by values; not there before the step runs.
         calls: the host's part of the step; not there before the step runs.
+        positions: known numbers as positions; not there before the step runs.
         refused: an error that the step may have swallowed.
         handed_out: where the step took a setting or count of an optimizer as the number that it is.
     """
@@ -43,6 +45,7 @@ class ObtainedValues:
         self._tagger, self._arguments = tagger, set(arguments)
         self.decider: Decider
         self.calls: HostCalls
+        self.positions: Positions
         self.handed_out: list[SourceLine | None] = []
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []

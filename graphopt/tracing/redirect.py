@@ -154,7 +154,7 @@ class Redirect(TorchFunctionMode):
         elif (grown := self._rebinding.grown(func, args, kwargs)) is not None:
             return grown
         elif selecting.selects(func, args):
-            return selecting.selected(args[0], args[1], torch.Tensor.item)
+            return selecting.selected(func, args, torch.Tensor.item)
         elif func is torch.Tensor.__contains__:
             return bool(numbers.as_read((args[0] == args[1]).any().item()))
         elif func in _FROM_NUMBERS and _is_of_numbers(args):
@@ -208,6 +208,8 @@ class Redirect(TorchFunctionMode):
             return type(value)([self._stand_ins(item) for item in value])
         if type(value) is dict:
             return {key: self._stand_ins(item) for key, item in value.items()}
+        if type(value) is slice:
+            return slice(*map(self._stand_ins, (value.start, value.stop, value.step)))
         return value
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ from graphopt.tracing.numpy_lists import of_list, of_queue
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.placed import take_placed
+from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.recipes import Recipes
 from graphopt.tracing.redirect import Redirect
@@ -141,6 +142,8 @@ class StepRun:
             *(tracer, inputs, self._mode, self._values, own, self._alone),
             *(group, self._call.votes_always),
         )
+
+        self.made.positions = Positions(tracer, self._mode, inputs.conditions)
 
         def added(value: torch.Tensor, stand_in: torch.Tensor) -> None:
             self._values.append(value)

@@ -23,6 +23,7 @@ from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import AllRows, are_rows
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import leaves_of
+from graphopt.tracing.positions import takes_positions
 
 if TYPE_CHECKING:
     from graphopt.tracing.outside.record import Record
@@ -88,8 +89,9 @@ class Substitutes:
             return self._tensor(callee) if any(map(self._is_made_on_host, args)) else None
         if _is_in(callee, self._numpy()):
             return self._apply(callee)
-        if any(map(is_known, args)) and _is_of_torch(callee):
-            return _with_plain(callee)
+        placed = takes_positions(callee)
+        if placed is not None or (any(map(is_known, args)) and _is_of_torch(callee)):
+            return _with_plain(placed or callee)
         return None
 
     def _makes_array(self, callee: Any, args: Sequence[Any]) -> bool:
@@ -175,6 +177,8 @@ def _with_plain(function: Any) -> Substitute:
 
 
 def _for_torch(value: Any) -> Any:
+    if type(value) is tuple or type(value) is list:
+        return type(value)(map(_for_torch, value))
     return value.for_torch() if is_known(value) else value
 
 

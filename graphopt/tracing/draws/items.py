@@ -69,10 +69,11 @@ def selects(args: Sequence[Any]) -> bool:
     if type(container) in (list, tuple):
         return is_host_number(key) and bool(container) and all(map(_is_number, container))
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(container) is numpy.ndarray and container.dtype in _KINDS
+    return numpy is not None and type(container) is numpy.ndarray and container.dtype.kind in _KINDS
 
 
-_KINDS = ("float64", "float32", "int64")
+_KINDS = "biuf"
+"""Truths, integers and floats of any width."""
 
 
 def _is_number(item: Any) -> bool:

@@ -305,6 +305,7 @@ class HostCalls:
         self._notes.allow(index)
         with without_overrides():
             number = stand_in_of_number(stand_in, value, index, self._conditions, self._notes)
+        number.is_drawn = index in self._random
         self._notes.add_number(number)
         self._symbols[str(number.node.expr)] = index
         return number
