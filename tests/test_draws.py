@@ -57,7 +57,7 @@ USES: dict[str, tuple[Use, int]] = {
         2,
     ),
     "threshold of numpy": (lambda p, x: x * 2 if numpy.random.rand(1) < 0.5 else x, 2),
-    "size": (lambda p, x: x[: random.randint(1, 3)], 3),
+    "size": (lambda p, x: x[: random.randint(1, 3)], 2),
     "choice of numbers": (lambda p, x: x * random.choice([0.5, 1.0, 2.0]), 1),
     "choice of functions": (lambda p, x: random.choice([torch.sin, torch.cos])(x), 2),
     "choices": (lambda p, x: x * sum(random.choices([0.5, 1.0, 2.0], weights=[1, 2, 3], k=2)), 1),
@@ -87,7 +87,7 @@ USES: dict[str, tuple[Use, int]] = {
         1,
     ),
     "items": (lambda p, x: x * numpy.random.rand(3)[1] + numpy.random.rand(2, 2)[0, 1].item(), 1),
-    "rounded": (lambda p, x: x[: round(1 + 2 * random.random())], 3),
+    "rounded": (lambda p, x: x[: round(1 + 2 * random.random())], 2),
     "converted": (
         lambda p, x: x * float(numpy.random.randint(3)) * float(numpy.random.rand(1)[0]),
         1,

@@ -131,6 +131,7 @@ from graphopt._compat.tracers import (
     node_of,
     rebind,
     record_call,
+    record_clock,
     record_integer,
     record_known,
     record_number,

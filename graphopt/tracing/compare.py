@@ -13,6 +13,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
+from graphopt.host.clock import ClockReading
 from graphopt.ir.metadata import phase_of, source_line
 from graphopt.ir.source import SourceLine
 
@@ -64,6 +65,8 @@ def difference_of(
 def _same_target(x: Any, y: Any) -> bool:
     if isinstance(x, HostCall) and isinstance(y, HostCall):
         return x.repeats(y)
+    if isinstance(x, ClockReading) and isinstance(y, ClockReading):
+        return x.clock is y.clock
     return bool(x == y)
 
 

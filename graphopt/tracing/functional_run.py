@@ -15,6 +15,7 @@ from graphopt import _compat
 from graphopt._compat.sizes import laid_out_like
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
+from graphopt.host.clock import ClockReading
 from graphopt.ir import inplace
 from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
@@ -98,6 +99,9 @@ class RawGraphRunner(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HostCall):
             return target(*args)
+        if isinstance(target, ClockReading):
+            assert self._running is not None
+            return _compat.record_known(target, (), fake_value(self._running))
         if target is int and isinstance(args[0], torch.SymBool):  # torch would ask which it is
             return _compat.record_integer(int, args)
         if target in GIVING_INTEGERS and len(args) == 1 and isinstance(args[0], torch.SymFloat):

@@ -128,9 +128,14 @@ class HostNumber(TracedFloat):
 
     def taken_here(self) -> HostNumber:
         """The same number, of which it is known that the step has got it at this line."""
+        number = self.copied()
+        noted(number)
+        return number
+
+    def copied(self) -> HostNumber:
+        """The same number, as another object."""
         number = HostNumber(self, self.value, self.expression, self.conditions, self.notes)
         number.made_by, number.is_drawn = self.made_by, self.is_drawn
-        noted(number)
         return number
 
     def rounded(self) -> int:
@@ -243,9 +248,16 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
         conditions.add(Condition(_is_of, term, type(value), True))
     symbolic = _compat.record_number(function, args)
     number = HostNumber(symbolic, value, term, conditions, numbers[0].notes)
-    number.made_by, number.is_drawn = (function, args), any(each.is_drawn for each in numbers)
+    number.is_drawn = any(each.is_drawn for each in numbers)
+    if type(value) is int:
+        number.made_by = function, tuple(map(_of_its_own, args))
     noted(number)
     return number
+
+
+def _of_its_own(value: Any) -> Any:
+    """A number that nobody holds but what is made of it; others themselves."""
+    return value.copied() if is_host_number(value) else value
 
 
 def scalar_of_numpy(number: Any) -> Any:

@@ -10,7 +10,9 @@ how they are made, of numbers and tensors that the graph gives. Deciding by one 
 
 from __future__ import annotations
 
+import datetime
 import operator
+import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -84,11 +86,14 @@ class Later(FoundByGraph):
             raise AttributeError(name)
         if name in METADATA or name in VIEWS:
             return Later(Attribute(name), (self,))
-        if name not in METHODS and name not in _OF_TENSORS:
+        if name in _OF_TIMES:
+            return Later(Attribute(name), (self,), is_number=True)
+        if name not in METHODS and name not in _OF_TENSORS and name not in _TEXTS_OF_TIMES:
             raise _refused(f"uses its {name}")
 
         def method(*args: Any, **options: Any) -> Any:
-            return applied(Method(name), (self, *args), options, is_number=name == "item")
+            found = applied(Method(name), (self, *args), options, is_number=name in _GIVING_NUMBERS)
+            return current_trace().text(found) if name in _TEXTS_OF_TIMES else found
 
         return method
 
@@ -146,9 +151,17 @@ class Later(FoundByGraph):
 
 _OF_TENSORS = frozenset(
     {"item", "tolist", "median", "float", "double", "long", "int", "cpu", "numpy", "detach",
-     "quantile", "count", "index", "view", "bool", "unsqueeze"}
+     "quantile", "count", "index", "view", "bool", "unsqueeze", "total_seconds", "timestamp",
+     "date"}
 )  # fmt: skip
-"""Methods of tensors and lists that change nothing."""
+"""Methods of tensors, lists and times that change nothing."""
+_GIVING_NUMBERS = frozenset({"item", "total_seconds", "timestamp"})
+_TEXTS_OF_TIMES = frozenset({"strftime", "isoformat", "ctime"})
+_OF_TIMES = frozenset(
+    {"year", "month", "day", "hour", "minute", "second", "microsecond", "days", "seconds",
+     "microseconds", "tm_year", "tm_mon", "tm_mday", "tm_hour", "tm_min", "tm_sec"}
+)  # fmt: skip
+"""Attributes of dates, times and what lies between them."""
 
 
 def applied(
@@ -360,7 +373,10 @@ def is_constant(value: Any) -> bool:
     return is_value(value) or isinstance(value, (type, *_PLAIN))
 
 
-_PLAIN = (types.BuiltinFunctionType, torch.dtype, torch.device, type(Ellipsis))
+_PLAIN = (
+    *(types.BuiltinFunctionType, torch.dtype, torch.device, type(Ellipsis)),
+    *(datetime.date, datetime.timedelta, datetime.tzinfo, time.struct_time),
+)
 _NUMBERS = (int, float, ScheduledSetting, *SYMBOLIC)
 
 

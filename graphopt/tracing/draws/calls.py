@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphopt.tracing.clocks import Clocks
 from graphopt.tracing.draws.arguments import any_known, are_constants, is_known
 from graphopt.tracing.draws.generators import Drawing, drawing_of
 from graphopt.tracing.draws.items import SelectedItems, selects
@@ -66,6 +67,7 @@ class Substitutes:
         tensors: Sequence[torch.Tensor] = (),
     ) -> None:
         self._calls, self._record, self._makes_arrays = calls, record, makes_arrays
+        self._clocks = Clocks(calls.mode)
         self.rows = AllRows(calls)
         self.picks = Picks(calls, record, tensors)
         self._of_numpy: frozenset[Any] = frozenset()
@@ -78,6 +80,9 @@ class Substitutes:
         """
         if type(callee) is functools.partial:
             return self._partial(callee, args)
+        clock = self._clocks.asked(callee, args)
+        if clock is not None:
+            return clock
         drawing = drawing_of(callee, args)
         if drawing is not None:
             return self.picks.drawer(drawing, args) or self._draw(drawing)

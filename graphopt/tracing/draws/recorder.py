@@ -83,7 +83,7 @@ class HostCalls:
         outside: Callable[[Any], bool],
         alone: bool,
     ) -> None:
-        self._tracer, self._mode, self._alone = tracer, mode, alone
+        self._tracer, self.mode, self._alone = tracer, mode, alone
         self.program, self._conditions, self._notes = program, conditions, notes
         self._added, self.is_outside = added, outside
         self._generators: dict[int, tuple[Any, Any]] = {}
@@ -332,7 +332,7 @@ class HostCalls:
         said = self.program.steps[index - self.program.first].said
         name = f"{said} {len(self.program.inputs)}"
         with without_overrides():
-            stand_in = _compat.add_input(self._tracer, self._mode, value, name)
+            stand_in = _compat.add_input(self._tracer, self.mode, value, name)
         self.program.inputs.append(HostInput(index, name))
         self._added(value, stand_in)
         return stand_in
