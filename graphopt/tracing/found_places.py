@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CellType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,12 @@ _LISTS = (list, deque)
 
 
 class FoundPlace(NamedTuple):
-    """An item of a dictionary in which a step has found a tensor, a number or an array, or the
-    length of a list. Neither the object whose attribute it is nor the tensor is kept alive.
+    """An item of a dictionary in which a step has found a tensor, a number or an array, the length
+    of a list, or a number in a variable of a closure. Neither the object whose attribute it is nor
+    the tensor is kept alive.
 
     Attributes:
-        holder: gives that object, or the dictionary, or the list.
+        holder: gives that object, or the dictionary, the list or the variable.
         value: the number, a weak reference to the tensor, or what tells an array from others.
     """
 
@@ -40,6 +42,8 @@ class FoundPlace(NamedTuple):
         holder = self.holder()
         if isinstance(holder, _LISTS):
             return OutsidePlace("size", holder)
+        if isinstance(holder, CellType):
+            return OutsidePlace("cell", holder)
         return OutsidePlace("item", self.table, self.key)
 
     @property
@@ -50,6 +54,8 @@ class FoundPlace(NamedTuple):
 
     def is_changed(self) -> bool:
         """Whether another tensor, or another number of its kind, is there now."""
+        if isinstance(self.holder(), CellType):
+            return self._is_another(self.place.now())
         now = self.table.get(self.key)
         if isinstance(self.holder(), _LISTS):
             return len(self.holder()) != int(self.value)
@@ -57,6 +63,9 @@ class FoundPlace(NamedTuple):
             return is_array(now) and digest_of(now) != self.value
         if isinstance(self.value, weakref.ref):
             return isinstance(now, torch.Tensor) and now is not self.value()
+        return self._is_another(now)
+
+    def _is_another(self, now: Any) -> bool:
         return type(now) is type(self.value) and is_exact(now) and now != self.value
 
 
@@ -65,6 +74,8 @@ def found_places(record: Record, call: Call) -> Iterator[FoundPlace]:
     for read in record.reads.values():
         value = read.value
         if read.place.kind == "size" and type(read.place.holder) in _LISTS:
+            yield FoundPlace(read.path, _itself(read.place.holder), None, value)
+        if read.place.kind == "cell" and is_exact(value):
             yield FoundPlace(read.path, _itself(read.place.holder), None, value)
         if not read.place.is_item:
             continue
@@ -108,6 +119,6 @@ def changing(captured: Iterable[Sequence[FoundPlace]]) -> list[CarriedPlace]:
     for places in captured:
         for each in filter(FoundPlace.is_changed, places):
             place = each.place
-            times[place.identity] += 1 if place.is_item and is_exact(each.value) else 2
+            times[place.identity] += 2 if place.kind == "size" or not is_exact(each.value) else 1
             found[place.identity] = CarriedPlace(each.path, place)
     return [place for known, place in found.items() if times[known] > 1]
