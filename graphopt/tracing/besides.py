@@ -31,7 +31,7 @@ from graphopt.tracing.outside.attributes import read_attribute
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
-from graphopt.tracing.tensor_classes import check_class, special_class
+from graphopt.tracing.tensor_classes import WITH_GRADIENTS, check_class, special_class
 
 
 class CarriedPlace(NamedTuple):
@@ -233,7 +233,7 @@ class Finder:
         what = f"(shape {list(tensor.shape)}, {tensor.dtype})"
         if tensor.grad_fn is not None:
             reason = f"it uses a tensor {what} that was computed with gradients outside the step"
-            hint = "compute it inside the step, or keep tensor.detach()"
+            hint = WITH_GRADIENTS
         elif self._record.is_outside(tensor):
             reason = (
                 f"it uses a tensor from outside its arguments {what}, which would be baked in as a"

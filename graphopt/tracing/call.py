@@ -20,7 +20,7 @@ from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.draws.program import HostValues
 from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
-from graphopt.tracing.tensor_classes import check_class
+from graphopt.tracing.tensor_classes import WITH_GRADIENTS, check_class
 
 
 class SizesKept(Enum):
@@ -216,8 +216,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     check_class(name, tensor)
     if tensor.grad_fn is not None:
         raise CaptureError(
-            f"{name} was computed with gradients outside the step",
-            hint="compute it inside the step, or pass tensor.detach()",
+            f"{name} was computed with gradients outside the step", hint=WITH_GRADIENTS
         )
     if has_gradient(tensor) and tensor.grad.grad_fn is not None:  # type: ignore[union-attr]
         raise CaptureError(
@@ -282,6 +281,5 @@ def _check_used(name: str, tensor: torch.Tensor) -> None:
     check_class(name, tensor)
     if tensor.grad_fn is not None:
         raise CaptureError(
-            f"{name} was computed with gradients outside the step",
-            hint="compute it inside the step, or keep tensor.detach()",
+            f"{name} was computed with gradients outside the step", hint=WITH_GRADIENTS
         )

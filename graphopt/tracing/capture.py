@@ -14,6 +14,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.ir.metadata import known_value
 from graphopt.ir.placement import set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
@@ -306,13 +307,21 @@ def first_trace(
         except (MoreInputs, CaptureError) as error:
             call = retried(call, inputs, error)
             continue
-        if not inputs.module_tensors and not call.modules:
+        uses_none = not inputs.module_tensors and not call.modules
+        if uses_none and not _returns_early(raw, communication):
             raise CaptureError(
                 "there is no torch.nn.Module among its arguments, and it uses none",
                 location=str(definition_of(call)),
                 hint="pass the model and the optimizer to the step: step(model, optimizer, batch)",
             )
         return call, inputs, raw
+
+
+def _returns_early(raw: RawTrace, communication: MarkedCommunication | None) -> bool:
+    """Whether a call of a step without other ranks has computed nothing: it waits for more data."""
+    computed = [node for node in raw.graph_module.graph.nodes if node.op == "call_function"]
+    values = map(known_value, computed)
+    return communication is None and not any(isinstance(v, torch.Tensor) for v in values)
 
 
 def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:

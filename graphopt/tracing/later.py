@@ -81,6 +81,11 @@ class Later(FoundByGraph):
                 "compute it with tensors, or in graphopt.callback(function, …)",
             )
 
+    @property
+    def made_by(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The function that gives it, with its arguments."""
+        return self._function, self._args
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)

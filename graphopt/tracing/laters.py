@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.array_tensors import made_of_array
 from graphopt.tracing.callback import callback
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
@@ -138,6 +139,9 @@ class Laters:
         callee = original(callee)
         if not any(map(self.is_kept, args)) and computing(callee, args) is not None:
             return None  # what a scheduler changes
+        made = made_of_array(callee, args)
+        if made is not None:
+            return made
         said = saying(self._record, callee, args, line, discarded)
         if said is not None:
             return said
@@ -213,6 +217,8 @@ class Laters:
         name = getattr(callee, "__name__", "")
         if name in ("extend", "extendleft") and is_later(args[-1]):
             return [*args[:-1], list(as_later(args[-1]))]
+        if callee is range:
+            return [operator.index(each) if is_later(each) else each for each in args]
         if is_in(callee, GOING_THROUGH):
             args = [letters(each) if is_later_text(each) else each for each in args]
         if not any(map(holds_later, args)):

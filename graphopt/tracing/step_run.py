@@ -89,7 +89,7 @@ class StepRun:
         state: HostState,
     ) -> None:
         self._call, self._inputs, self._communication = call, inputs, communication
-        self._mode, self._values = mode, values
+        self.mode, self._values = mode, values
         self._keyed, self._puts_back = state.keyed_by_tensors(), state.puts_back
         self._caching = torch.is_autocast_cache_enabled()
         self._alone = communication is None and _compat.rank_among_several() is None
@@ -139,11 +139,11 @@ class StepRun:
         own = own_inputs(inputs, self._call, broadcast=begin_alike)
         group = None if communication is None else communication.group
         self.made.decider = Decider(
-            *(tracer, inputs, self._mode, self._values, own, self._alone),
+            *(tracer, inputs, self.mode, self._values, own, self._alone),
             *(group, self._call.votes_always),
         )
 
-        self.made.positions = Positions(tracer, self._mode, inputs.conditions)
+        self.made.positions = Positions(tracer, self.mode, inputs.conditions)
 
         def added(value: torch.Tensor, stand_in: torch.Tensor) -> None:
             self._values.append(value)
@@ -151,7 +151,7 @@ class StepRun:
             self.drawn.append(stand_in)
 
         self.made.calls = HostCalls(
-            *(tracer, self._mode, inputs.drawn, inputs.conditions, self.made, added),
+            *(tracer, self.mode, inputs.drawn, inputs.conditions, self.made, added),
             outside=self.outside.is_outside,
             alone=self._alone,
         )
@@ -165,7 +165,7 @@ class StepRun:
         if self._alone and not self._is_told():
             yield answered_as_in_eager(self._notice_question)
         if self._inputs.sizes is not SizesKept.UNKNOWN:
-            yield _compat.sizes_given(self._mode, self.made.decider.sized)
+            yield _compat.sizes_given(self.mode, self.made.decider.sized)
         yield marks_kept(self._inputs)
         self.outside.laters = Laters(self.outside, self.made.decide_computed)
         yield values_of(self.outside.laters)

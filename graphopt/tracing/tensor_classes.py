@@ -15,6 +15,12 @@ from graphopt.errors import CaptureError
 from graphopt.ir.placement import Placement
 from graphopt.runtime.late_classes import class_behind
 
+WITH_GRADIENTS = (
+    "keep what it was computed of, and let the step run the model on that; where no gradient is to"
+    " go through it, keep tensor.detach()"
+)
+"""The hint about a tensor that was computed with gradients outside the step."""
+
 _SAYS_OF_ITSELF = """
 __class__ __module__ __qualname__ __name__ __doc__ __dict__ __weakref__ __slots__ __new__ __init__
 __init_subclass__ __annotations__ __abstractmethods__ __firstlineno__ __static_attributes__

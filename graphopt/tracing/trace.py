@@ -8,7 +8,7 @@ autograd is recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -162,7 +162,8 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
         stack.enter_context(_compat.foreach_accepts_fakes())
         stack.enter_context(_compat.errors_raised_once())
         generators = GeneratorStates.read()
-        graph_module = _compat.make_fx(run)(*fakes)
+        with nullcontext() if fakes else run.mode:  # else torch finds the mode of the inputs
+            graph_module = _compat.make_fx(run)(*fakes)
         _inputs_first(graph_module)
         refuse_counts(graph_module.graph)
         drawn = generators.advanced()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from graphopt.tracing.numbers import SYMBOLIC
 
 _PLAIN = (
     *(int, float, complex, str, bytes, type(None), type, range, type(Ellipsis)),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, PurePath),
 )
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FEW = 10_000

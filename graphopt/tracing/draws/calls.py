@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphopt.tracing.array_tensors import ArrayItems, takes_items
 from graphopt.tracing.clocks import Clocks
 from graphopt.tracing.draws.arguments import any_known, are_constants, is_known
 from graphopt.tracing.draws.generators import Drawing, drawing_of
@@ -41,7 +42,7 @@ _MADE = ("array", "asarray", "asanyarray", "ascontiguousarray", "full", "float32
          "int32", "int64", "mean", "sum", "std", "var", "median", "max", "amax", "min", "amin",
          "average", "prod", "percentile", "nanmean", "stack", "vstack", "hstack", "concatenate",
          "column_stack", "bool_", "maximum", "minimum", "exp", "sqrt",
-         "log", "power")  # fmt: skip
+         "log", "power", "take")  # fmt: skip
 """Functions and classes of numpy that make arrays and scalars, and are no functions that arrays
 may answer themselves."""
 
@@ -71,6 +72,7 @@ class Substitutes:
         self.rows = AllRows(calls)
         self.picks = Picks(calls, record, tensors)
         self._of_numpy: frozenset[Any] = frozenset()
+        self._tensors: dict[int, ArrayItems] = {}
 
     def __call__(self, callee: Any, args: Sequence[Any]) -> Substitute | None:
         """None where the function itself is called.
@@ -86,6 +88,10 @@ class Substitutes:
         drawing = drawing_of(callee, args)
         if drawing is not None:
             return self.picks.drawer(drawing, args) or self._draw(drawing)
+        if callee is operator.getitem and len(args) == 2 and takes_items(*args):
+            return self._items_of_graph(args[0])
+        if _opens_for_reading(callee, args):
+            return self._apply(callee)
         if not any_known(args):
             return self._apply(callee) if self._makes_array(callee, args) else None
         if callee is operator.getitem and len(args) == 2:
@@ -125,6 +131,15 @@ class Substitutes:
         if lives:
             self._record.pin(container)
         return SelectedItems(self._calls, container, lives)
+
+    def _items_of_graph(self, array: Any) -> Substitute | None:
+        if not is_known(array):
+            if not self._calls.is_outside(array) or self._record.is_changed(array):
+                return None
+            self._record.pin(array)
+        if id(array) not in self._tensors:
+            self._tensors[id(array)] = ArrayItems(self._calls, array)
+        return self._tensors[id(array)]
 
     def _draw(self, drawing: Drawing) -> Substitute:
         calls = self._calls
@@ -171,6 +186,17 @@ class Substitutes:
         if numpy is not None and not self._of_numpy:
             self._of_numpy = frozenset(getattr(numpy, name) for name in _MADE)
         return self._of_numpy
+
+
+def _opens_for_reading(callee: Any, args: Sequence[Any]) -> bool:
+    """Whether a call makes an array of a file, which nobody can write to through it."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or callee is not numpy.memmap or not are_constants(args):
+        return False
+    return any(type(each) is str and each in _READING for each in args[1:])
+
+
+_READING = ("r", "c", "readonly", "copyonwrite")
 
 
 def _with_plain(function: Any) -> Substitute:

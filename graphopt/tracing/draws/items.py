@@ -68,8 +68,15 @@ def selects(args: Sequence[Any]) -> bool:
         return False
     if type(container) in (list, tuple):
         return is_host_number(key) and bool(container) and all(map(_is_number, container))
+    return is_numeric(container)
+
+
+def is_numeric(value: Any) -> bool:
+    """Whether a value is an array of numbers, in memory or in a file."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(container) is numpy.ndarray and container.dtype.kind in _KINDS
+    if numpy is None or type(value) not in (numpy.ndarray, numpy.memmap):
+        return False
+    return value.dtype.kind in _KINDS
 
 
 _KINDS = "biuf"

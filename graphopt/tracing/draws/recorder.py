@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -54,7 +55,15 @@ from graphopt.tracing.number_expressions import (
 from graphopt.tracing.number_functions import SCALARS_OF_NUMPY
 from graphopt.tracing.source import current_user_line, user_line_of
 
-_SHARING = (torch.from_numpy, torch.as_tensor, torch.asarray)
+
+def tensor_over(array: Any) -> torch.Tensor:
+    """A tensor in the memory of an array, which may be one that nobody may write to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(array)
+
+
+_SHARING = (torch.from_numpy, torch.as_tensor, torch.asarray, tensor_over)
 """Functions whose tensor may lie in the memory of the array."""
 
 

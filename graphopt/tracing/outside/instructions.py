@@ -17,6 +17,7 @@ from typing import Any
 from graphopt._compat.frames import NULL
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.array_tensors import takes_items
 from graphopt.tracing.draws.arguments import any_known, plain
 from graphopt.tracing.inputs import may_be_input
 from graphopt.tracing.numbers import SYMBOLIC
@@ -155,7 +156,8 @@ class Instructions(LaterOperands):
     def _item(self, at: Instruction) -> None:
         record, key = self._record, at.top(1)
         container = record.viewed(at.top(2))
-        other = self._substitute(operator.getitem, (container, key)) if any_known((key,)) else None
+        is_found = any_known((key,)) or takes_items(container, key)
+        other = self._substitute(operator.getitem, (container, key)) if is_found else None
         laters = record.laters
         if other is not None and laters.arrays.is_array(container):
             record.contents_read.add(id(container))

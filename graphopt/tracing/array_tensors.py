@@ -1,0 +1,142 @@
+"""Arrays that Python computes of tensors of the graph, where a tensor is made of them again.
+
+    torch.from_numpy(loss.numpy())                        the tensor itself
+    torch.from_numpy(data[i : i + n].astype(np.int64))    a window of an array outside, of a place
+                                                          that the graph gives, in another type
+
+What a tensor does as numpy does it is done with tensors, in the graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.tracing.draws.arguments import Known, Method
+from graphopt.tracing.draws.items import LiveItems, is_numeric
+from graphopt.tracing.draws.recorder import tensor_over
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.later import Later, is_later
+from graphopt.tracing.number_expressions import Application
+from graphopt.tracing.numbers import SYMBOLIC
+
+_SHARING = (torch.from_numpy, torch.as_tensor, torch.asarray)
+_JOINING: dict[str, Callable[..., torch.Tensor]] = {"stack": torch.stack, "concatenate": torch.cat}
+
+
+def made_of_array(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What is called in place of a function that makes a tensor of such an array; None where that
+    is not so, or where numpy might compute otherwise than torch."""
+    if not (callee in _SHARING or callee is torch.tensor) or not args:
+        return None
+    tensor = _tensor_of(args[0])
+    if tensor is None:
+        return None
+
+    def make(array: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
+        copied = callee is torch.tensor
+        found = tensor.to(dtype=dtype or tensor.dtype, copy=copied, **_placed(options))
+        return found.requires_grad_(options.get("requires_grad", False))
+
+    return make
+
+
+def _placed(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in ("device",) if options.get(name) is not None}
+
+
+def _tensor_of(value: Any) -> torch.Tensor | None:
+    """An array as a tensor; None where it cannot be told."""
+    if type(value) is not Later:
+        return None
+    function, args = value.made_by
+    name = getattr(function, "__name__", "")
+    if isinstance(function, Method) and name == "numpy" and isinstance(args[0], torch.Tensor):
+        return args[0]
+    if isinstance(function, Method) and name in ("astype", "copy"):
+        tensor = _tensor_of(args[0])
+        return tensor if name == "copy" or tensor is None else _converted(tensor, args[1:])
+    numpy: Any = sys.modules.get("numpy")
+    if name in _JOINING and function is getattr(numpy, name) and len(args) == 1:
+        return _joined(_JOINING[name], args[0])
+    return None
+
+
+def _converted(tensor: torch.Tensor, given: Sequence[Any]) -> torch.Tensor | None:
+    """`array.astype(dtype)`. A float that does not fit in an integer is another one in torch."""
+    if len(given) != 1 or not isinstance(given[0], type):
+        return None
+    numpy: Any = sys.modules["numpy"]
+    with _compat.without_modes():
+        kind = torch.from_numpy(numpy.empty(0, given[0])).dtype
+    if tensor.is_floating_point() and not kind.is_floating_point:
+        return None
+    return tensor.to(kind)
+
+
+def _joined(join: Callable[..., torch.Tensor], arrays: Any) -> torch.Tensor | None:
+    tensors = [_tensor_of(each) for each in arrays] if isinstance(arrays, (list, tuple)) else []
+    if not tensors or any(tensor is None for tensor in tensors):
+        return None
+    kinds = {tensor.dtype for tensor in tensors if tensor is not None}
+    return join(tensors) if len(kinds) == 1 else None
+
+
+class ArrayItems:
+    """Stands for an array outside where an instruction takes items out of it that the graph says.
+
+    Args:
+        calls: makes what is computed before the graph runs.
+        array: the array.
+    """
+
+    def __init__(self, calls: Any, array: Any) -> None:
+        self._calls, self._array = calls, array
+        self._tensor: torch.Tensor | None = None
+
+    def __getitem__(self, key: Any) -> Later:
+        if self._tensor is None:
+            self._tensor = self._calls.tensor(tensor_over, (self._known(),))
+        return Later(Method("numpy"), (self._tensor[_index(key)],), shares=True)
+
+    def __call__(self, array: Any, key: Any) -> Later:
+        return self[key]
+
+    def _known(self) -> Any:
+        if isinstance(self._array, Known):
+            return self._array
+        return Known(Application(LiveItems(self._array), ()), self._array)
+
+
+def takes_items(array: Any, key: Any) -> bool:
+    """Whether an index of an array has integers, or an array of them, that the graph gives."""
+    if not is_numeric(array.plain if isinstance(array, Known) else array):
+        return False
+    parts = key if type(key) is tuple else (key,)
+    bounds = [b for p in parts if type(p) is slice for b in (p.start, p.stop, p.step)]
+    if not any(map(_is_of_graph, (*parts, *bounds))):
+        return False
+    return len(parts) == 1 or all(_is_plain(part) for part in parts)
+
+
+def _index(key: Any) -> Any:
+    return _tensor_of(key) if is_later(key) else key
+
+
+def _is_of_graph(part: Any) -> bool:
+    if is_later(part):
+        tensor = _tensor_of(part)
+        return tensor is not None and not tensor.is_floating_point()
+    if isinstance(part, torch.Tensor):
+        return _compat.is_fake(part) and not part.is_floating_point()
+    return isinstance(part, SYMBOLIC) and not is_host_number(part)
+
+
+def _is_plain(part: Any) -> bool:
+    if isinstance(part, torch.Tensor):
+        return part.ndim == 0
+    return type(part) in (int, slice) or isinstance(part, torch.SymInt)
