@@ -7,6 +7,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.tracing.call import Call
+from graphopt.tracing.draws.given_arrays import ArrayArguments
 from graphopt.tracing.guard_values import (
     describe,
     gradient_kind,
@@ -29,9 +30,10 @@ class ArgumentGuards:
         self._tensors = tensors
         self._treespec = call.treespec
         self._positions = _positions(call)
+        self._arrays = ArrayArguments(call)
         self._constants = [call.leaves[position] for position in call.constants]
         numbers = (n for n in inputs.hyperparameters if isinstance(n, ArgumentNumber))
-        self._numbers = {number.position for number in numbers}
+        self._found_anew = {number.position for number in numbers} | self._arrays.positions
         user = set(inputs.user)
         self._user = [
             (p, tensor_kind(call.leaves[p]), gradient_kind(call.leaves[p])) for p in inputs.user
@@ -48,7 +50,7 @@ class ArgumentGuards:
     def constant_mismatch(self, call: Call) -> str | None:
         """The first constant that has become another one."""
         for value, position in zip(self._constants, call.constants, strict=True):
-            if position not in self._numbers and not same_constant(call.leaves[position], value):
+            if position not in self._found_anew and not same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
         return None
 
@@ -60,6 +62,9 @@ class ArgumentGuards:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
             if gradient_kind(call.leaves[position]) != gradient:
                 return f"the gradient of argument {call.names[position]} came, went or changed"
+        array = self._arrays.mismatch(call)
+        if array is not None:
+            return array
         if _aliases(call, self._tensors.storages()) != self._aliases:
             return "which tensor arguments are the same changed"
         return None
@@ -76,7 +81,10 @@ class ArgumentGuards:
         if call.constants != self._positions[3]:
             return False
         given = zip(self._constants, call.constants, strict=True)
-        return all(is_plain(value) or call.leaves[at] is value for value, at in given)
+        return all(
+            is_plain(value) or at in self._found_anew or call.leaves[at] is value
+            for value, at in given
+        )
 
 
 def _positions(call: Call) -> tuple[list[Any], ...]:

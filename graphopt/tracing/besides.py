@@ -58,7 +58,9 @@ class Besides:
         counts: keys of parameter groups in which an optimizer counts.
         plain: numbers that the step does not change itself are no inputs of the graph, but
             constants.
-        plain_arrays: arrays that are among `carried` are no inputs of the host's part, either.
+        plain_arrays: arrays are no inputs of the host's part, either: neither those among
+            `carried` nor arguments.
+        unfollowed: why it was refused with arrays that each call finds, where they are none now.
         shuffles: it changes the order of an array that it makes; arrays are made on the host then.
         as_traced: libraries that ask find out that they are traced (see `asked`), since the step
             is refused otherwise, for this reason.
@@ -73,6 +75,7 @@ class Besides:
     counts: frozenset[str] = frozenset()
     plain: bool = False
     plain_arrays: bool = False
+    unfollowed: CaptureError | None = None
     shuffles: bool = False
     as_traced: str = ""
     exchanged: frozenset[int] = frozenset()
@@ -97,6 +100,7 @@ class Besides:
             self.counts | other.counts,
             self.plain or other.plain,
             self.plain_arrays or other.plain_arrays,
+            self.unfollowed or other.unfollowed,
             self.shuffles or other.shuffles,
             self.as_traced or other.as_traced,
             self.exchanged | other.exchanged,

@@ -80,7 +80,7 @@ class Call:
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
         self.votes = self.votes_always = False
-        self.drawn = HostValues()
+        self.drawn = HostValues(self.leaves)
 
     def using(self, besides: Besides) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""

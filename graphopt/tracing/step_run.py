@@ -23,6 +23,7 @@ from graphopt.tracing.collectives import functional_collectives, stand_in_of_col
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
+from graphopt.tracing.draws.given_arrays import given_arrays
 from graphopt.tracing.draws.live import insert_arrays, live_arrays, refuse_changed
 from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
@@ -107,6 +108,7 @@ class StepRun:
         self.kept_numbers: set[int] = set()
         self.gradients_first = False
         self._marker: reduction.GradientMarker | None = None
+        self._arrays: dict[int, Any] = {}
         self._view: HostView
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -121,6 +123,7 @@ class StepRun:
             )
             insert(self._call, self._inputs, traced)
             insert_arrays(self._call.besides, self.made.calls, self._inputs)
+            self._arrays = given_arrays(self._call, self._inputs, self.made.calls)
             marks, held = Marks(self._call, self._inputs, traced), HeldBefore(self._call)
             self._marker = self._gradient_marker(traced)
             self._view = HostView(
@@ -261,6 +264,9 @@ class StepRun:
         for number, stand_in in zip(self._inputs.hyperparameters, traced.numbers, strict=True):
             if isinstance(number, ArgumentNumber):
                 leaves[number.position] = stand_in
+        for position, array in self._arrays.items():
+            leaves[position] = array
+        self._arrays = {}  # which nothing else is to hold
         return self._call.rebuild(leaves)
 
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
