@@ -31,7 +31,6 @@ class ArgumentGuards:
         self._treespec = call.treespec
         self._positions = _positions(call)
         self._arrays = ArrayArguments(call)
-        self._constants = [call.leaves[position] for position in call.constants]
         numbers = (n for n in inputs.hyperparameters if isinstance(n, ArgumentNumber))
         self._found_anew = {number.position for number in numbers} | self._arrays.positions
         user = set(inputs.user)
@@ -41,10 +40,16 @@ class ArgumentGuards:
         entries = {id(entry.tensor): entry for entry in inputs.module_tensors}
         self._shared = [(p, entries[id(call.leaves[p])]) for p in call.tensors if p not in user]
         self._aliases = _aliases(call, tensors.storages())
+        self._objects = call.objects.structure
+        self._found_anew.update(call.objects.roots)
+        self._constants = [
+            None if p in self._found_anew else call.leaves[p] for p in call.constants
+        ]
 
     def same_structure(self, call: Call) -> bool:
         """Whether arguments of the same sorts stand at the same positions."""
         same = call.treespec is self._treespec or call.treespec == self._treespec
+        same = same and call.objects.structure == self._objects
         return same and _positions(call) == self._positions
 
     def constant_mismatch(self, call: Call) -> str | None:

@@ -60,7 +60,8 @@ class Besides:
             constants.
         plain_arrays: arrays are no inputs of the host's part, either: neither those among
             `carried` nor arguments.
-        unfollowed: why it was refused with arrays that each call finds, where they are none now.
+        whole_objects: objects among the arguments are not taken apart.
+        unfollowed: why it was refused with arrays and objects of each call, where there are none.
         shuffles: it changes the order of an array that it makes; arrays are made on the host then.
         as_traced: libraries that ask find out that they are traced (see `asked`), since the step
             is refused otherwise, for this reason.
@@ -75,6 +76,7 @@ class Besides:
     counts: frozenset[str] = frozenset()
     plain: bool = False
     plain_arrays: bool = False
+    whole_objects: bool = False
     unfollowed: CaptureError | None = None
     shuffles: bool = False
     as_traced: str = ""
@@ -85,7 +87,7 @@ class Besides:
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
-        return bool(found or otherwise)
+        return bool(found or otherwise or self.whole_objects)
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""
@@ -100,6 +102,7 @@ class Besides:
             self.counts | other.counts,
             self.plain or other.plain,
             self.plain_arrays or other.plain_arrays,
+            self.whole_objects or other.whole_objects,
             self.unfollowed or other.unfollowed,
             self.shuffles or other.shuffles,
             self.as_traced or other.as_traced,

@@ -329,6 +329,10 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     forget_existing()
     if isinstance(error, CaptureError) and _was_guessed_wrong(inputs, error):
         return call.with_answers((*inputs.answers[:-1], not inputs.answers[-1]))
+    if isinstance(error, MoreInputs) and any(
+        call.objects.contains(each.place.holder) for each in error.besides.carried
+    ):
+        error = CaptureError("it counts in an object among its arguments")
     asked = inputs.meets_sizes and error.__cause__ is not None
     knowing = call.knowing_sizes() if asked and isinstance(error, CaptureError) else None
     if knowing is not None:
@@ -339,6 +343,8 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         more = Besides(as_traced=error.reason)
     elif array_arguments(call) or not all(each.counted for each in live_arrays(call.besides)):
         more = Besides(plain_arrays=True, unfollowed=_alone(error))
+    elif call.objects:
+        more = Besides(whole_objects=True, unfollowed=_alone(error))
     elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
         more = Besides(plain=True)
     else:
