@@ -1,4 +1,4 @@
-"""Numbers in variables of the function around a step that its loop changes (`for i in range(n)`)."""
+"""Numbers in variables of the function around a step that a loop changes (`for i in range(n)`)."""
 
 from __future__ import annotations
 

@@ -142,12 +142,12 @@ def test_numbers_of_numpy(step: Callable[..., Any], captures: int, kind: Any) ->
 def test_too_many_numbers_of_numpy() -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = graphopt.compile(mixed, max_graphs=2)
+    step = graphopt.compile(rooted, max_graphs=2)
     x, y = torch.randn(5, 4), torch.randint(3, (5,))
     for i in range(2):
-        step(model, optimizer, x, y, np.float32(i / 4))
+        step(model, optimizer, x, y, np.float64(i / 4))
     with pytest.raises(CaptureError, match=r"float\(value\)"):
-        step(model, optimizer, x, y, np.float32(0.5))
+        step(model, optimizer, x, y, np.float64(0.5))
 
 
 def test_generators_of_the_program() -> None:

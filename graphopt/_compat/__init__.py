@@ -102,6 +102,7 @@ from graphopt._compat.tensors import (
     hook_tables,
     hooks_of,
     is_transformed,
+    made_by_legacy,
     may_be_written,
     results_are_plain,
     storage_key,

@@ -31,6 +31,16 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if known is None else known.detach().cpu().clone()
 
 
+def made_by_legacy(kind: Any) -> tuple[torch.dtype, str] | None:
+    """Dtype and device of the tensors that a class of torch's makes of an array, such as
+    `torch.FloatTensor`, `torch.cuda.FloatTensor` and `torch.Tensor` do; None of anything else."""
+    if kind is torch.Tensor:
+        return torch.get_default_dtype(), torch._C._get_default_device()
+    if type(kind) is not type(torch.FloatTensor) or kind.is_sparse:
+        return None
+    return kind.dtype, "cuda" if kind.is_cuda else "cpu"
+
+
 def deepcopied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """`copy.deepcopy` of a fake tensor as of a real one. Torch's own copies the mode with it, whose
     tensors mix with no other, and the gradient of a parameter, which a real one leaves behind.

@@ -126,7 +126,7 @@ class StepResults:
             else:
                 result.container[key][result.position] = value
         for given, items in zip(signature.containers, left.items, strict=True):
-            make_change(call.given, given.change, items)
+            make_change(call.given, call.leaves, given.change, items)
 
     def _put_into_optimizers(
         self, call: Call, flat: Sequence[Any], results: Sequence[Any], there: PutOutside

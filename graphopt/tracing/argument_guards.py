@@ -7,6 +7,7 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.tracing.call import Call
+from graphopt.tracing.draws.given_arrays import ArrayArguments
 from graphopt.tracing.guard_values import (
     describe,
     gradient_kind,
@@ -29,9 +30,9 @@ class ArgumentGuards:
         self._tensors = tensors
         self._treespec = call.treespec
         self._positions = _positions(call)
-        self._constants = [call.leaves[position] for position in call.constants]
+        self._arrays = ArrayArguments(call)
         numbers = (n for n in inputs.hyperparameters if isinstance(n, ArgumentNumber))
-        self._numbers = {number.position for number in numbers}
+        self._found_anew = {number.position for number in numbers} | self._arrays.positions
         user = set(inputs.user)
         self._user = [
             (p, tensor_kind(call.leaves[p]), gradient_kind(call.leaves[p])) for p in inputs.user
@@ -39,16 +40,22 @@ class ArgumentGuards:
         entries = {id(entry.tensor): entry for entry in inputs.module_tensors}
         self._shared = [(p, entries[id(call.leaves[p])]) for p in call.tensors if p not in user]
         self._aliases = _aliases(call, tensors.storages())
+        self._objects = call.objects.structure
+        self._found_anew.update(call.objects.roots)
+        self._constants = [
+            None if p in self._found_anew else call.leaves[p] for p in call.constants
+        ]
 
     def same_structure(self, call: Call) -> bool:
         """Whether arguments of the same sorts stand at the same positions."""
         same = call.treespec is self._treespec or call.treespec == self._treespec
+        same = same and call.objects.structure == self._objects
         return same and _positions(call) == self._positions
 
     def constant_mismatch(self, call: Call) -> str | None:
         """The first constant that has become another one."""
         for value, position in zip(self._constants, call.constants, strict=True):
-            if position not in self._numbers and not same_constant(call.leaves[position], value):
+            if position not in self._found_anew and not same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
         return None
 
@@ -60,6 +67,9 @@ class ArgumentGuards:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
             if gradient_kind(call.leaves[position]) != gradient:
                 return f"the gradient of argument {call.names[position]} came, went or changed"
+        array = self._arrays.mismatch(call)
+        if array is not None:
+            return array
         if _aliases(call, self._tensors.storages()) != self._aliases:
             return "which tensor arguments are the same changed"
         return None
@@ -76,7 +86,10 @@ class ArgumentGuards:
         if call.constants != self._positions[3]:
             return False
         given = zip(self._constants, call.constants, strict=True)
-        return all(is_plain(value) or call.leaves[at] is value for value, at in given)
+        return all(
+            is_plain(value) or at in self._found_anew or call.leaves[at] is value
+            for value, at in given
+        )
 
 
 def _positions(call: Call) -> tuple[list[Any], ...]:

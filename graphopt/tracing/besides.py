@@ -58,7 +58,10 @@ class Besides:
         counts: keys of parameter groups in which an optimizer counts.
         plain: numbers that the step does not change itself are no inputs of the graph, but
             constants.
-        plain_arrays: arrays that are among `carried` are no inputs of the host's part, either.
+        plain_arrays: arrays are no inputs of the host's part, either: neither those among
+            `carried` nor arguments.
+        whole_objects: objects among the arguments are not taken apart.
+        unfollowed: why it was refused with arrays and objects of each call, where there are none.
         shuffles: it changes the order of an array that it makes; arrays are made on the host then.
         as_traced: libraries that ask find out that they are traced (see `asked`), since the step
             is refused otherwise, for this reason.
@@ -73,6 +76,8 @@ class Besides:
     counts: frozenset[str] = frozenset()
     plain: bool = False
     plain_arrays: bool = False
+    whole_objects: bool = False
+    unfollowed: CaptureError | None = None
     shuffles: bool = False
     as_traced: str = ""
     exchanged: frozenset[int] = frozenset()
@@ -82,7 +87,7 @@ class Besides:
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
-        return bool(found or otherwise)
+        return bool(found or otherwise or self.whole_objects)
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""
@@ -97,6 +102,8 @@ class Besides:
             self.counts | other.counts,
             self.plain or other.plain,
             self.plain_arrays or other.plain_arrays,
+            self.whole_objects or other.whole_objects,
+            self.unfollowed or other.unfollowed,
             self.shuffles or other.shuffles,
             self.as_traced or other.as_traced,
             self.exchanged | other.exchanged,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from enum import Enum
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.draws.program import HostValues
+from graphopt.tracing.given_objects import GivenField, GivenObjects
 from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
 from graphopt.tracing.tensor_classes import WITH_GRADIENTS, check_class
 
@@ -42,6 +44,8 @@ class Call:
         tensors: positions in `leaves` of tensors.
         constants: positions in `leaves` of everything else.
         repeats: positions of modules and optimizers that stand at an earlier position, too.
+        objects: the objects among them that are taken apart; what is in these follows in `leaves`.
+        slot: holds these while a guard looks at them.
         besides: what the step uses besides its arguments; the objects follow them in `leaves`.
         decided: answers to its first decisions by value, where they are known.
         votes: all ranks say in each call whether what their graphs assume holds, where that may be
@@ -76,11 +80,18 @@ class Call:
         self._names: list[str] | None = None
         self._using: Call | None = None
         self._given = len(self.leaves)
+        self.objects = self._fields = GivenObjects(self.leaves, self.constants)
+        for field in self.objects.fields:
+            is_tensor = isinstance(field.value, torch.Tensor)
+            (self.tensors if is_tensor else self.constants).append(len(self.leaves))
+            self.leaves.append(field.value)
+        self._own = len(self.leaves)
+        self.slot: list[Any] = []
         self.besides = Besides()
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
         self.votes = self.votes_always = False
-        self.drawn = HostValues()
+        self.drawn = HostValues(self.leaves)
 
     def using(self, besides: Besides) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""
@@ -94,10 +105,14 @@ class Call:
         new = self._using = copy.copy(self)
         new._using = None
         new.besides = besides
-        new.leaves = [*self.leaves[: self._given], *(value for _, value in objects)]
-        new.modules = [position for position in self.modules if position < self._given]
-        new.optimizers = [position for position in self.optimizers if position < self._given]
-        for position in range(self._given, len(new.leaves)):
+        new.leaves = [*self.leaves[: self._own], *(value for _, value in objects)]
+        new.modules = [position for position in self.modules if position < self._own]
+        new.optimizers = [position for position in self.optimizers if position < self._own]
+        if besides.whole_objects:
+            new.objects = GivenObjects()
+            new.tensors = [position for position in self.tensors if position < self._given]
+            new.constants = [position for position in self.constants if position < self._given]
+        for position in range(self._own, len(new.leaves)):
             is_module = isinstance(new.leaves[position], nn.Module)
             (new.modules if is_module else new.optimizers).append(position)
         new._names = None
@@ -136,6 +151,8 @@ class Call:
         """One readable name per leaf, after the step's own argument names."""
         if self._names is None:
             given = _compat.leaf_names(self.fn, self.leaves[: self._given], self.treespec)
+            fields = self._fields.fields
+            given += [field.name(given[field.table.root]) for field in fields]
             self._names = [*given, *(name for name, _ in self.besides.objects)]
         return self._names
 
@@ -144,6 +161,14 @@ class Call:
         args, kwargs = _compat.tree_unflatten(leaves[: self._given], self.treespec)
         return args, kwargs
 
+    def fields(self) -> Iterator[tuple[int, GivenField]]:
+        """What is in objects that are taken apart, each with its position in `leaves`."""
+        return zip(count(self._given), self.objects.fields, strict=False)
+
+    def fill_slot(self) -> None:
+        """Put the objects that are taken apart where guards find them."""
+        self.slot[:] = [self.leaves[position] for position in self.objects.roots]
+
     def optimizer_objects(self) -> list[Optimizer]:
         """The optimizers among the arguments, in their order."""
         return [self.leaves[position] for position in self.optimizers]
@@ -151,7 +176,7 @@ class Call:
     def named_roots(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules among the arguments, and those besides. A single argument has no name: its
         tensors are then named as in its `state_dict`."""
-        given = [position for position in self.modules if position < self._given]
+        given = [position for position in self.modules if position < self._own]
         unnamed = given or self.modules
         for position in self.modules:
             alone = unnamed == [position]

@@ -27,6 +27,7 @@ from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.compare import fingerprint
 from graphopt.tracing.decisions import another_on_each_rank
+from graphopt.tracing.draws.given_arrays import array_arguments
 from graphopt.tracing.draws.live import live_arrays
 from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.found_places import FoundPlace, found_places
@@ -337,6 +338,10 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     forget_existing()
     if isinstance(error, CaptureError) and _was_guessed_wrong(inputs, error):
         return call.with_answers((*inputs.answers[:-1], not inputs.answers[-1]))
+    if isinstance(error, MoreInputs) and any(
+        call.objects.contains(each.place.holder) for each in error.besides.carried
+    ):
+        error = CaptureError("it counts in an object among its arguments")
     asked = inputs.meets_sizes and error.__cause__ is not None
     knowing = call.knowing_sizes() if asked and isinstance(error, CaptureError) else None
     if knowing is not None:
@@ -345,15 +350,23 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         more = error.besides
     elif _may_be_told(call, inputs):
         more = Besides(as_traced=error.reason)
-    elif not all(each.counted for each in live_arrays(call.besides)):
-        more = Besides(plain_arrays=True)
+    elif array_arguments(call) or not all(each.counted for each in live_arrays(call.besides)):
+        more = Besides(plain_arrays=True, unfollowed=_alone(error))
+    elif call.objects:
+        more = Besides(whole_objects=True, unfollowed=_alone(error))
     elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
         more = Besides(plain=True)
     else:
-        raise error
+        raise call.besides.unfollowed or error
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
     return extended
+
+
+def _alone(error: CaptureError) -> CaptureError:
+    """An error without what it holds of the trace."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _was_guessed_wrong(inputs: Inputs, error: CaptureError) -> bool:

@@ -9,9 +9,13 @@ what they were when the step is over.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from graphopt.errors import CaptureError
+from graphopt.tracing.given_objects import AttributesOf, GivenObjects
+from graphopt.tracing.outside.reads import is_stand_in
 
 Path = tuple[Any, ...]
 """Positions and keys that lead from `(args, kwargs)` to a container."""
@@ -24,7 +28,7 @@ _NO_ITEM = object()
 class ContainerChange:
     """What a step has made of one container.
 
-    Attributes:
+    AttributesOf:
         removed: keys of a dictionary that are gone.
         items: new items of a dictionary; all items of a list.
     """
@@ -34,10 +38,27 @@ class ContainerChange:
     items: tuple[tuple[Any, Any], ...]
 
 
-class GivenContainers:
-    """The containers that a trace gets as arguments, as they are before the step."""
+@dataclass(frozen=True)
+class InObject:
+    """The first step of a path to a container in an object among the arguments.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    AttributesOf:
+        position: of the object among the leaves of the arguments.
+    """
+
+    position: int
+
+
+class GivenContainers:
+    """The containers that a trace gets as arguments, as they are before the step.
+
+    Args:
+        objects: those that are taken apart, and not made anew.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], objects: GivenObjects | None = None
+    ) -> None:
         nested: list[tuple[Path, Any]] = [((0, i), value) for i, value in enumerate(args)]
         nested += [((1, key), value) for key, value in kwargs.items()]
         self._before = [
@@ -45,6 +66,9 @@ class GivenContainers:
             for start, value in nested
             for path, container in _containers(start, value)
         ]
+        for each in () if objects is None else objects.tables:
+            path = (InObject(each.root), *each.path)
+            self._before.append((path, each.table, each.table.copy()))
 
     def paths(self) -> Iterator[tuple[Any, Path]]:
         """The containers, each with where it is."""
@@ -55,16 +79,39 @@ class GivenContainers:
         for path, container, before in self._before:
             if isinstance(container, list):
                 if len(container) != len(before) or not all(map(_is, container, before)):
+                    if isinstance(path[0], InObject):
+                        _refuse_others(container, before)
                     yield ContainerChange(path, (), tuple(enumerate(container)))
                 continue
-            removed = tuple(key for key in before if key not in container)
+            moved = set(_moved(list(before), list(container)))
+            removed = tuple(key for key in before if key not in container or key in moved)
             items = tuple(
                 (key, value)
                 for key, value in container.items()
-                if before.get(key, _NO_ITEM) is not value
+                if key in moved or before.get(key, _NO_ITEM) is not value
             )
             if removed or items:
                 yield ContainerChange(path, removed, items)
+
+
+def _moved(before: list[Any], now: list[Any]) -> Iterator[Any]:
+    """The keys of a dictionary that stand behind others now, taken out and put there again."""
+    place = 0
+    for key in filter(set(now).__contains__, before):
+        if now[place] == key:
+            place += 1
+        else:
+            yield key
+
+
+def _refuse_others(container: list[Any], before: list[Any]) -> None:
+    """Refuse a change of a list in which is what no graph takes."""
+    known = {id(value) for value in before if not is_stand_in(value)}
+    if any(id(value) in known for value in container):
+        raise CaptureError(
+            "it changes a list in an object among its arguments that holds more than tensors",
+            hint="put another list there, or keep tensors apart from what else there is",
+        )
 
 
 def _is(a: Any, b: Any) -> bool:
@@ -83,17 +130,24 @@ def _containers(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def make_change(
-    given: tuple[tuple[Any, ...], dict[str, Any]], change: ContainerChange, values: list[Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    leaves: Sequence[Any],
+    change: ContainerChange,
+    values: list[Any],
 ) -> None:
     """Make the container of a call what the step makes of it.
 
     Args:
         given: positional and keyword arguments of the call.
+        leaves: what is in them.
         values: what the items are in this call.
     """
     container: Any = given
     for key in change.path:
-        container = container[key]
+        if isinstance(key, InObject):
+            container = leaves[key.position]
+        else:
+            container = vars(container) if isinstance(key, AttributesOf) else container[key]
     if isinstance(container, list):
         container[:] = values
         return

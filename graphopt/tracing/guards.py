@@ -48,7 +48,8 @@ class Guards:
     ) -> None:
         self._mode = mode
         self.besides, self.inputs = call.besides, inputs
-        self._outside = outside
+        self._outside, self._slot = outside, call.slot
+        self._slot.clear()
         self._environment = environment()
         assigned, placed = _assigned(signature), _placed(inputs, call.besides)
         self._modules = ModuleGuards(
@@ -120,22 +121,33 @@ class Guards:
         return next(filter(None, self._local_mismatches(call)), None)
 
     def _local_mismatches(self, call: Call) -> Iterator[str | None]:
+        call = call.using(self.besides) or call
         yield self._arguments.constant_mismatch(call)
         if self._outside is not None:
-            yield from self._outside.mismatches()
+            yield self._changed_outside(call)
         yield self._states.mismatch(call)
         yield self._tensors.gradient_mismatch()
         yield self._numbers.mismatch(call)
         yield self._tensors.mismatch(call)
         yield self._arguments.identity_mismatch(call)
 
+    def _changed_outside(self, call: Call) -> str | None:
+        """The first change outside the arguments, and in objects among them that are taken apart,
+        of which nothing is kept alive."""
+        assert self._outside is not None
+        self._slot[:] = [call.leaves[position] for position in call.objects.roots]
+        try:
+            return next(self._outside.mismatches(), None)
+        finally:
+            self._slot.clear()
+
     def shape_mismatch(self, call: Call) -> str | None:
         """The first tensor argument that is of another kind than captured."""
-        return self._arguments.shape_mismatch(call)
+        return self._arguments.shape_mismatch(call.using(self.besides) or call)
 
     def counted_for(self, call: Call) -> list[CarriedPlace]:
         """Places in which the step counts, where a call is given the same objects."""
-        if not self._arguments.same_objects(call):
+        if not self._arguments.same_objects(call.using(self.besides) or call):
             return []
         return [each for each in self.besides.carried if each.counted]
 

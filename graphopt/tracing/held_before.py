@@ -92,6 +92,8 @@ class HeldBefore:
 def _plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and attributes of the optimizers and other objects among the arguments."""
     for position in (*call.optimizers, *call.constants):
+        if position in call.objects.roots:
+            continue  # see `given`
         attributes = getattr(call.leaves[position], "__dict__", None)
         if isinstance(attributes, dict):
             yield call.names[position], attributes

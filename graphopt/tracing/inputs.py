@@ -260,7 +260,7 @@ class Inputs:
         numbers = [number.read(call) for number in self.hyperparameters]
         values += map(as_tensor, numbers)
         values += [call.leaves[position] for position in self.user]
-        values += self.drawn.tensors_now(numbers)
+        values += self.drawn.tensors_now(numbers, call.leaves)
         return values
 
     def drawing_anew(self) -> HostProgram:

@@ -7,7 +7,7 @@ In eager code both have one memory: a step that writes to either of them afterwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,6 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
 _MAKERS = frozenset({torch.from_numpy, torch.as_tensor, torch.asarray})
-_COPYING: dict[Any, torch.dtype] = {
-    torch.FloatTensor: torch.float32,
-    torch.DoubleTensor: torch.float64,
-    torch.LongTensor: torch.int64,
-    torch.IntTensor: torch.int32,
-    torch.BoolTensor: torch.bool,
-    torch.ByteTensor: torch.uint8,
-}
-"""Classes that make a tensor of an array, with values of their own kind."""
 
 
 class MadeArrays:
@@ -46,17 +37,20 @@ class MadeArrays:
 
     def maker(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """What is called in place of a function that makes a tensor of an array; None: itself."""
-        if not args or not isinstance(callee, Hashable):
+        if not args:
             return None
-        copies = callee in _COPYING
-        if not copies and not any(callee is each for each in _MAKERS):
+        copied = _compat.made_by_legacy(callee)
+        if copied is None and not any(callee is each for each in _MAKERS):
             return None
         if is_array(args[0]) and self._record.is_outside(args[0]):
             self._carry(args[0])
         if not self._is_made(args[0]):
             return None
-        if copies:
-            return lambda array: torch.tensor(array, dtype=_COPYING[callee])
+        if copied is not None:
+            if args[0].ndim == 0:  # an integer is a size there
+                return None
+            dtype, device = copied
+            return lambda array: torch.tensor(array, dtype=dtype, device=device)
 
         def make(array: Any, *others: Any, **options: Any) -> torch.Tensor:
             tensor = torch.tensor(array, *others, **options)

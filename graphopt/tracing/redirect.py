@@ -38,6 +38,7 @@ from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import check_anomalies
 from graphopt.tracing.concrete import concrete
 from graphopt.tracing.draws.arguments import Method, is_known
+from graphopt.tracing.draws.arrays import HostArray
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
@@ -53,6 +54,7 @@ _TEXT: dict[Any, Callable[..., str]] = {
     torch.Tensor.__str__: str,
 }
 _TRUTHS = frozenset({torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero})
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _INTEGERS = frozenset({torch.Tensor.__index__, torch.Tensor.__int__})
 _FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _COMPARISONS = {
@@ -128,6 +130,8 @@ class Redirect(TorchFunctionMode):
         return result
 
     def _prepared(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if func in _INDEXING:
+            args = (args[0], _index(args[1]), *args[2:])
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
         stale_constants.forget_mixed(self._tracer, args, kwargs)
         args, kwargs = concrete(func, args, kwargs)
@@ -223,6 +227,13 @@ class Redirect(TorchFunctionMode):
         if known is None:
             raise self._finder.unknown(tensor)
         return known
+
+
+def _index(key: Any) -> Any:
+    """What a tensor is indexed with, in which tensors stand for arrays."""
+    if type(key) is list or type(key) is tuple:
+        return type(key)(map(_index, key))
+    return key.index() if type(key) is HostArray else key
 
 
 def _has_array(tensor: torch.Tensor) -> bool:

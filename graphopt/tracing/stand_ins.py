@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.call import Call
 from graphopt.tracing.host_numbers import stand_in_of_number
-from graphopt.tracing.inputs import Inputs, Storage
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.substitute import Traced
 
@@ -46,6 +46,28 @@ def stand_ins_of(
     for leaf, stand_in in of_arguments:
         by_id[id(leaf)].grad = by_id[id(leaf.grad)] = stand_in
     return Traced(by_id, numbers, gradients)
+
+
+def arguments_of(
+    call: Call, inputs: Inputs, traced: Traced, arrays: Mapping[int, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the step is called with; what stands for parts of objects is put into these.
+
+    Args:
+        arrays: what stands for arrays, by position.
+    """
+    leaves = [
+        traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in call.leaves
+    ]
+    for number, stand_in in zip(inputs.hyperparameters, traced.numbers, strict=True):
+        if isinstance(number, ArgumentNumber):
+            leaves[number.position] = stand_in
+    for position, array in arrays.items():
+        leaves[position] = array
+    for position, field in call.fields():
+        field.place.write(leaves[position])
+    return call.rebuild(leaves)
 
 
 def _of_modules_and_optimizers(

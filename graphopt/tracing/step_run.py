@@ -23,6 +23,7 @@ from graphopt.tracing.collectives import functional_collectives, stand_in_of_col
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
+from graphopt.tracing.draws.given_arrays import given_arrays
 from graphopt.tracing.draws.live import insert_arrays, live_arrays, refuse_changed
 from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
@@ -40,11 +41,11 @@ from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
-from graphopt.tracing.nests import parts
 from graphopt.tracing.noticed_steps import notice_steps
 from graphopt.tracing.numpy_lists import of_list, of_queue
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
+from graphopt.tracing.pinned import nest_parts, pin_changes, pin_held
 from graphopt.tracing.placed import take_placed
 from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
@@ -57,7 +58,7 @@ from graphopt.tracing.scaling import traced_scaling
 from graphopt.tracing.scheduled import computing
 from graphopt.tracing.schedulers import traced_schedulers
 from graphopt.tracing.signature import Signature
-from graphopt.tracing.stand_ins import stand_ins_of
+from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.substitute import Traced, insert
 from graphopt.tracing.tagging import Tagger, tagged
 
@@ -108,6 +109,7 @@ class StepRun:
         self.kept_numbers: set[int] = set()
         self.gradients_first = False
         self._marker: reduction.GradientMarker | None = None
+        self._arrays: dict[int, Any] = {}
         self._view: HostView
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -122,6 +124,7 @@ class StepRun:
             )
             insert(self._call, self._inputs, traced)
             insert_arrays(self._call.besides, self.made.calls, self._inputs)
+            self._arrays = given_arrays(self._call, self._inputs, self.made.calls)
             marks, held = Marks(self._call, self._inputs, traced), HeldBefore(self._call)
             self._marker = self._gradient_marker(traced)
             self._view = HostView(
@@ -211,8 +214,9 @@ class StepRun:
     # ------------------------------------------------------------------ the step
 
     def _run(self, traced: Traced, held: HeldBefore) -> Ran:
-        args, kwargs = self._arguments(traced)
-        given = self._view.given = GivenContainers(args, kwargs)
+        args, kwargs = arguments_of(self._call, self._inputs, traced, self._arrays)
+        self._arrays = {}  # which nothing else is to hold
+        given = self._view.given = GivenContainers(args, kwargs, self._call.objects)
         optimizers = self._call.optimizer_objects()
         self.outside.stands_for = self._originals(traced)
         with ExitStack() as stack:
@@ -244,7 +248,9 @@ class StepRun:
             raise self.made.refused
         self._mark()
         flat = _compat.flatten_results(returned, self._stays)
-        return Ran(*flat, stepped, outside, list(given.changes()), rebinding)
+        changes = list(given.changes())
+        pin_changes(self.outside, changes)
+        return Ran(*flat, stepped, outside, changes, rebinding)
 
     def _drawing(self) -> Substitutes:
         """What is called in place of functions that draw, and finds items outside in each call."""
@@ -254,17 +260,6 @@ class StepRun:
         draws = Substitutes(calls, outside, self._call.besides.shuffles, tensors)
         outside.draws_items, outside.item_setter = draws.picks.draws, draws.picks.setter
         return draws
-
-    def _arguments(self, traced: Traced) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the step is called with."""
-        leaves = [
-            traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in self._call.leaves
-        ]
-        for number, stand_in in zip(self._inputs.hyperparameters, traced.numbers, strict=True):
-            if isinstance(number, ArgumentNumber):
-                leaves[number.position] = stand_in
-        return self._call.rebuild(leaves)
 
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
         """Tensors that the step may hold elsewhere, by the ids of what stands for them."""
@@ -302,7 +297,7 @@ class StepRun:
 
     def _give(self, returned: Any) -> None:
         """The step has returned a value, and all that it leaves is still there."""
-        for each in parts(returned, lambda value: isinstance(value, (dict, list, tuple))):
+        for each in nest_parts(returned):
             refuse_keys(each)
         self.outside.read_left()
         self.outside.note_left_in()
@@ -314,7 +309,8 @@ class StepRun:
         for path, place in self.outside.changed_lengths():
             self.finder.carries(path, place, counted=True)
         made: dict[int, Any] = {}
-        placed = take_placed(self.outside, self.finder, traced.by_id, held.objects, made)
+        tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
+        placed = take_placed(self.outside, self.finder, traced.by_id, tables, made)
         stored = draws.picks.take_stored(made)
         changed = take_changed(self.outside, placed, self._puts_back, made)
         user = (self._call.leaves[position] for position in self._inputs.user)
@@ -351,6 +347,7 @@ class StepRun:
         )
         collector = ResultCollector(self._call, self._inputs, traced, recipes)
         signature = self.signature = collector.collect(ran, held.left(), counted)
+        pin_held(self.outside, self._call.objects, (table for table, _ in held.tables))
         signature.attributes += collector.attributes(marked)
         self._view.settle(signature)
         signature.data.update(recipes.computed(rebinding.given))

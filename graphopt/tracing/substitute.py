@@ -69,9 +69,11 @@ def preserved(call: Call) -> Iterator[None]:
         attributes = getattr(value, "__dict__", None)
         if type(value).__module__ != "builtins" and isinstance(attributes, dict):
             tables.append(attributes)
+    tables += [each.table for each in call.objects.tables if isinstance(each.table, dict)]
     with ExitStack() as stack:
         stack.callback(GeneratorStates.read().restore)
         stack.enter_context(tables_kept(tables))
+        stack.enter_context(lists_kept(each.table for each in call.objects.tables))
         for each in call.besides.carried:
             if each.place.is_written:
                 stack.callback(each.place.write, each.place.now())
@@ -88,6 +90,17 @@ def tables_kept(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
         for table, entries in before:
             table.clear()
             table.update(entries)
+
+
+@contextmanager
+def lists_kept(containers: Iterable[Any]) -> Iterator[None]:
+    """Afterwards the lists among these hold what they hold now."""
+    before = [(each, list(each)) for each in containers if isinstance(each, list)]
+    try:
+        yield
+    finally:
+        for each, items in before:
+            each[:] = items
 
 
 @dataclass

@@ -223,6 +223,7 @@ def _numbers_of(call: Call) -> set[int]:
     """What optimizers, and places that are inputs, hold while they are traced (by id)."""
     placed = [each.place.now() for each in call.besides.carried]
     known = set(map(id, _compat.tree_leaves(placed)))
+    known.update(id(field.place.now()) for field in call.objects.fields)
     for optimizer in call.optimizer_objects():
         for table in (*optimizer.param_groups, *map(entries_at, optimizer.state.values())):
             known.update(map(id, _compat.tree_leaves(list(table.values()))))

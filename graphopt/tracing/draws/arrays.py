@@ -102,12 +102,27 @@ class HostArray(Known):
         return self.calls.apply(float if kind == "f" else int, (self,))
 
     def for_torch(self) -> Any:
-        """What a function of torch's gets in its place: a number, or a tensor of indices."""
+        """What a function of torch's gets in its place: a number."""
         if self.plain.ndim == 0:
             return bool(self) if self.plain.dtype.kind == "b" else self.number()
-        if self.plain.ndim == 1 and self.plain.dtype.kind in "iu":
-            return self.calls.tensor(torch.tensor, (self,))
         raise self._refused("gives it to a function of torch that takes no arrays")
+
+    def index(self) -> Any:
+        """What a tensor is indexed with in its place: a number, or a tensor of indices."""
+        if self.plain.ndim and self.plain.dtype.kind in "iub":
+            return self.calls.tensor(torch.tensor, (self,))
+        return self.for_torch()
+
+    def beside_tensor(self) -> Any:
+        """What an operator computes with that has a tensor on its other side, which numpy makes an
+        array of where this is one.
+
+        Raises:
+            CaptureError: it is one.
+        """
+        if isinstance(self.plain, _array_type()):
+            raise self._refused("computes with it and a tensor")
+        return self.for_torch()
 
     # ------------------------------------------------------------------ for numpy
 
@@ -236,7 +251,7 @@ def _array_type() -> type:
 def _forward(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
     def method(self: HostArray, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            return function(self.for_torch(), other)
+            return function(self.beside_tensor(), other)
         if isinstance(other, FoundByGraph):
             return NotImplemented
         if self.is_unknown(other):
@@ -249,7 +264,7 @@ def _forward(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
 def _reflected(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
     def method(self: HostArray, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
-            return function(other, self.for_torch())
+            return function(other, self.beside_tensor())
         if self.is_unknown(other):
             return function(other, self.calls.as_float(self))
         return self.calls.apply(function, (other, self))

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.tracing.array_tensors import ArrayItems, takes_items
 from graphopt.tracing.clocks import Clocks
-from graphopt.tracing.draws.arguments import any_known, are_constants, is_known
+from graphopt.tracing.draws.arguments import Known, any_known, are_constants, is_known
 from graphopt.tracing.draws.generators import Drawing, drawing_of
 from graphopt.tracing.draws.items import SelectedItems, selects
 from graphopt.tracing.draws.picked import PickingItems, Picks, is_position
@@ -24,7 +25,7 @@ from graphopt.tracing.draws.positions import BY_POSITION
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import AllRows, are_rows
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.number_expressions import leaves_of
+from graphopt.tracing.number_expressions import Application, leaves_of
 from graphopt.tracing.positions import takes_positions
 
 if TYPE_CHECKING:
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 
 Substitute = Callable[..., Any]
 
-_LEGACY = frozenset(
-    {torch.Tensor, torch.FloatTensor, torch.DoubleTensor, torch.HalfTensor, torch.BFloat16Tensor}
-    | {torch.LongTensor, torch.IntTensor, torch.ShortTensor, torch.CharTensor, torch.ByteTensor}
-    | {torch.BoolTensor}
-)
 _MAKERS = frozenset({torch.from_numpy, torch.tensor, torch.as_tensor, torch.asarray})
 _MADE = ("array", "asarray", "asanyarray", "ascontiguousarray", "full", "float32", "float64",
          "int32", "int64", "mean", "sum", "std", "var", "median", "max", "amax", "min", "amin",
@@ -94,9 +90,11 @@ class Substitutes:
             return self._apply(callee)
         if not any_known(args):
             return self._apply(callee) if self._makes_array(callee, args) else None
+        if callee is type and len(args) == 1 and is_known(args[0]):
+            return self._type
         if callee is operator.getitem and len(args) == 2:
             return self._items(*args)
-        if _is_in(callee, _LEGACY) or _is_in(callee, _MAKERS):
+        if _compat.made_by_legacy(callee) is not None or _is_in(callee, _MAKERS):
             return self._tensor(callee) if any(map(self._is_made_on_host, args)) else None
         if _is_in(callee, self._numpy()):
             return self._apply(callee)
@@ -140,6 +138,9 @@ class Substitutes:
         if id(array) not in self._tensors:
             self._tensors[id(array)] = ArrayItems(self._calls, array)
         return self._tensors[id(array)]
+
+    def _type(self, value: Known) -> Any:
+        return self._calls.by_value(Application(type, (value.expression,)), type(value.plain))
 
     def _draw(self, drawing: Drawing) -> Substitute:
         calls = self._calls

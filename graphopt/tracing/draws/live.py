@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,24 +94,44 @@ def insert_arrays(besides: Besides, calls: HostCalls, inputs: Inputs) -> None:
 
 
 class LiesInModel(OfTensors):
-    """Says whether an array that does not own its memory lies in that of a tensor."""
+    """Says whether an array and a tensor lie in one memory: that of the tensor, or one that neither
+    of them has made."""
 
     __name__ = "lies_in_model"
 
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        with _compat.without_modes():
+            self._over_others = [each for each in tensors if _is_over_other(each)]
+
     def __call__(self, array: Any) -> bool:
-        return getattr(array, "base", None) is not None and self.searched(array)
+        if getattr(array, "base", self) is None:  # it owns its memory
+            return any(meets(array, tensor) for tensor in self._over_others)
+        return hasattr(array, "base") and self.searched(array)
 
     def searched(self, array: Any) -> bool:
-        """The same of any array."""
-        return any(_lies_in(array, tensor) for tensor in self.tensors)
+        """The same, whether or not it can be."""
+        return any(meets(array, tensor) for tensor in self.tensors)
 
 
-def _lies_in(array: Any, tensor: torch.Tensor) -> bool:
+def _is_over_other(tensor: torch.Tensor) -> bool:
     if tensor.device.type != "cpu" or _compat.is_fake(tensor):
+        return False
+    return not alias_of(tensor).untyped_storage().resizable()
+
+
+def meets(array: Any, tensor: torch.Tensor) -> bool:
+    """Whether an array and the storage of a tensor have memory in common."""
+    if tensor.device.type != "cpu" or _compat.is_fake(tensor):
+        return False
+    if not (array.size and hasattr(array, "base")):
         return False
     storage = alias_of(tensor).untyped_storage()
     begin = storage.data_ptr()
-    return bool(begin <= array.ctypes.data < begin + storage.nbytes())
+    low = high = array.__array_interface__["data"][0]
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        low, high = low + min(0, stride * (size - 1)), high + max(0, stride * (size - 1))
+    return bool(low < begin + storage.nbytes() and begin < high + array.itemsize)
 
 
 def refuse_changed(calls: HostCalls, written: Iterable[Any]) -> None:

@@ -38,6 +38,20 @@ class ArrayConstant:
 
 
 @dataclass(frozen=True)
+class ArgumentAt:
+    """Gives an argument of a call.
+
+    Attributes:
+        position: among the leaves of the arguments.
+    """
+
+    position: int
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        return leaves[self.position]
+
+
+@dataclass(frozen=True)
 class HostStep:
     """One call.
 
@@ -57,8 +71,10 @@ class HostStep:
     said: str = ""
     line: str = ""
 
-    def run(self, values: Sequence[Any]) -> Any:
-        """What the call gives, given what the steps before it gave."""
+    def run(self, values: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        """What the call gives, given what the steps before it gave, and the arguments."""
+        if isinstance(self.function, ArgumentAt):
+            return self.function(leaves)
         given = [evaluate(each, values) for each in self.args]
         if not self.names:
             return self.function(*given)
@@ -100,11 +116,15 @@ class HostProgram:
         found = {id(step.generator): step.generator for step in self.steps}
         return [generator for generator in found.values() if generator is not None]
 
-    def run(self, numbers: Sequence[Any]) -> list[Any]:
-        """Draw and compute; the values, behind the numbers."""
+    def run(self, numbers: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """Draw and compute; the values, behind the numbers.
+
+        Args:
+            leaves: the arguments of the call.
+        """
         values = list(numbers)
         for step in self.steps:
-            values.append(step.run(values))
+            values.append(step.run(values, leaves))
         return values
 
     def tensors(self, values: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -112,9 +132,9 @@ class HostProgram:
         for each in self.inputs:
             yield _as_tensor(values[each.index])
 
-    def tensors_now(self, numbers: Sequence[Any]) -> list[torch.Tensor]:
+    def tensors_now(self, numbers: Sequence[Any], leaves: Sequence[Any]) -> list[torch.Tensor]:
         """What the graph would take now. The generators stay as they are."""
-        values = HostValues()
+        values = HostValues(leaves)
         try:
             return list(self.tensors(values.of(self, numbers)))
         finally:
@@ -137,9 +157,14 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 
 class HostValues:
-    """What one call has drawn so far, which can be put back."""
+    """What one call has drawn so far, which can be put back.
 
-    def __init__(self) -> None:
+    Args:
+        leaves: the arguments of the call.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves = leaves
         self._program: HostProgram | None = None
         self._values: list[Any] = []
         self._before: list[tuple[Any, Any]] = []
@@ -159,7 +184,7 @@ class HostValues:
             self._before = [(each, read_state(each)) for each in program.generators()]
             self._program = program
             try:
-                self._values = program.run(numbers)
+                self._values = program.run(numbers, self._leaves)
                 watched = program.generators() if program.behind_callback else []
                 self._after = [(each, read_state(each)) for each in watched]
             except BaseException:

@@ -39,7 +39,7 @@ from graphopt.tracing.draws.generators import (
     write_state,
 )
 from graphopt.tracing.draws.memory import ArrayMemory
-from graphopt.tracing.draws.program import HostInput, HostProgram, HostStep
+from graphopt.tracing.draws.program import ArgumentAt, HostInput, HostProgram, HostStep
 from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
 from graphopt.tracing.host_numbers import is_of_numpy as is_float_of_numpy
 from graphopt.tracing.inputs import is_exact
@@ -204,6 +204,12 @@ class HostCalls:
     def found(self, function: Callable[..., Any], args: Sequence[Any], said: str = "") -> Known:
         """What a function gives, now and in every call, of which the step gets nothing yet."""
         index, value = self._step(function, args, (), said=said)
+        return Known(Leaf(index), value)
+
+    def argument(self, position: int, value: Any, said: str) -> Known:
+        """What stands for an argument that is an array before the graph runs."""
+        index = self.program.first + len(self.program.steps)
+        self.program.steps.append(HostStep(ArgumentAt(position), (), said=said))
         return Known(Leaf(index), value)
 
     def given(self, found: Known) -> Any:

@@ -141,11 +141,11 @@ def can_follow(value: Any) -> bool:
         return True
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, tuple)):
         return True
-    if _is_marked_value(value):
+    if _is_marked_value(value) or type(value) is weakref.ReferenceType:
         return True
     if type(value).__module__ == "numpy" or type(value) is types.SimpleNamespace:
         return True
-    return not isinstance(value, type) and _is_plain_class(type(value))
+    return not isinstance(value, type) and is_plain_class(type(value))
 
 
 def _is_marked_value(value: Any) -> bool:
@@ -153,7 +153,7 @@ def _is_marked_value(value: Any) -> bool:
     return is_plain(value) and not isinstance(value, tuple)
 
 
-def _is_plain_class(kind: type) -> bool:
+def is_plain_class(kind: type) -> bool:
     """Whether the objects of a class are their attributes and nothing else."""
     if kind.__module__.partition(".")[0] == "torch":
         return False

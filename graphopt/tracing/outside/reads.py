@@ -93,7 +93,7 @@ class OutsideReads(ContainerChanges):
             self.counted = self.counted or self._made(place, value, path, line)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
-        if _is_stand_in(value):
+        if is_stand_in(value):
             return value
         if id(place.holder) in self._mutated and identity not in self.reads:
             self._read_before(place, value, path, line)
@@ -292,10 +292,10 @@ def of_none(container: Any) -> None:
     """The lengths that a graph takes which takes none."""
 
 
-def _is_stand_in(value: Any) -> bool:
+def is_stand_in(value: Any) -> bool:
     """Whether a value stands for an input of the graph, or is a tuple of such."""
     if isinstance(value, tuple):
-        return bool(value) and all(map(_is_stand_in, value))
+        return bool(value) and all(map(is_stand_in, value))
     return _compat.is_fake(value) or is_host_number(value) or is_known(value)
 
 

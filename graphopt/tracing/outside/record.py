@@ -47,6 +47,7 @@ class Record(OutsideReads):
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
 
     Attributes:
+        repeated: tables, by id, in which each call leaves what the step leaves there.
         times_written: how often the step has written to a place, by its identity.
     """
 
@@ -64,6 +65,7 @@ class Record(OutsideReads):
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
         self.functions_of_torch: set[types.CodeType] = set()
         self.changed: tuple[Read, Any] | None = None
+        self.repeated: set[int] = set()
         self.asked_type: SourceLine | None = None
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self._left_in: dict[int, Any] = {}
@@ -278,6 +280,8 @@ class Record(OutsideReads):
         }
         changed, self._changes = self._changes, {}
         for key, each in changed.items():
+            if key in self.repeated:
+                continue
             if each.otherwise:
                 each.changes.clear()
             if key not in read:
@@ -321,7 +325,7 @@ class Record(OutsideReads):
         """A place that the step has read, and then changed, and what is there now."""
         for read in self.reads.values():
             now = read.place.now()
-            if not same(now, read.value):
+            if not same(now, read.value) and id(read.place.holder) not in self.repeated:
                 return read, now
         return None
 

@@ -37,7 +37,10 @@ def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> Record:
         own += [vars(module), *_compat.own_tables(module)]
     own += [vars(optimizer) for optimizer in call.optimizer_objects()]
     told = {each.place.identity for each in call.besides.carried if each.counted}
-    return Record(own, {place.identity for place in inputs}, told)
+    places = [*inputs, *(field.place for field in call.objects.fields)]
+    record = Record(own, {place.identity for place in places}, told)
+    record.repeated = {id(each.table) for each in call.objects.tables}
+    return record
 
 
 @contextmanager
@@ -62,6 +65,10 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
         record.reached(module, name or "the model")
     for name, leaf in zip(call.names, call.leaves, strict=True):
         record.reached(leaf, name)
+    call.fill_slot()
+    called_at = definition_of(call) or line
+    for index, position in enumerate(call.objects.roots):
+        record.read(OutsidePlace("item", call.slot, index), call.names[position], called_at)
     record.reached(call.fn, getattr(call.fn, "__name__", "the step"))
     record.reached(getattr(call.fn, "__self__", None), "self")
     with observed(Observer(record, set(map(id, modules)), substitute)):
