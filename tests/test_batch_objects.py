@@ -33,7 +33,7 @@ class Batch:
         return self
 
     @property
-    def doubled(self) -> Tensor:
+    def doubled(self) -> Any:
         return self.x * 2
 
     def __getattr__(self, name: str) -> Any:
@@ -254,7 +254,7 @@ def test_objects_of_each_call(case: str) -> None:
 
 def changing(text: bool) -> Callable[[int], Any]:
     """One object, which the program changes between two calls."""
-    kept = Batch(x(), y(), text="a", n=0)
+    kept: Any = Batch(x(), y(), text="a", n=0)
 
     def given(number: int) -> Any:
         kept.x = x()
@@ -281,8 +281,8 @@ def test_an_object_that_is_kept_is_that_of_each_call(owner: str) -> None:
         (model if owner == "model" else optimizer).last = b
         return trained(model, optimizer, b.x, b.y)
 
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model: Any = nn.Linear(4, 3)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     for number in range(3):
         given = batch(number)
         step(model, optimizer, given)

@@ -28,6 +28,7 @@ from graphopt.tracing.tensor_classes import special_class
 
 _TABLES = frozenset({dict, OrderedDict, defaultdict})
 _LAYOUTS = (torch.strided, torch.sparse_coo)
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 _FEW = 200
 _DEPTH = 8
 
@@ -98,8 +99,9 @@ class GivenObjects:
         self.structure: list[Any] = []
         self._known: dict[int, Any] = {}
         for position in positions:
-            if may_be_taken_apart(type(leaves[position])):
-                self._take(leaves[position], position)
+            value = leaves[position]
+            if may_be_taken_apart(type(value)) and _may_hold_tensors(attributes_of(value) or {}):
+                self._take(value, position)
 
     def __bool__(self) -> bool:
         return bool(self.roots)
@@ -159,9 +161,11 @@ class _Walk:
     def _of_table(self, table: Any, path: tuple[Any, ...]) -> bool:
         if self._is_known(table, path):
             return True
+        self._left -= len(table)
+        if self._left < 0:
+            return False
         items = list(table.items() if isinstance(table, dict) else enumerate(table))
-        self._left -= len(items)
-        if self._left < 0 or not all(type(key) in (str, int) for key, _ in items):
+        if not all(type(key) in (str, int) for key, _ in items):
             return False
         given = GivenTable(self._root, path, table)
         self.tables.append(given)
@@ -181,6 +185,29 @@ class _Walk:
         if type(value) in _TABLES or type(value) is list:
             return self._of_table(value, path)
         return not may_be_taken_apart(type(value)) or self.of_object(value, path)
+
+
+def _may_hold_tensors(table: Any) -> bool:
+    """Whether tensors or arrays may be in a table; usually there are none, which is soon seen."""
+    pending, seen, left = [table], {id(table)}, _FEW
+    while pending:
+        each = pending.pop()
+        left -= len(each)
+        if left < 0:
+            return False
+        for value in each.values() if isinstance(each, dict) else each:
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if _is_tensor_or_array(value):
+                return True
+            inner = value if kind in _TABLES or kind is list else None
+            if inner is None and may_be_taken_apart(kind):
+                inner = attributes_of(value)
+            if inner and id(inner) not in seen:
+                seen.add(id(inner))
+                pending.append(inner)
+    return False
 
 
 def _is_field(value: Any, table: Any) -> bool:
