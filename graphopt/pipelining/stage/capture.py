@@ -165,6 +165,12 @@ def _gradients_present(module: nn.Module) -> Iterator[None]:
 
 def _refuse_draws(captured: CapturedStep) -> None:
     drawn = captured.live.drawn.steps
+    if drawn and all(step.generator is None for step in drawn):
+        raise CaptureError(
+            "it computes with arrays of numpy's, which happens before a graph runs",
+            location=drawn[0].line or None,
+            hint="pass tensors to the stage: torch.from_numpy(array)",
+        )
     if drawn:
         raise CaptureError(
             "it draws random numbers from Python's or numpy's generator",
