@@ -3,6 +3,7 @@ and which of them are the same."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from graphopt import _compat
@@ -23,13 +24,20 @@ class ArgumentGuards:
 
     Args:
         tensors: know which storages the model has.
+        others: positions of objects that are guarded as those outside the arguments are.
     """
 
-    def __init__(self, call: Call, inputs: Inputs, tensors: TensorGuards) -> None:
+    def __init__(
+        self, call: Call, inputs: Inputs, tensors: TensorGuards, others: Iterable[int] = ()
+    ) -> None:
         self._tensors = tensors
         self._treespec = call.treespec
         self._positions = _positions(call)
-        self._constants = [call.leaves[position] for position in call.constants]
+        self._others = set(others)
+        self._constants = [
+            None if position in self._others else call.leaves[position]
+            for position in call.constants
+        ]
         numbers = (n for n in inputs.hyperparameters if isinstance(n, ArgumentNumber))
         self._numbers = {number.position for number in numbers}
         user = set(inputs.user)
@@ -48,7 +56,9 @@ class ArgumentGuards:
     def constant_mismatch(self, call: Call) -> str | None:
         """The first constant that has become another one."""
         for value, position in zip(self._constants, call.constants, strict=True):
-            if position not in self._numbers and not same_constant(call.leaves[position], value):
+            if position in self._numbers or position in self._others:
+                continue
+            if not same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
         return None
 
@@ -76,7 +86,9 @@ class ArgumentGuards:
         if call.constants != self._positions[3]:
             return False
         given = zip(self._constants, call.constants, strict=True)
-        return all(is_plain(value) or call.leaves[at] is value for value, at in given)
+        return all(
+            at in self._others or is_plain(value) or call.leaves[at] is value for value, at in given
+        )
 
 
 def _positions(call: Call) -> tuple[list[Any], ...]:

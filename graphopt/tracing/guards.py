@@ -70,7 +70,8 @@ class Guards:
             for position in call.optimizers
         ]
         self._tensors = TensorGuards(call, inputs)
-        self._arguments = ArgumentGuards(call, inputs, self._tensors)
+        followed = () if outside is None else outside.given
+        self._arguments = ArgumentGuards(call, inputs, self._tensors, followed)
         self._numbers = NumberGuards(call, inputs)
         self._states = StateGuards(call, inputs, self._tensors)
 
@@ -122,7 +123,7 @@ class Guards:
     def _local_mismatches(self, call: Call) -> Iterator[str | None]:
         yield self._arguments.constant_mismatch(call)
         if self._outside is not None:
-            yield from self._outside.mismatches()
+            yield from self._outside.mismatches(call.leaves)
         yield self._states.mismatch(call)
         yield self._tensors.gradient_mismatch()
         yield self._numbers.mismatch(call)
@@ -132,6 +133,12 @@ class Guards:
     def shape_mismatch(self, call: Call) -> str | None:
         """The first tensor argument that is of another kind than captured."""
         return self._arguments.shape_mismatch(call)
+
+    def look(self, call: Call) -> None:
+        """Find the objects outside that a call would use."""
+        extended = call.using(self.besides)
+        if self._outside is not None and extended and self._arguments.same_structure(extended):
+            self._outside.look(extended.leaves)
 
     def counted_for(self, call: Call) -> list[CarriedPlace]:
         """Places in which the step counts, where a call is given the same objects."""
