@@ -329,8 +329,8 @@ class TrainStep:
         from graphopt.tracing.draws.generators import undisturbed
 
         mode = self._communication.mode()
-        last = self._entries[0].guards if self._entries else None
-        cause = self._recaptures.cause(call, mode, branch, last)
+        guards = [entry.guards for entry in self._entries]
+        cause = self._recaptures.cause(call, mode, branch, guards)
         self._entries.keep_lasting()
         settled = {entry.captured.fingerprint for entry in self._entries}
         ways = self._communication.ways(call, mode, settled, others)

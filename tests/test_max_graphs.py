@@ -46,6 +46,20 @@ def test_shapes_that_need_too_many_graphs_are_named() -> None:
         run(model, optimizer, torch.ones(5, 3))
 
 
+def test_what_needs_too_many_graphs_is_not_said_to_be_the_shape() -> None:
+    model = nn.Linear(4, 4)
+
+    @graphopt.compile(max_graphs=4)
+    def step(x: Tensor, name: str) -> Tensor:
+        return model(x).sum() * len(name)
+
+    for name in ("a", "ab"):
+        for rows in (3, 2):
+            step(torch.ones(rows, 4), name)
+    with pytest.raises(graphopt.CaptureError, match="each value of argument name"):
+        step(torch.ones(3, 4), "abc")
+
+
 def test_lengths_that_vary_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     run, (model, optimizer) = graphopt.compile(step, pipeline="none", verify="off"), trained()
     with caplog.at_level("WARNING", "graphopt"):

@@ -98,6 +98,8 @@ class CapturedGraphs(Sequence["BoundStep"]):
         from graphopt.tracing.besides import Besides
         from graphopt.tracing.found_places import changing
 
+        for entry in self._entries:
+            entry.guards.look(call)
         places = changing(entry.captured.found for entry in self._entries)
         if cause is not None and cause.kind != MODE and self._entries:
             places += self._entries[0].guards.counted_for(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphopt.runtime.budget import MODE, Cause
@@ -28,7 +29,7 @@ class Recaptures:
         self._for_shapes = 0
 
     def cause(
-        self, call: Call, mode: tuple[Any, ...], branch: Cause | None, guards: Guards | None
+        self, call: Call, mode: tuple[Any, ...], branch: Cause | None, guards: Sequence[Guards]
     ) -> Cause | None:
         """Say why a call needs another graph. Returns that, where the step has been captured
         before.
@@ -36,15 +37,16 @@ class Recaptures:
         Args:
             mode: how the call communicates.
             branch: the decision that goes another way than in all graphs, where that is why.
-            guards: of the graph used last; None where there is none.
+            guards: of the graphs that there are, those used last first.
         """
         if branch is not None:
             logger.info("capturing %s again: %s: %s", self._name, branch.name, branch.said)
             return branch
-        if guards is None:
+        if not guards:
             logger.info("capturing %s", self._name)
             return None
-        return self._of_call(call, mode, guards)
+        near = (each for each in guards if _is_near(call, mode, each))
+        return self._of_call(call, mode, next(near, guards[0]))
 
     def _of_call(self, call: Call, mode: tuple[Any, ...], guards: Guards) -> Cause:
         call = call.using(guards.besides) or call
@@ -70,3 +72,9 @@ class Recaptures:
                 _SHAPES_BEFORE_ADVICE,
                 shape,
             )
+
+
+def _is_near(call: Call, mode: tuple[Any, ...], guards: Guards) -> bool:
+    """Whether a graph is for arguments of the shapes of a call: these are no reason for another."""
+    call = call.using(guards.besides) or call
+    return guards.structure_mismatch(call, mode) is None and guards.shape_mismatch(call) is None

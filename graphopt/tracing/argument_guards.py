@@ -3,6 +3,7 @@ and which of them are the same."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from graphopt import _compat
@@ -24,15 +25,19 @@ class ArgumentGuards:
 
     Args:
         tensors: know which storages the model has.
+        others: positions of objects that are guarded as those outside the arguments are.
     """
 
-    def __init__(self, call: Call, inputs: Inputs, tensors: TensorGuards) -> None:
+    def __init__(
+        self, call: Call, inputs: Inputs, tensors: TensorGuards, others: Iterable[int] = ()
+    ) -> None:
         self._tensors = tensors
         self._treespec = call.treespec
         self._positions = _positions(call)
         self._arrays = ArrayArguments(call)
         numbers = (n for n in inputs.hyperparameters if isinstance(n, ArgumentNumber))
         self._found_anew = {number.position for number in numbers} | self._arrays.positions
+        self._found_anew.update(others)
         user = set(inputs.user)
         self._user = [
             (p, tensor_kind(call.leaves[p]), gradient_kind(call.leaves[p])) for p in inputs.user

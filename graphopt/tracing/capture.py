@@ -30,6 +30,7 @@ from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.draws.given_arrays import array_arguments
 from graphopt.tracing.draws.live import live_arrays
 from graphopt.tracing.failures import definition_of, explained, is_raised
+from graphopt.tracing.following import following
 from graphopt.tracing.found_places import FoundPlace, found_places
 from graphopt.tracing.functional import functionalize, name_placeholders
 from graphopt.tracing.input_notes import (
@@ -207,7 +208,7 @@ def _rewritten(
     inputs.rebound = list(raw.signature.rebound)
     note_held(functional.graph_module, inputs, held_names(inputs, raw), held)
     with found.effects.applied(), call.besides.present():
-        guard = OutsideGuard(found.outside)
+        guard = following(found.outside, raw.signature, inputs, call.besides)
     return CapturedStep(
         functional.graph_module,
         specs,
@@ -221,7 +222,7 @@ def _rewritten(
         call.besides,
         _made_beforehand(call, found.state),
         Manual() if communication is None else communication.parallel,
-        tuple(found_places(found.outside, call)),
+        tuple(found_places(found.outside, call, guard)),
     )
 
 

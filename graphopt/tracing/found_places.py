@@ -14,17 +14,17 @@ from graphopt.tracing.besides import CarriedPlace
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.live import digest_of, is_array
 from graphopt.tracing.inputs import is_exact
-from graphopt.tracing.outside.attributes import attributes_of
-from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.guard import OutsideGuard
+from graphopt.tracing.outside.places import OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import Record
 
 _LISTS = (list, deque)
 
 
 class FoundPlace(NamedTuple):
-    """An item of a dictionary in which a step has found a tensor, a number or an array, the length
-    of a list, or a number in a variable of a closure. Neither the object whose attribute it is nor
-    the tensor is kept alive.
+    """An item of a dictionary, or a variable of a closure, in which a step has found a tensor, a
+    number or, of the former, an array; or the length of a list. Neither the object whose attribute
+    it is nor the tensor is kept alive.
 
     Attributes:
         holder: gives that object, or the dictionary, the list or the variable.
@@ -44,21 +44,23 @@ class FoundPlace(NamedTuple):
             return OutsidePlace("size", holder)
         if isinstance(holder, CellType):
             return OutsidePlace("cell", holder)
-        return OutsidePlace("item", self.table, self.key)
+        table = holder if isinstance(holder, dict) else attributes_of(holder)
+        return OutsidePlace("item", table or {}, self.key)  # an empty one where it is gone
 
     @property
-    def table(self) -> dict[Any, Any]:
-        """The dictionary; an empty one where the object is gone."""
-        holder = self.holder()
-        return holder if isinstance(holder, dict) else attributes_of(holder) or {}
+    def times(self) -> int:
+        """How often another tensor, or another number of its kind, counts that is there now. Where
+        the step has added a tensor to a number, there is a tensor from then on."""
+        now = self.place.now()
+        if not self._is_changed(now):
+            return 0
+        return 1 if is_exact(now) and not isinstance(self.holder(), _LISTS) else 2
 
-    def is_changed(self) -> bool:
-        """Whether another tensor, or another number of its kind, is there now."""
-        if isinstance(self.holder(), CellType):
-            return self._is_another(self.place.now())
-        now = self.table.get(self.key)
+    def _is_changed(self, now: Any) -> bool:
         if isinstance(self.holder(), _LISTS):
-            return len(self.holder()) != int(self.value)
+            return bool(now != self.value)
+        if is_exact(self.value) and isinstance(now, torch.Tensor):
+            return not now.requires_grad
         if type(self.value) is bytes:
             return is_array(now) and digest_of(now) != self.value
         if isinstance(self.value, weakref.ref):
@@ -69,23 +71,22 @@ class FoundPlace(NamedTuple):
         return type(now) is type(self.value) and is_exact(now) and now != self.value
 
 
-def found_places(record: Record, call: Call) -> Iterator[FoundPlace]:
+def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[FoundPlace]:
     """Where a step has found tensors, each in one place, and numbers."""
     for read in record.reads.values():
-        value = read.value
-        if read.place.kind == "size" and type(read.place.holder) in _LISTS:
-            yield FoundPlace(read.path, _itself(read.place.holder), None, value)
-        if read.place.kind == "cell" and is_exact(value):
-            yield FoundPlace(read.path, _itself(read.place.holder), None, value)
-        if not read.place.is_item:
+        value, holder = read.value, read.place.holder
+        if read.place.kind == "size" and type(holder) in _LISTS:
+            yield FoundPlace(read.path, _itself(holder), None, value)
+        if not (read.place.is_item or read.place.kind == "cell"):
             continue
-        if is_array(value):
+        if is_array(value) and read.place.is_item:
             kept: Any = digest_of(value)
         elif is_exact(value) or _is_in_one_place(record, value):
             kept = weakref.ref(value) if isinstance(value, torch.Tensor) else value
         else:
             continue
-        yield FoundPlace(read.path, _holder(record, read.place.holder), read.place.key, kept)
+        found = guard.holder_of(holder) or _holder(record, holder)
+        yield FoundPlace(read.path, found, read.place.key, kept)
     for name, module in call.named_submodules():
         for key, value in vars(module).items():
             if is_exact(value):
@@ -101,10 +102,10 @@ def _itself(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _holder(record: Record, table: dict[Any, Any]) -> Callable[[], Any]:
-    owner = record.owner(table)
+def _holder(record: Record, holder: Any) -> Callable[[], Any]:
+    owner = None if isinstance(holder, CellType) else record.owner(holder)
     if owner is None:
-        return lambda: table
+        return lambda: holder
     try:
         return weakref.ref(owner)
     except TypeError:  # of some kinds there are no weak references
@@ -117,8 +118,9 @@ def changing(captured: Iterable[Sequence[FoundPlace]]) -> list[CarriedPlace]:
     times: Counter[tuple[Any, ...]] = Counter()
     found: dict[tuple[Any, ...], CarriedPlace] = {}
     for places in captured:
-        for each in filter(FoundPlace.is_changed, places):
-            place = each.place
-            times[place.identity] += 2 if place.kind == "size" or not is_exact(each.value) else 1
-            found[place.identity] = CarriedPlace(each.path, place)
+        for each in places:
+            place, more = each.place, each.times
+            if more:
+                times[place.identity] += more
+                found[place.identity] = CarriedPlace(each.path, place)
     return [place for known, place in found.items() if times[known] > 1]

@@ -21,9 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphopt.tracing.host_numbers import EXACT
-from graphopt.tracing.outside.attributes import attributes_of
 from graphopt.tracing.outside.held import is_plain_class
-from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.places import OutsidePlace, attributes_of
 from graphopt.tracing.tensor_classes import special_class
 
 _TABLES = frozenset({dict, OrderedDict, defaultdict})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from graphopt.graph_utils import environment
@@ -71,7 +72,8 @@ class Guards:
             for position in call.optimizers
         ]
         self._tensors = TensorGuards(call, inputs)
-        self._arguments = ArgumentGuards(call, inputs, self._tensors)
+        followed = () if outside is None else outside.given
+        self._arguments = ArgumentGuards(call, inputs, self._tensors, followed)
         self._numbers = NumberGuards(call, inputs)
         self._states = StateGuards(call, inputs, self._tensors)
 
@@ -135,15 +137,28 @@ class Guards:
         """The first change outside the arguments, and in objects among them that are taken apart,
         of which nothing is kept alive."""
         assert self._outside is not None
+        with self._taken_apart(call):
+            return next(self._outside.mismatches(call.leaves), None)
+
+    @contextmanager
+    def _taken_apart(self, call: Call) -> Iterator[None]:
+        """While active, the objects of a call that are taken apart are where guards find them."""
         self._slot[:] = [call.leaves[position] for position in call.objects.roots]
         try:
-            return next(self._outside.mismatches(), None)
+            yield
         finally:
             self._slot.clear()
 
     def shape_mismatch(self, call: Call) -> str | None:
         """The first tensor argument that is of another kind than captured."""
         return self._arguments.shape_mismatch(call.using(self.besides) or call)
+
+    def look(self, call: Call) -> None:
+        """Find the objects outside that a call would use."""
+        extended = call.using(self.besides)
+        if self._outside is not None and extended and self._arguments.same_structure(extended):
+            with self._taken_apart(extended):
+                self._outside.look(extended.leaves)
 
     def counted_for(self, call: Call) -> list[CarriedPlace]:
         """Places in which the step counts, where a call is given the same objects."""

@@ -13,6 +13,7 @@ from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import is_number
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.placed import note_counted
 from graphopt.tracing.replaced_modules import Registered
@@ -90,12 +91,13 @@ class HeldBefore:
 
 
 def _plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and attributes of the optimizers and other objects among the arguments."""
+    """Name and attributes of the optimizers among the arguments, and of other objects than those
+    that are followed as such outside the arguments are."""
     for position in (*call.optimizers, *call.constants):
         if position in call.objects.roots:
             continue  # see `given`
         attributes = getattr(call.leaves[position], "__dict__", None)
-        if isinstance(attributes, dict):
+        if isinstance(attributes, dict) and not is_object(call.leaves[position]):
             yield call.names[position], attributes
 
 

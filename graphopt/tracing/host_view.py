@@ -101,6 +101,7 @@ class HostView:
                     stamp = self._stamp(place, value)
                     self._before.setdefault(place.identity, (place, before))
                     self._record.pin(holder)
+                    self._record.pin(self._record.owner(holder))
                     call.outside.left.append(LeftThere(place, left, stamp))
         for changed in self._record.changed_containers():
             if reach.has(changed.container):
@@ -263,4 +264,6 @@ class HostView:
         for place, path, line in behind.call(number):
             holder = place.holder if isinstance(place, OutsidePlace) else place.optimizer()
             if reach.has(holder):
+                self._record.pin(holder)
+                self._record.pin(self._record.owner(holder))
                 yield ReadBehind(place, path, f"{line.file}:{line.line}")

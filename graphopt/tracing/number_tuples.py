@@ -44,10 +44,10 @@ class TupleTable(MutableMapping[Any, Any]):
     """
 
     def __init__(self, place: OutsidePlace, spec: Any) -> None:
-        self._place, self._spec = place, spec
+        self.place, self._spec = place, spec
 
     def _leaves(self) -> list[Any]:
-        found = leaves_of(self._place.now(), is_tensor)
+        found = leaves_of(self.place.now(), is_tensor)
         return [] if found is None or found[1] != self._spec else found[0]
 
     def __getitem__(self, position: int) -> Any:
@@ -57,7 +57,7 @@ class TupleTable(MutableMapping[Any, Any]):
         return leaves[position]
 
     def __setitem__(self, position: int, tensor: Any) -> None:
-        self._place.write(with_leaf(self._place.now(), position, tensor))
+        self.place.write(with_leaf(self.place.now(), position, tensor))
 
     def __delitem__(self, position: int) -> None:
         raise TypeError("a tuple keeps its items")

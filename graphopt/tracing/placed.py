@@ -14,7 +14,7 @@ that is not followed is found later, and refused. What is put into lists: `chang
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
@@ -41,8 +41,13 @@ from graphopt.tracing.later import (
 )
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
-from graphopt.tracing.outside.attributes import attributes_of
-from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace, same
+from graphopt.tracing.outside.places import (
+    MISSING,
+    FollowedPlace,
+    OutsidePlace,
+    attributes_of,
+    same,
+)
 from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
@@ -139,11 +144,8 @@ class _Places:
         carried = isinstance(written.before, (torch.Tensor, tuple))  # perhaps, as an input
         if within is None and not carried and not record.depends_on(place):
             within = found_again(record, place.holder)
-        if within is None:
-            for each in (place.holder, written.owner, record.owner(place.holder)):
-                record.pin(each)
-            if _is_found(record, written):
-                self.finder.carries(written.path, place)
+        if within is None and _is_found(record, written):
+            self.finder.carries(written.path, place)
         return PlacedResult(place, left, within)
 
     def _stand_in(self, tensor: torch.Tensor) -> Any:
@@ -172,11 +174,7 @@ def found_again(record: Record, container: Any) -> FollowedPlace | None:
         return None
     if any(each.place.identity == place.identity for each in record.written_places()):
         return None
-    within = found_again(record, place.holder)
-    if within is None:
-        record.pin(place.holder)
-        record.pin(record.owner(place.holder))
-    return FollowedPlace(place, within)
+    return FollowedPlace(place, found_again(record, place.holder))
 
 
 def _exchanged(record: Record) -> dict[int, FollowedPlace]:
@@ -204,7 +202,7 @@ def _only_place(record: Record, value: Any) -> OutsidePlace | None:
     return next(iter(places.values())) if len(places) == 1 else None
 
 
-_CONTAINERS = (dict, list, deque)
+_CONTAINERS = (dict, defaultdict, OrderedDict, list, deque)
 
 
 def _is_new(record: Record, written: WrittenPlace) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.outside.places import MISSING, OutsidePlace
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import is_own_file
 
@@ -78,6 +78,14 @@ def read_function(record: Record, function: types.FunctionType, line: SourceLine
         record.owned(cell, function)
 
 
+def read_setting(record: Record, owner: Any, name: str, line: SourceLine) -> None:
+    """The step sets `owner.name`, for which the class may come to have code of its own."""
+    kinds = (type, types.ModuleType, torch.Tensor, torch.nn.Module, Optimizer)
+    if not isinstance(owner, kinds) and record.is_outside(owner):
+        for each in (name, "__setattr__"):
+            read_method(record, type(owner), each, line)
+
+
 def attribute_place(value: Any, name: str) -> OutsidePlace | None:
     """Where `value.name = …` writes to; None where that is code of its own."""
     if isinstance(value, type):
@@ -87,15 +95,6 @@ def attribute_place(value: Any, name: str) -> OutsidePlace | None:
         return OutsidePlace("attribute", value, name) if _is_member(found[1]) else None
     attributes = attributes_of(value)
     return None if attributes is None else OutsidePlace("item", attributes, name)
-
-
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes, if it has one."""
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return attributes if isinstance(attributes, dict) else None
 
 
 def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLine) -> None:

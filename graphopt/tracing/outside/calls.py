@@ -20,16 +20,17 @@ from graphopt.tracing.numbers import ReadFloat, ReadInt
 from graphopt.tracing.outside import kept_lists, native
 from graphopt.tracing.outside.attributes import (
     attribute_place,
-    attributes_of,
     read_attribute,
     read_class,
     read_function,
     read_method,
+    read_setting,
 )
 from graphopt.tracing.outside.context_variables import ContextVariables
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import (
     OutsidePlace,
+    attributes_of,
     filled,
     is_container,
     is_read,
@@ -142,6 +143,7 @@ class NativeCalls:
             path = f"{record.path(args[0], type(args[0]).__name__)}.{args[1]}"
             read_attribute(record, args[0], args[1], path, line)
         elif callee is setattr:
+            read_setting(record, args[0], args[1], line)
             self.store(attribute_place(args[0], args[1]), args[0], line)
         elif callee is len or (callee is bool and is_container(args[0])):
             if record.is_outside(args[0]):
@@ -285,6 +287,7 @@ class NativeCalls:
             record.mutated(container, line)
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             key += len(container)
+        record.pin(key)
         if _hashable(key):
             record.wrote(OutsidePlace("item", container, key), counting, line=line)
         else:

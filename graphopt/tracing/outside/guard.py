@@ -8,7 +8,8 @@ places looked at one by one, equal numbers told from others, and the path of a c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
 from graphopt.tracing.outside.modules import only_within
+from graphopt.tracing.outside.moving import LEADING, MovingPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.sweeps import prepared
@@ -23,14 +25,27 @@ from graphopt.tracing.outside.sweeps import prepared
 
 class OutsideGuard:
     """Holds what a record holds. Neither the objects read nor their owners are kept alive by it:
-    where one of them is gone that no place leads to, the guard never fits again."""
+    where one of them is gone that no place leads to, the guard never fits again.
 
-    def __init__(self, record: Record) -> None:
+    Args:
+        places: what the graph reads and changes outside, some of it in objects that may be others
+            in each call (`moved`).
+
+    Attributes:
+        given: positions of objects among the arguments in whose place others may be.
+    """
+
+    def __init__(self, record: Record, places: Iterable[OutsidePlace] = ()) -> None:
         self._gone: str | None = None
         self._entries: list[GuardedPlace] = []
         self._followed: set[GuardedObject] = set()
         self._sweeps: list[Callable[[], bool]] | None = None
-        self._entries = _Entries(record, _TellsOfLostObject(self)).found
+        entries = _Entries(record, _TellsOfLostObject(self))
+        self._entries = entries.found
+        self._moving = {id(each.holder): entries.held(each.holder) for each in places}
+        self._changed = {held.root for held in self._moving.values()}
+        self._given = record.given
+        self.given = tuple(e.key for e in self._entries if e.holder.get() is record.given)
         self._followed = {entry.held for entry in self._entries if entry.held is not None}
         modules = self._unfollowed(record)
         self._owners = [
@@ -66,18 +81,57 @@ class OutsideGuard:
         """Whether it may fit again."""
         return self._gone is None
 
-    def mismatches(self) -> Iterator[str]:
-        """What has changed: the path to it, the values, and the line that read it."""
+    def holder_of(self, holder: Any) -> Callable[[], Any] | None:
+        """What gives an object that the guard finds in each call, or a part of it; None for one
+        that has to be the same, and as long as the guard is new."""
+        held = self._moving.get(id(holder))
+        return held.get if held is not None and held.root.followed else None
+
+    def moved(self, place: OutsidePlace) -> OutsidePlace:
+        """A place of an object as it was captured in the object that the guard finds."""
+        held = self._moving.get(id(place.holder))
+        if held is None or not held.root.followed:
+            return place
+        return MovingPlace(place.kind, held, place.key)
+
+    def mismatches(self, leaves: Sequence[Any]) -> Iterator[str]:
+        """What has changed: the path to it, the values, and the line that read it.
+
+        Args:
+            leaves: the arguments of the call.
+        """
         if self._gone is not None:
             yield self._gone
             return
+        with self._called_with(leaves):
+            yield from self._mismatches()
+
+    def look(self, leaves: Sequence[Any]) -> None:
+        """Find the objects of a call, also where it does not fit."""
+        if self._gone is None and self._moving:
+            with self._called_with(leaves):
+                following = _Following()
+                list(map(following.change, self._entries))
+                following.take()
+                self._sweeps = None
+
+    @contextmanager
+    def _called_with(self, leaves: Sequence[Any]) -> Iterator[None]:
+        """While active, the arguments of a call are where the guard looks for them."""
+        self._given.update((position, leaves[position]) for position in self.given)
+        try:
+            yield
+        finally:
+            self._given.clear()
+
+    def _mismatches(self) -> Iterator[str]:
         yield from self._modules.mismatches()
         yield from (f"{name} changed" for name, held in self._described if held.is_changed())
         if self._sweeps is not None and all(sweep() for sweep in self._sweeps):
             return
         following = _Following()
         change = next(filter(None, map(following.change, self._entries)), None)
-        change = change or following.meeting()
+        change = change or following.meeting(self._changed)
         if change is not None:
             yield change
             return
@@ -101,6 +155,7 @@ class OutsideGuard:
         """Let go of everything."""
         self._gone = reason
         self._entries, self._sweeps, self._owners, self._described = [], None, [], []
+        self._changed = set()
         self._followed.clear()
         self._modules = ModuleGuards(())
 
@@ -137,32 +192,34 @@ class _Entries:
         self._objects: dict[int, GuardedObject] = {}
         reads = [(read, _settled(read)) for read in record.reads.values()]
         stand_ins = {id(read.value) for read, settled in reads if settled.value is not read.value}
-        self.found = [
+        found = [
             self._entry(settled)
             for read, settled in reads
             if id(read.place.holder) not in stand_ins
         ]
+        # The other arguments have guards of their own.
+        self.found = [
+            each
+            for each in found
+            if each.holder.get() is not record.given or (each.held and each.held.followed)
+        ]
 
     def _entry(self, read: Read) -> GuardedPlace:
         held = None
-        if read.place.kind in _LEADING and not is_value(read.value) and read.value is not MISSING:
-            held = self._held(read.value)
-        return GuardedPlace(read, self._held(read.place.holder), held)
+        if read.place.kind in LEADING and not is_value(read.value) and read.value is not MISSING:
+            held = self.held(read.value)
+        return GuardedPlace(read, self.held(read.place.holder), held)
 
-    def _held(self, value: Any) -> GuardedObject:
+    def held(self, value: Any) -> GuardedObject:
         if id(value) not in self._objects:
             owner = self._record.owner(value)
             self._objects[id(value)] = GuardedObject(
                 value,
                 self._gone,
-                None if owner is None else self._held(owner),
+                None if owner is None else self.held(owner),
                 self._record.is_pinned(value),
             )
         return self._objects[id(value)]
-
-
-_LEADING = frozenset({"item", "class", "attribute", "cell", "target"})
-"""Kinds of places where an object is, rather than what is found out about one."""
 
 
 class _Following:
@@ -184,22 +241,35 @@ class _Following:
             return None
         return f"{entry.path}: {shown(entry.expected())} -> {shown(now)}, read at {line}"
 
-    def meeting(self) -> str | None:
-        """Which containers that were two are one by now, if any: the step changes one after the
-        other."""
+    def meeting(self, changed: Set[GuardedObject]) -> str | None:
+        """Which objects that were two are one by now, if any, where the step changes one after the
+        other.
+
+        Args:
+            changed: objects in whose places it does; containers need not be among them.
+        """
         seen: dict[int, GuardedObject] = {}
+        for held in changed:
+            self._object(held)
         for held, value in self._found.items():
-            if type(value) in CONTAINERS and seen.setdefault(id(value), held) is not held:
+            if held.owner is not None or value is MISSING:
+                continue
+            other = seen.setdefault(id(value), held)
+            if other is not held and (type(value) in CONTAINERS or changed & {held, other}):
                 return f"a {type(value).__name__} that the step reads in two places was two before"
         return None
 
     def settle(self, entries: Sequence[GuardedPlace]) -> None:
         """All that was found is what is expected from now on."""
+        self.take()
+        for entry, value in zip(entries, self._values, strict=True):
+            entry.found(value)
+
+    def take(self) -> None:
+        """The objects that were found are those that stand for the ones before."""
         for held, value in self._found.items():
             if held.owner is None and held.get() is not value:
                 held.take(value)
-        for entry, value in zip(entries, self._values, strict=True):
-            entry.found(value)
 
     def _object(self, held: GuardedObject) -> Any:
         if held not in self._found:

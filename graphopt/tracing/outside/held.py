@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +23,7 @@ from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.modules import description_of
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 
-CONTAINERS = frozenset({dict, list, set, deque})
+CONTAINERS = frozenset({dict, list, set, deque, defaultdict, OrderedDict})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
@@ -40,6 +40,7 @@ class GuardedObject:
     __slots__ = (
         "_globals",
         "_gone",
+        "_makes",
         "_object",
         "_part",
         "_type",
@@ -57,6 +58,7 @@ class GuardedObject:
         pinned: bool,
     ) -> None:
         self._gone, self._type, self.owner = gone, type(value), owner
+        self._makes = _default_of(value)
         self._part = None if owner is None else _part(owner.get(), value)
         self._globals = value.__globals__ if isinstance(value, types.FunctionType) else None
         self.description = None
@@ -105,6 +107,8 @@ class GuardedObject:
         """Whether another object can take its place, if the places read in it are alike."""
         if not self.followed or type(value) is not self._type:
             return False
+        if _default_of(value) is not self._makes:
+            return False
         if _is_marked_value(value):
             return bool(value == self._object)
         if self.description is not None:
@@ -126,6 +130,11 @@ class GuardedObject:
     @property
     def reference(self) -> Any:
         return self._object
+
+    @property
+    def root(self) -> GuardedObject:
+        """The object that it is a part of, or itself."""
+        return self if self.owner is None else self.owner.root
 
     def _lost(
         self, reference: weakref.ref[Any], ending: Callable[[], bool] = sys.is_finalizing
@@ -181,6 +190,11 @@ def _is_followed(kind: type) -> bool:
 
 _HARMLESS = frozenset({"typing", "abc"})
 """Modules of base classes whose methods read nothing of an object."""
+
+
+def _default_of(value: Any) -> Any:
+    """What makes the items that are missing in a dictionary."""
+    return value.default_factory if isinstance(value, defaultdict) else None
 
 
 def _part(owner: Any, value: Any) -> int | None:

@@ -23,7 +23,12 @@ from graphopt.tracing.inputs import may_be_input
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.accesses import OutsideAccess
-from graphopt.tracing.outside.attributes import attribute_place, read_attribute, read_method
+from graphopt.tracing.outside.attributes import (
+    attribute_place,
+    read_attribute,
+    read_method,
+    read_setting,
+)
 from graphopt.tracing.outside.callees import Instruction, Substitute
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.later_operands import Gives, LaterOperands
@@ -146,6 +151,7 @@ class Instructions(LaterOperands):
 
     def _set_attribute(self, at: Instruction) -> None:
         owner = at.top(1)
+        read_setting(self._record, owner, at.step.name, at.line)
         self._stored(at, attribute_place(owner, at.step.name), owner)
 
     def _import(self, at: Instruction) -> None:
@@ -237,6 +243,7 @@ class Instructions(LaterOperands):
     def _delete_item(self, at: Instruction) -> None:
         container, key = at.top(2), plain(at.top(1))
         if is_container(container):
+            self._record.pin(key)
             self._record.mutated(container, at.line, changes_of("__delitem__", [key]))
 
     def _contents(self, at: Instruction) -> None:

@@ -13,7 +13,11 @@ from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.later import Later
 from graphopt.tracing.outside.existing import existing_now
-from graphopt.tracing.outside.places import OutsidePlace, is_value, viewed
+from graphopt.tracing.outside.places import OutsidePlace, is_container, is_value, viewed
+
+
+class GivenObjects(dict[int, Any]):
+    """Objects among the arguments of a call, by their positions."""
 
 
 class KnownObjects:
@@ -23,6 +27,7 @@ class KnownObjects:
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
 
     Attributes:
+        given: objects among its arguments in whose place others may be.
         stands_for: the tensors that have stand-ins, by the ids of these.
         doubled: containers, by id, that have both for keys.
         gone_into: containers, by id, of whose contents values are computed when the graph has run.
@@ -39,6 +44,7 @@ class KnownObjects:
         self._paths: dict[int, tuple[Any, str]] = {}
         self._owners: dict[int, Callable[[], Any]] = {}
         self._pinned: dict[int, Any] = {}
+        self.given = GivenObjects()
         self.gone_into: set[int] = set()
         self.stands_for: Mapping[int, torch.Tensor] = {}
         self.doubled: set[int] = set()
@@ -99,6 +105,17 @@ class KnownObjects:
             return  # what stands for a value is not outside
         if self.is_outside(value):
             self._pinned[id(value)] = value
+
+    def need(self, value: Any) -> None:
+        """Each call needs this very object, as the step is captured."""
+        if value is not None:
+            self._pinned[id(value)] = value
+
+    def pins_own(self, value: Any) -> None:
+        """The step gets an object by a table that has guards of its own: each call has to find it
+        there, whatever other places lead to it."""
+        if not isinstance(value, (torch.Tensor, torch.nn.Module)) and not is_container(value):
+            self.pin(value)
 
     def is_pinned(self, value: Any) -> bool:
         """Whether each call needs this very object."""

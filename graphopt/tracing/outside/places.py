@@ -28,12 +28,12 @@ _TABLES = frozenset({dict, collections.OrderedDict, collections.defaultdict})
 _COPIED = (set, frozenset, bytearray)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FollowedPlace:
     """The place in which each call finds a container, whichever is there by then.
 
     Attributes:
-        place: as it was found when the step was captured.
+        place: as it was found when the step was captured, or in the object that a guard finds.
         within: where each call finds its holder, where that may be another one as well.
     """
 
@@ -244,6 +244,15 @@ _WRITERS: Mapping[str, Any] = {
     "attribute": _write_attribute,
     "class": _write_attribute,
 }
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes, if it has one."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if isinstance(attributes, dict) else None
 
 
 def key_text(key: Any) -> str:

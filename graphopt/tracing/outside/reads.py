@@ -88,6 +88,7 @@ class OutsideReads(ContainerChanges):
             return value
         if self.is_own(place.holder):
             self.reached(value, path)
+            self.pins_own(value)
             return value
         if identity in self._derived and not self._begins_in(identity):
             self.counted = self.counted or self._made(place, value, path, line)
@@ -201,6 +202,7 @@ class OutsideReads(ContainerChanges):
             self.size(container, path, line)
             key += len(container)
         self.looks_up(container, key, line)
+        self.pin(key)
         return self.read(OutsidePlace("item", container, key), f"{path}[{key_text(key)}]", line)
 
     def size(self, container: Any, path: str, line: SourceLine) -> None:

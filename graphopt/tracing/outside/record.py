@@ -14,7 +14,14 @@ from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.changed_containers import ChangedContainer
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, key_text, same
+from graphopt.tracing.outside.places import (
+    MISSING,
+    OutsidePlace,
+    Read,
+    attributes_of,
+    key_text,
+    same,
+)
 from graphopt.tracing.outside.reads import OutsideReads, draws_none, of_none, set_itself
 from graphopt.tracing.outside.unrepeated import users
 
@@ -157,6 +164,8 @@ class Record(OutsideReads):
                 self.read(*self._begun[identity])
         self.times_written[identity] += 1
         self._goes_through(place.holder)
+        if not isinstance(owner, types.ModuleType) and attributes_of(owner) is place.holder:
+            self.owned(place.holder, owner)
         if place.is_written and identity not in self._places:
             path = path or self._path_of(place, owner)
             read = self.reads.get(identity)
@@ -301,6 +310,10 @@ class Record(OutsideReads):
     def places_of(self, value: Any) -> list[OutsidePlace]:
         """All places in which the step has read an object."""
         return [read.place for read in self.reads.values() if read.value is value]
+
+    def is_written(self, place: OutsidePlace) -> bool:
+        """Whether the step has written to a place."""
+        return place.identity in self._written
 
     def taken_from(self, table: dict[str, Any]) -> set[str]:
         """The keys of a dictionary whose numbers the graph takes."""

@@ -16,6 +16,7 @@ from graphopt.tracing.later import BEGIN
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.guard import shown
+from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read, is_container
 from graphopt.tracing.outside.record import Record
@@ -66,9 +67,15 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
     for name, leaf in zip(call.names, call.leaves, strict=True):
         record.reached(leaf, name)
     call.fill_slot()
-    called_at = definition_of(call) or line
+    defined = definition_of(call) or line
     for index, position in enumerate(call.objects.roots):
-        record.read(OutsidePlace("item", call.slot, index), call.names[position], called_at)
+        record.read(OutsidePlace("item", call.slot, index), call.names[position], defined)
+    for position in filter(lambda at: is_object(call.leaves[at]), call.constants):
+        if position in call.objects.roots:
+            continue
+        record.given[position] = call.leaves[position]
+        place = OutsidePlace("item", record.given, position)
+        record.read(place, f"argument {call.names[position]}", defined)
     record.reached(call.fn, getattr(call.fn, "__name__", "the step"))
     record.reached(getattr(call.fn, "__self__", None), "self")
     with observed(Observer(record, set(map(id, modules)), substitute)):

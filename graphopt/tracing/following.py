@@ -1,0 +1,71 @@
+"""Lets what a graph reads and changes outside be found by its guard, in each call.
+
+    PlacedNumber(losses.sum)     an input: of whichever object `losses` is
+    PlacedResult(losses.sum)     and there the call leaves the next one
+
+See `outside.moving`. Where the guard cannot find another object, each call needs the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from graphopt.tracing.besides import Besides
+from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.inputs import Inputs, PlacedNumber
+from graphopt.tracing.number_tuples import TupleTable
+from graphopt.tracing.outside.guard import OutsideGuard
+from graphopt.tracing.outside.moving import MovingTable, pin_others
+from graphopt.tracing.outside.places import FollowedPlace, OutsidePlace
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.signature import Signature
+
+
+def following(
+    record: Record, signature: Signature, inputs: Inputs, besides: Besides
+) -> OutsideGuard:
+    """The guard of what a step has read outside, by which what its graph takes from there, and
+    leaves there, is found from now on."""
+    for each in besides.carried:
+        if is_array(each.place.now()):
+            record.need(each.place.holder)
+    places = list(_places(signature, inputs, besides))
+    pin_others(record, places)
+    guard = OutsideGuard(record, places)
+    signature.placed = [replace(each, place=guard.moved(each.place)) for each in signature.placed]
+    for followed in _followed(signature):
+        followed.place = guard.moved(followed.place)
+    inputs.hyperparameters = [
+        replace(each, place=guard.moved(each.place)) if isinstance(each, PlacedNumber) else each
+        for each in inputs.hyperparameters
+    ]
+    for entry in inputs.module_tensors:
+        entry.slots = [(_moved_table(guard, table), key) for table, key in entry.slots]
+    besides.carried[:] = [each._replace(place=guard.moved(each.place)) for each in besides.carried]
+    return guard
+
+
+def _places(signature: Signature, inputs: Inputs, besides: Besides) -> Iterator[OutsidePlace]:
+    yield from (each.place for each in signature.placed if each.within is None)
+    yield from (each.place for each in _followed(signature) if each.within is None)
+    yield from (each.place for each in besides.carried)
+    yield from (each.place for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
+
+
+def _followed(signature: Signature) -> Iterator[FollowedPlace]:
+    """The places of containers in which, or in what is in them, the step changes anything."""
+    found = [each.within for each in signature.placed]
+    for within in (*found, *(each.within for each in signature.changed)):
+        while within is not None:
+            yield within
+            within = within.within
+
+
+def _moved_table(guard: OutsideGuard, table: Any) -> Any:
+    if isinstance(table, TupleTable):
+        table.place = guard.moved(table.place)
+        return table
+    holder = guard.holder_of(table)
+    return table if holder is None else MovingTable(holder)
