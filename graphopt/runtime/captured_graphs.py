@@ -103,6 +103,8 @@ class CapturedGraphs(Sequence["BoundStep"]):
         places = changing(entry.captured.found for entry in self._entries)
         if cause is not None and cause.kind != MODE and self._entries:
             places += self._entries[0].guards.counted_for(call)
+        # What is in objects that are taken apart is an argument already.
+        places = [each for each in places if not call.objects.contains(each.place.holder)]
         return call.using(call.besides.joined(Besides(carried=places))) or call
 
     def drop_unusable(self) -> None:

@@ -20,7 +20,7 @@ from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.draws.program import HostValues
-from graphopt.tracing.given_objects import GivenField, GivenObjects
+from graphopt.tracing.given_objects import GivenField, OpenedObjects
 from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
 from graphopt.tracing.tensor_classes import WITH_GRADIENTS, check_class
 
@@ -80,7 +80,7 @@ class Call:
         self._names: list[str] | None = None
         self._using: Call | None = None
         self._given = len(self.leaves)
-        self.objects = self._fields = GivenObjects(self.leaves, self.constants)
+        self.objects = self._fields = OpenedObjects(self.leaves, self.constants)
         for field in self.objects.fields:
             is_tensor = isinstance(field.value, torch.Tensor)
             (self.tensors if is_tensor else self.constants).append(len(self.leaves))
@@ -109,7 +109,7 @@ class Call:
         new.modules = [position for position in self.modules if position < self._own]
         new.optimizers = [position for position in self.optimizers if position < self._own]
         if besides.whole_objects:
-            new.objects = GivenObjects()
+            new.objects = OpenedObjects()
             new.tensors = [position for position in self.tensors if position < self._given]
             new.constants = [position for position in self.constants if position < self._given]
         for position in range(self._own, len(new.leaves)):

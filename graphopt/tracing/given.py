@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphopt.errors import CaptureError
-from graphopt.tracing.given_objects import AttributesOf, GivenObjects
+from graphopt.tracing.given_objects import AttributesOf, OpenedObjects
 from graphopt.tracing.outside.reads import is_stand_in
 
 Path = tuple[Any, ...]
@@ -57,7 +57,7 @@ class GivenContainers:
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], objects: GivenObjects | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], objects: OpenedObjects | None = None
     ) -> None:
         nested: list[tuple[Path, Any]] = [((0, i), value) for i, value in enumerate(args)]
         nested += [((1, key), value) for key, value in kwargs.items()]

@@ -78,7 +78,7 @@ class GivenField(NamedTuple):
         return root
 
 
-class GivenObjects:
+class OpenedObjects:
     """The objects of one call that are taken apart.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graphopt.tracing.given import ContainerChange
-from graphopt.tracing.given_objects import GivenObjects
+from graphopt.tracing.given_objects import OpenedObjects
 from graphopt.tracing.nests import parts
 from graphopt.tracing.outside.record import Record
 
@@ -22,7 +22,7 @@ def pin_changes(record: Record, changes: Iterable[ContainerChange]) -> None:
         record.pin(each)
 
 
-def pin_held(record: Record, objects: GivenObjects, tables: Iterable[dict[str, Any]]) -> None:
+def pin_held(record: Record, objects: OpenedObjects, tables: Iterable[dict[str, Any]]) -> None:
     """The step leaves objects among its arguments in attributes of modules and optimizers.
 
     Args:

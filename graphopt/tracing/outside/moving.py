@@ -63,6 +63,8 @@ def is_object(value: Any) -> bool:
     what the step does with it is seen."""
     if isinstance(value, Enum) or is_value(value) or callable(value):
         return False
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return False
     plain = type(value).__flags__ & _HEAP_TYPE or type(value) is SimpleNamespace
     return bool(plain) and can_follow(value)
 
