@@ -220,7 +220,7 @@ def test_a_text_is_padded_to_a_length() -> None:
         text = f"loss {loss.item():.3f}"
         for _ in range(20 - len(text)):
             text += "."
-        written.append(text)
+        written.append("".join([text[:-1], str(loss.item())[:0], text[-1]]))
 
     for scale in (1.0, 30.0, 2.0):
         step(torch.full((2, 2), scale))

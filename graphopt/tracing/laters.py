@@ -317,7 +317,7 @@ class Laters:
             feeding: it only goes into a store to where it comes from.
         """
         if isinstance(container, str):
-            return as_later(container)[key] if is_later(container) else None
+            return self.text(as_later(container)[key]) if is_later(container) else None
         is_array = self.arrays.is_array(container)
         if is_array and feeding:
             return self.arrays.item(container, key)
