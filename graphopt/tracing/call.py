@@ -20,7 +20,7 @@ from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.draws.program import HostValues
-from graphopt.tracing.given_objects import GivenField, OpenedObjects
+from graphopt.tracing.given_objects import GivenField, OpenedObjects, may_be_taken_apart
 from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
 from graphopt.tracing.tensor_classes import WITH_GRADIENTS, check_class
 
@@ -117,6 +117,14 @@ class Call:
             (new.modules if is_module else new.optimizers).append(position)
         new._names = None
         return new
+
+    def with_whole_objects(self) -> Call:
+        """The same call, where none of its objects holds a tensor: a graph for it holds also where
+        one does that the step does not look at."""
+        kinds = {type(self.leaves[position]) for position in self.constants}
+        if self.objects or not any(map(may_be_taken_apart, kinds)):
+            return self
+        return self.using(self.besides.joined(Besides(whole_objects=True))) or self
 
     def deciding(self, answers: tuple[Answer, ...]) -> Call:
         """The same call, with answers to its first decisions, and without what it uses besides."""

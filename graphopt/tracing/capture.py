@@ -285,6 +285,7 @@ def capture_call(
     """`capture`, of arguments already taken apart, with the markers that `parallelize` expands;
     `settled`, `lasts` and `held`: see `finish`."""
     with _compat.without_fake_mode(), collector_paused(), existing_kept():
+        call = call.with_whole_objects()
         while True:
             call, inputs, raw = first_trace(call, communication)
             try:
