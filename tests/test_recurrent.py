@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.optim import Optimizer
 
 import graphopt
+from graphopt.errors import CaptureError
 from test_decisions import assert_alike, finish, left_by
 
 
@@ -123,3 +124,19 @@ def test_decisions_within_functions_of_torch() -> None:
         return finish(optimizer, loss)
 
     assert check(step, lambda: Recurrent(nn.GRU), [LENGTHS] * 3) == 1
+
+
+def test_lengths_of_ctc_loss_in_lists_are_refused_with_what_works() -> None:
+    model, loss_of = torch.nn.Linear(4, 5), torch.nn.CTCLoss()
+    x, y = torch.randn(2, 10, 4), torch.randint(1, 5, (2, 4))
+
+    def step(given: int, taken: int, kind: Any) -> Tensor:
+        scores = model(x).log_softmax(2).transpose(0, 1)
+        loss = loss_of(scores, y, kind([10, given]), kind([4, taken]))
+        loss.backward()
+        return loss.detach()
+
+    with pytest.raises(CaptureError, match="give the lengths as tensors"):
+        graphopt.compile(step)(9, 3, list)
+    ours = graphopt.compile(step)(9, 3, torch.tensor)
+    assert torch.equal(ours, step(9, 3, list))
