@@ -1,8 +1,10 @@
 """Clocks that a step reads, as nodes of its graph: read in each call, where the program does.
 
-start = time.perf_counter()          perf_counter = graphopt.clock()
-loss = model(x)                ==>   …
-self.seconds += time.perf_counter() - start
+    start = time.perf_counter()          perf_counter = graphopt.clock()
+    loss = model(x)                ==>   …
+    self.seconds += time.perf_counter() - start
+
+What a clock shows is a number of the graph, as what `.item()` gives is.
 """
 
 from __future__ import annotations

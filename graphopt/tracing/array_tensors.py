@@ -18,20 +18,20 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.draws.arguments import Known, Method
 from graphopt.tracing.draws.items import LiveItems, is_numeric
-from graphopt.tracing.draws.recorder import tensor_over
+from graphopt.tracing.draws.recorder import SHARING, tensor_over
 from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.known_functions import is_in
 from graphopt.tracing.later import Later, is_later
 from graphopt.tracing.number_expressions import Application
 from graphopt.tracing.numbers import SYMBOLIC
 
-_SHARING = (torch.from_numpy, torch.as_tensor, torch.asarray)
 _JOINING: dict[str, Callable[..., torch.Tensor]] = {"stack": torch.stack, "concatenate": torch.cat}
 
 
 def made_of_array(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     """What is called in place of a function that makes a tensor of such an array; None where that
     is not so, or where numpy might compute otherwise than torch."""
-    if not (callee in _SHARING or callee is torch.tensor) or not args:
+    if not (callee is torch.tensor or is_in(callee, SHARING)) or not args:
         return None
     tensor = _tensor_of(args[0])
     if tensor is None:

@@ -173,9 +173,9 @@ class Call:
         """What is in objects that are taken apart, each with its position in `leaves`."""
         return zip(count(self._given), self.objects.fields, strict=False)
 
-    def fill_slot(self) -> None:
+    def fill(self, slot: list[Any]) -> None:
         """Put the objects that are taken apart where guards find them."""
-        self.slot[:] = [self.leaves[position] for position in self.objects.roots]
+        slot[:] = [self.leaves[position] for position in self.objects.roots]
 
     def optimizer_objects(self) -> list[Optimizer]:
         """The optimizers among the arguments, in their order."""

@@ -65,9 +65,6 @@ class FoundPlace(NamedTuple):
             return is_array(now) and digest_of(now) != self.value
         if isinstance(self.value, weakref.ref):
             return isinstance(now, torch.Tensor) and now is not self.value()
-        return self._is_another(now)
-
-    def _is_another(self, now: Any) -> bool:
         return type(now) is type(self.value) and is_exact(now) and now != self.value
 
 

@@ -28,7 +28,7 @@ _NO_ITEM = object()
 class ContainerChange:
     """What a step has made of one container.
 
-    AttributesOf:
+    Attributes:
         removed: keys of a dictionary that are gone.
         items: new items of a dictionary; all items of a list.
     """
@@ -42,7 +42,7 @@ class ContainerChange:
 class InObject:
     """The first step of a path to a container in an object among the arguments.
 
-    AttributesOf:
+    Attributes:
         position: of the object among the leaves of the arguments.
     """
 

@@ -45,7 +45,7 @@ ATTRIBUTES = AttributesOf()
 class GivenTable(NamedTuple):
     """A dictionary or list in an object.
 
-    AttributesOf:
+    Attributes:
         root: the position of the object among the leaves of the arguments.
         path: from the object to it.
     """
@@ -85,7 +85,7 @@ class OpenedObjects:
         leaves: of the arguments.
         positions: of those that are no tensors, modules or optimizers.
 
-    AttributesOf:
+    Attributes:
         roots: the positions of the objects.
         tables, fields: what is in them.
         structure: where that is, of which type each object is, and which are the same.

@@ -143,7 +143,7 @@ class Guards:
     @contextmanager
     def _taken_apart(self, call: Call) -> Iterator[None]:
         """While active, the objects of a call that are taken apart are where guards find them."""
-        self._slot[:] = [call.leaves[position] for position in call.objects.roots]
+        call.fill(self._slot)
         try:
             yield
         finally:

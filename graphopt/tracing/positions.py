@@ -17,6 +17,7 @@ from graphopt import _compat
 from graphopt._compat.sizes import AnsweredQuestions, backed
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.host_numbers import HostNumber, is_host_number
+from graphopt.tracing.known_functions import is_in
 from graphopt.tracing.number_expressions import Condition, Conditions
 from graphopt.tracing.numbers import TakenInt
 
@@ -99,7 +100,7 @@ def takes_positions(callee: Any) -> Callable[..., Any] | None:
     function = callee
     if isinstance(getattr(callee, "__self__", None), torch.Tensor):
         function = getattr(torch.Tensor, callee.__name__, None)
-    if function not in _FUNCTIONS:
+    if not is_in(function, _FUNCTIONS):
         return None
     first = () if function is callee else (callee.__self__,)
 

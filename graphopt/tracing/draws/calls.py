@@ -25,6 +25,7 @@ from graphopt.tracing.draws.positions import BY_POSITION
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import AllRows, are_rows
 from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.known_functions import is_in
 from graphopt.tracing.number_expressions import Application, leaves_of
 from graphopt.tracing.positions import takes_positions
 
@@ -94,9 +95,9 @@ class Substitutes:
             return self._type
         if callee is operator.getitem and len(args) == 2:
             return self._items(*args)
-        if _compat.made_by_legacy(callee) is not None or _is_in(callee, _MAKERS):
+        if _compat.made_by_legacy(callee) is not None or is_in(callee, _MAKERS):
             return self._tensor(callee) if any(map(self._is_made_on_host, args)) else None
-        if _is_in(callee, self._numpy()):
+        if is_in(callee, self._numpy()):
             return self._apply(callee)
         placed = takes_positions(callee)
         if placed is not None or (any(map(is_known, args)) and _is_of_torch(callee)):
@@ -221,10 +222,3 @@ def _is_of_torch(callee: Any) -> bool:
         return True
     module = getattr(callee, "__module__", None) or ""
     return str(module).partition(".")[0] == "torch"
-
-
-def _is_in(callee: Any, functions: frozenset[Any]) -> bool:
-    try:
-        return callee in functions
-    except TypeError:  # it has no hash
-        return False

@@ -63,7 +63,7 @@ def tensor_over(array: Any) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-_SHARING = (torch.from_numpy, torch.as_tensor, torch.asarray, tensor_over)
+SHARING = frozenset({torch.from_numpy, torch.as_tensor, torch.asarray, tensor_over})
 """Functions whose tensor may lie in the memory of the array."""
 
 
@@ -335,11 +335,11 @@ class HostCalls:
             raise self.refused("it makes no tensor of an array", "draw outside the step")
         with _compat.without_modes():
             requires_grad, layout, value = value.requires_grad, layout_of(value), value.detach()
-            array = value.numpy() if function in _SHARING else None
+            array = value.numpy() if function in SHARING else None
         term = Application(layout_of, (Leaf(index),))
         self._conditions.add(Condition(same_value, term, layout, True))
         stand_in = self._input(index, value)
-        if function in _SHARING:
+        if function in SHARING:
             self.memory.lend(array, stand_in)
         return stand_in.detach().requires_grad_() if requires_grad else stand_in
 

@@ -66,7 +66,7 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
         record.reached(module, name or "the model")
     for name, leaf in zip(call.names, call.leaves, strict=True):
         record.reached(leaf, name)
-    call.fill_slot()
+    call.fill(call.slot)
     defined = definition_of(call) or line
     for index, position in enumerate(call.objects.roots):
         record.read(OutsidePlace("item", call.slot, index), call.names[position], defined)
