@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 import graphopt
 from graphopt._compat.late import holders_of
 from graphopt.errors import CaptureError
-from graphopt.tracing.outside.existing import existing_kept, existing_now, note_existing
+from graphopt.runtime.collector import frozen_objects_seen
+from graphopt.tracing.outside.existing import births_noted, existing_now
 from zoo import train_step
+
+_CALLBACKS = len(gc.callbacks)
 
 
 @pytest.fixture(autouse=True)
@@ -23,35 +27,67 @@ def collector() -> Iterator[None]:
     (gc.enable if enabled else gc.disable)()
 
 
-@pytest.mark.parametrize("collecting", [False, True])
-def test_the_second_trace_finds_what_was_made_since_the_first(collecting: bool) -> None:
+def _collect() -> None:
+    gc.collect()
+
+
+def _freeze() -> None:
+    gc.unfreeze()
+    with frozen_objects_seen():
+        pass
+    gc.freeze()
+    with frozen_objects_seen():
+        pass
+
+
+@pytest.mark.parametrize("between", [None, _collect, _freeze])
+def test_each_trace_finds_what_was_made_before_it(between: Callable[[], None] | None) -> None:
+    """Whatever the collector has gone through meanwhile."""
     gc.disable()
-    before = [object]
-    with existing_kept():
-        note_existing()
-        between = [object]
-        if collecting:
-            gc.collect()  # what is new is old from now on
+    oldest = [object]
+    with births_noted():
+        old = [object]
         first = existing_now()
-        after = [object]
-        assert before in first
-        assert between in first
-        assert after not in first
-        first.let_go()
+        new = [object]
+        if between is not None:
+            between()
+        newer = [object]
+        assert oldest in first and old in first
+        assert new not in first and newer not in first
         second = existing_now()
-        assert before in second
-        assert after in second
-        assert [object] not in second
+        newest = [object]
+        if between is not None:
+            between()
+        assert new in second and newer in second and oldest in second
+        assert newest not in second
+        assert new not in first and newest not in first
+    assert len(gc.callbacks) == _CALLBACKS
 
 
-def test_storages_that_are_noted_have_no_more_holders() -> None:
+def test_an_object_in_the_place_of_an_old_one_is_new() -> None:
+    gc.disable()
+    old = [[object] for _ in range(1000)]
+    with births_noted():
+        before = [[object] for _ in range(1000)]
+        existing = existing_now()
+        assert all(each in existing for each in (*old, *before))
+        addresses = {*map(id, old), *map(id, before)}
+        del old, before
+        later = [[object] for _ in range(2000)]
+        assert any(id(each) in addresses for each in later)
+        assert not any(each in existing for each in later)
+
+
+def test_nothing_is_kept_alive() -> None:
     tensor = torch.ones(3)
-    storage = tensor.untyped_storage()
     expected = holders_of(tensor)
-    with existing_kept():
-        note_existing()
+    with births_noted():
+        existing = existing_now()
+        assert tensor in existing
         assert holders_of(tensor) == expected
-        assert storage in existing_now()
+        holder = weakref.ref(nn.Linear(2, 2))
+        gc.collect()
+        assert holder() is None
 
 
 @pytest.mark.parametrize("enabled", [False, True])

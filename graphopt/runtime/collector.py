@@ -32,6 +32,7 @@ def frozen_objects_seen() -> Iterator[None]:
     was anything set aside, everything is afterwards."""
     frozen = gc.get_freeze_count() > 0
     if frozen:
+        gc.collect(0)  # for those who look at what is new when the collector runs
         gc.unfreeze()
     try:
         yield

@@ -32,7 +32,7 @@ from graphopt.tracing.collecting import module_tensors
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.input_notes import held_names
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.outside.existing import existing_kept
+from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication, UnagreedParameterError
 from graphopt.tracing.trace import RawTrace, trace
 
@@ -66,7 +66,7 @@ class _AsAgreed(Ranks):
         call = call if call.decided else call.deciding(self.agreed.likely)
         call = voting(call, always=self._joint.uneven)
         try:
-            with _compat.without_fake_mode(), collector_paused(), existing_kept():
+            with _compat.without_fake_mode(), collector_paused(), births_noted():
                 captured = self._captured(call, self.agreed.held)
         except UnagreedParameterError:
             raise NotAsAgreedError from None

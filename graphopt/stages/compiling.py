@@ -33,7 +33,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.inputs import InputSpec
 from graphopt.tracing.optimizer_state import has
-from graphopt.tracing.outside.existing import existing_kept
+from graphopt.tracing.outside.existing import births_noted
 from graphopt.verify import Problem, SpecReport, check_graph
 from graphopt.verify.averaged import sharing_problems
 from graphopt.verify.equivalence import Proof
@@ -170,7 +170,7 @@ class Stages:
             VerificationError: what was captured is not in the captured dialect.
         """
         start = time.perf_counter()
-        with existing_kept():
+        with births_noted():
             captured = ranks.capture(call)
         record = PassRecord("capture", stage=True, seconds=time.perf_counter() - start)
         report = check_graph(captured.graph_module.graph, captured.inputs, marked=True)

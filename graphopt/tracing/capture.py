@@ -44,7 +44,7 @@ from graphopt.tracing.input_notes import (
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
 from graphopt.tracing.leftovers import OutsideChanges, is_told
-from graphopt.tracing.outside.existing import existing_kept, forget_existing, note_existing
+from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
@@ -284,7 +284,7 @@ def capture_call(
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart, with the markers that `parallelize` expands;
     `settled`, `lasts` and `held`: see `finish`."""
-    with _compat.without_fake_mode(), collector_paused(), existing_kept():
+    with _compat.without_fake_mode(), collector_paused(), births_noted():
         call = call.with_whole_objects()
         while True:
             call, inputs, raw = first_trace(call, communication)
@@ -304,7 +304,6 @@ def first_trace(
     """
     while True:
         inputs = prepare(call)
-        note_existing()
         try:
             raw = trace(call, inputs, communication)
         except (MoreInputs, CaptureError) as error:
@@ -337,7 +336,6 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     Raises:
         CaptureError: `error`, where that has been tried.
     """
-    forget_existing()
     if isinstance(error, CaptureError) and _was_guessed_wrong(inputs, error):
         return call.with_answers((*inputs.answers[:-1], not inputs.answers[-1]))
     if isinstance(error, MoreInputs) and any(

@@ -99,7 +99,7 @@ class ObtainedValues:
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
         """The line of the first such number that something still holds, other than `known` (by id);
         None where nothing does."""
-        for generation in (None, 0, 2):
+        for generation in (None, 1, 2):
             if generation is not None:
                 gc.collect(generation)
             alive = ((reference(), line) for reference, line in self._numbers)
@@ -126,7 +126,7 @@ class ObtainedValues:
     def kept(self, known: set[int]) -> tuple[list[int], SourceLine | None] | None:
         """Shape and line of the first such tensor that a Python object still holds, other than
         `known` (by id). Tensors that autograd alone holds (in C++) do not count."""
-        for generation in (None, 0, 2):  # what the trace has made is young
+        for generation in (None, 1, 2):  # what the trace has made is young
             if generation is not None:
                 gc.collect(generation)
             tensors = self._alive(known)

@@ -3,97 +3,86 @@
 from __future__ import annotations
 
 import gc
-import operator
-import weakref
+from builtins import id as identity_of  # a step that is traced may have another in its place
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import compress, count, repeat
+from itertools import repeat
 from typing import Any
-
-import torch
-
-_STORAGE = torch.UntypedStorage
-_NOBODY = object()
 
 
 class Existing:
-    """All objects that there are now. They are kept alive, so that no other object gets the
-    identity of one of them.
+    """The objects that the collector knows and that were made before a moment."""
 
-    Args:
-        before: those that there were a moment ago. What is new since then is kept apart by the
-            collector until it runs, so that not everything has to be gone through again.
-    """
-
-    def __init__(self, before: Existing | None = None) -> None:
-        objects = [] if before is None else gc.get_objects(generation=0)
-        if before is not None and not any(each is before._mark for each in objects):
-            before = None
-        self._before = before
-        self._objects = gc.get_objects() if before is None else objects + before._alive_storages()
-        self._storages: list[weakref.ref[Any]] = []
-        self._identities: set[int] | None = None
-        self._mark: list[Any] = []  # among the new objects for as long as all of those are
+    def __init__(self, births: Births, moment: int) -> None:
+        self._births, self._moment = births, moment
 
     def __contains__(self, value: Any) -> bool:
-        if self._identities is None:
-            self._identities = set(map(id, self._objects))
-        if id(value) in self._identities:
-            return True
-        return self._before is not None and value in self._before
-
-    def without_storages(self) -> Existing:
-        """The same, without the storages of tensors, whose uses are counted between two traces."""
-        are_storages = map(operator.is_, map(type, self._objects), repeat(_STORAGE))
-        for place in list(compress(count(), are_storages)):
-            self._storages.append(weakref.ref(self._objects[place]))
-            self._objects[place] = _NOBODY
-        return self
-
-    def _alive_storages(self) -> list[Any]:
-        found = (reference() for reference in self._storages)
-        return [storage for storage in found if storage is not None]
-
-    def let_go(self) -> None:
-        """Keep nothing alive any more."""
-        self._before, self._objects, self._identities = None, [], None
+        return gc.is_tracked(value) and self._births.before(value, self._moment)
 
 
-_kept: ContextVar[list[Existing] | None] = ContextVar("kept", default=None)
+class Births:
+    """Between which moments objects were made.
+
+    New objects are in the collector's youngest generation until it runs. Each of its runs is
+    preceded by a look at that generation, and a look is followed by a run, so that each object is
+    looked at once. Objects are known by their addresses and not kept alive: whatever is found at an
+    address that a new object had is at least as new.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, int] = {}  # by address, the moment before
+        self._moment = 0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """While active, objects that are made are noted; those before count as made at 0."""
+        gc.collect(0)
+        gc.callbacks.append(self._note)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(self._note)
+
+    def now(self) -> Existing:
+        """The objects that there are now."""
+        gc.collect(0)
+        self._moment += 1
+        return Existing(self, self._moment)
+
+    def before(self, value: Any, moment: int) -> bool:
+        """Whether an object was made before a moment."""
+        address = identity_of(value)
+        if self._made.get(address) != self._moment:
+            gc.collect(0)
+        return self._made.get(address, 0) < moment
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            addresses = map(identity_of, gc.get_objects(generation=0))
+            self._made.update(zip(addresses, repeat(self._moment)))
+
+
+_births: ContextVar[Births | None] = ContextVar("births", default=None)
 
 
 @contextmanager
-def existing_kept() -> Iterator[None]:
-    """While active, the traces of one capture share what `note_existing` has found."""
-    if _kept.get() is not None:
+def births_noted() -> Iterator[None]:
+    """While active, one capture notes when objects are made."""
+    if _births.get() is not None:
         yield
         return
-    token = _kept.set([])
+    births = Births()
+    token = _births.set(births)
     try:
-        yield
+        with births.noted():
+            yield
     finally:
-        forget_existing()
-        _kept.reset(token)
-
-
-def note_existing() -> None:
-    """All traces that follow go on from the objects that are there now: nothing may be counted
-    among them that is to be gone before those traces."""
-    forget_existing()
-    kept = _kept.get()
-    if kept is not None:
-        kept.append(Existing().without_storages())
-
-
-def forget_existing() -> None:
-    """Let go of what was noted."""
-    kept = _kept.get()
-    while kept:
-        kept.pop().let_go()
+        _births.reset(token)
 
 
 def existing_now() -> Existing:
-    """All objects that are there now."""
-    kept = _kept.get()
-    return Existing(kept[0] if kept else None)
+    """All objects that are there now, where `births_noted` is active."""
+    births = _births.get()
+    assert births is not None
+    return births.now()

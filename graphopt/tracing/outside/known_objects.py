@@ -39,7 +39,6 @@ class KnownObjects:
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
         self._own = {id(table) for table in own}
         self._existing = existing_now()
-        # `gc.freeze` hides classes and modules from `gc.get_objects`.
         self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
         self._paths: dict[int, tuple[Any, str]] = {}
         self._owners: dict[int, Callable[[], Any]] = {}
@@ -55,7 +54,7 @@ class KnownObjects:
     def is_outside(self, value: Any) -> bool:
         """Whether an object existed before the step."""
         known = id(value) in self._paths or isinstance(value, type)
-        return known or id(value) in self._namespaces or value in self._existing
+        return known or value in self._existing
 
     def viewed(self, value: Any) -> Any:
         """`places.viewed`; the step gets to that container by the view or the method."""

@@ -95,7 +95,6 @@ class Record(OutsideReads):
 
     def close(self) -> None:
         """Let go of what only observing needs, which is nearly everything."""
-        self._existing.let_go()
         self._paths.clear()
         self._forget_values()
         self.optimizers.clear()
