@@ -53,15 +53,22 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Longest files first: workers take one after another, and one that takes minutes would be
-    left alone at the end. What takes long is `slow`. Of a test's cases, some are `full`
-    (`sliced`), some are `slow` (`quick`), and some are left out (`covering`)."""
-    seconds = durations.listed()
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    left alone at the end. What takes too long for the normal run is `full`, what takes too long
+    for `make check` `slow`; some cases are left out (`covering`)."""
+    seconds = defaultdict(lambda: durations.TYPICAL, durations.listed())
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if _function(item) in seconds and item.get_closest_marker("quick") is None:
-            item.add_marker("slow")
-        cases[item.nodeid.partition("[")[0]].append(item)
-    left_out = [item for each in cases.values() for item in _left_out(each, config)]
+        tests[item.nodeid.partition("[")[0]].append(item)
+    quickest: dict[str, list[pytest.Item]] = {}
+    for cases in sorted(tests.values(), key=lambda cases: seconds[_function(cases[0])]):
+        if not all(item.get_closest_marker("full") for item in cases):
+            quickest.setdefault(cases[0].path.stem, cases)
+    for cases in tests.values():
+        each = seconds[_function(cases[0])]
+        of_all = cases is quickest.get(cases[0].path.stem)
+        _mark_rest(cases, "full", durations.NORMAL, each, of_all)
+        _mark_rest(cases, "slow", 0 if _starts_ranks(cases[0]) else durations.CHECK, each, False)
+    left_out = [item for cases in tests.values() for item in _left_out(cases, config)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
@@ -70,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest: dict[str, float] = defaultdict(float)
     for item in items:
         if whole or item.get_closest_marker("full") is None:
-            longest[item.path.stem] += seconds.get(_function(item), durations.TYPICAL)
+            longest[item.path.stem] += seconds[_function(item)]
     items.sort(key=lambda item: -longest[item.path.stem])
 
 
@@ -79,17 +86,29 @@ def _function(item: pytest.Item) -> str:
     return f"{item.path.stem}::{item.name.partition('[')[0]}"
 
 
+def _starts_ranks(item: pytest.Item) -> bool:
+    return any(name.endswith("_ranks") for name in getattr(item, "fixturenames", ()))
+
+
+def _mark_rest(
+    cases: list[pytest.Item], mark: str, budget: float, each: float, at_least_one: bool
+) -> None:
+    """Mark those cases of one test that are too many for so many seconds; all of them where one
+    takes longer, unless one is to be left.
+
+    Args:
+        each: seconds of one case.
+    """
+    normal = [item for item in cases if item.get_closest_marker("full") is None]
+    count = max(int(budget / each), int(at_least_one))
+    chosen = slices.spread([_parameters(item) for item in normal], count)
+    for number, item in enumerate(normal):
+        if number not in chosen:
+            item.add_marker(mark)
+
+
 def _left_out(cases: list[pytest.Item], config: pytest.Config) -> list[pytest.Item]:
-    """Of the cases of one test, those that no run has with this seed; marks those that are `full`,
-    and of the others those that are `slow`."""
-    for name, of_others in (("sliced", "full"), ("quick", "slow")):
-        mark = cases[0].get_closest_marker(name)
-        if mark is not None:
-            normal = [item for item in cases if item.get_closest_marker("full") is None]
-            chosen = slices.spread([_parameters(item) for item in normal], *mark.args)
-            for number, item in enumerate(normal):
-                if number not in chosen:
-                    item.add_marker(of_others)
+    """Of the cases of one test, those that no run has with this seed."""
     mark = cases[0].get_closest_marker("covering")
     if mark is None:
         return []

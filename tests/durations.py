@@ -3,10 +3,10 @@
     .venv/bin/python -m pytest --junitxml record.xml
     .venv/bin/python tests/durations.py record.xml > tests/durations.txt
 
-A line is the seconds that one case of a test takes on average, where that is more than `QUICK`.
+A line is the seconds that one case of a test takes on average, where that is more than `TYPICAL`.
 Further records, in which the machine may have done less beside, count where they say less.
-tests/conftest.py lets the longest files begin, and `make check` leave out the tests that are
-listed.
+By these tests/conftest.py lets the longest files begin, and chooses which cases belong to the
+normal run and to `make check`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
-QUICK = 0.3
 TYPICAL = 0.1
-"""Seconds of a case that is not listed, about."""
+"""Seconds of a case that is not listed, at most."""
+NORMAL = 2.0
+"""Seconds that the cases of a test may take together in the normal run. A test of which one case
+takes longer is left to `make test-all`, but for one of each file."""
+CHECK = 0.3
+"""The same in `make check`, without exceptions."""
 LISTED = Path(__file__).with_suffix(".txt")
 
 
@@ -51,5 +55,5 @@ def least(record: dict[str, float], *others: dict[str, float]) -> dict[str, floa
 if __name__ == "__main__":
     found = least(*(recorded(Path(path)) for path in sys.argv[1:]))
     for name, seconds in sorted(found.items(), key=lambda each: -each[1]):
-        if seconds > QUICK:
+        if seconds > TYPICAL:
             print(f"{seconds:.1f} {name}")

@@ -21,18 +21,20 @@ def examples(count: int) -> int:
     return count if _whole else max(2, count // 4)
 
 
-def spread(cases: Sequence[Mapping[str, Any]], one_in: int) -> set[int]:
-    """Numbers of the cases of the normal run: as many as one in `one_in`, each of which shows as
-    many values of parameters as may be that none before it has shown; where several show as many,
-    the one that stands nearest behind its share of the cases.
+def spread(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
+    """Numbers of so many cases, each of which shows as many values of parameters as may be that
+    none before it has shown; where several show as many, the one that stands nearest behind its
+    share of the cases.
 
     Args:
         cases: by name, the values of each case's parameters.
     """
+    if count >= len(cases):
+        return set(range(len(cases)))
     values = [_together(case, 1) for case in cases]
     chosen: list[int] = []
     seen: set[Hashable] = set()
-    for start in range(0, len(cases), one_in):
+    for start in (share * len(cases) // count for share in range(count)):
         left = (number for number in range(len(cases)) if number not in chosen)
         new = {number: len(values[number] - seen) for number in left}
         best = max(new, key=lambda number: (new[number], -((number - start) % len(cases))))

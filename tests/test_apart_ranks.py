@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import graphopt
 from gloo import Pool
 
-pytestmark = pytest.mark.slow
-
 Group = dist.ProcessGroup
 RATE = 2.0**-12
 

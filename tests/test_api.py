@@ -70,19 +70,7 @@ def public() -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{entry}", value
 
 
-SLOW = ("lowering.LoweredSubgraph", "lowering.compile_triton", "lowering.TritonKernel")
-
-
-def names() -> list[Any]:
-    return [
-        pytest.param(name, marks=pytest.mark.slow) if name.endswith(SLOW) else name
-        for name, _ in public()
-    ]
-
-
-@pytest.mark.quick(3)
-@pytest.mark.sliced(7)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [name for name, _ in public()])
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "riton" in name and find_spec("triton") is None:
         pytest.skip("needs Triton")

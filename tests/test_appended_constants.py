@@ -70,7 +70,6 @@ def run(name: str, compiled: bool) -> tuple[list[Any], Log, nn.Module]:
     return found, log, model
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", list(APPENDED))
 def test_every_call_appends_what_eager_appends(name: str) -> None:
     expected, log, model = run(name, compiled=False)

@@ -86,7 +86,6 @@ USES: dict[str, Use] = {
 }
 
 
-@pytest.mark.quick(5)
 @pytest.mark.parametrize("use", USES)
 def test_one_graph_serves_all_arrays(use: str) -> None:
     check(USES[use], floats)
@@ -106,7 +105,6 @@ KEYS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("key", KEYS)
 def test_an_array_may_index_a_tensor(key: str) -> None:
     check(with_ones, KEYS[key])
@@ -138,7 +136,6 @@ OTHERS: dict[str, tuple[Use, Callable[[int], Any], int]] = {
 }
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", OTHERS)
 def test_kinds_and_places(case: str) -> None:
     use, given, graphs = OTHERS[case]
@@ -190,7 +187,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("use", REFUSED)
 def test_refused(use: Use) -> None:
     given = floats if use is written_by_tensor else lambda number: numpy.arange(4.0)
@@ -198,7 +194,6 @@ def test_refused(use: Use) -> None:
         stepping(use, given, graphopt.compile)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("of_model", [True, False])
 def test_arrays_over_tensors_are_refused(first: bool, of_model: bool) -> None:

@@ -107,7 +107,6 @@ def constant_costs(overhead: float, rate: float) -> CostModel:
     return CostModel(lambda node: 1e-3 if "mm" in str(node.target) else 0.0, transfer)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(("overhead", "rate"), [(1e-2, 1e12), (1e-6, 2e7), (1e-3, 1e8)])
 def test_the_fastest_of_all(overhead: float, rate: float) -> None:
     """Within 3 % of what trying everything finds."""

@@ -110,7 +110,6 @@ CASES = [
 ]
 
 
-@pytest.mark.sliced(12)
 @pytest.mark.parametrize(("model", "optimizer", "ranks"), CASES)
 def test_data_parallel_is_the_step_with_averaged_gradients(
     model: str, optimizer: str, ranks: int

@@ -125,7 +125,6 @@ OUTSIDE = [
 ]
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(("step", "word"), OUTSIDE, ids=lambda v: getattr(v, "__name__", ""))
 def test_state_outside_the_arguments(step: Callable[..., Any], word: str) -> None:
     w = fresh(step)

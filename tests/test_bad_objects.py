@@ -193,7 +193,6 @@ NO_STEPS = [
 ]
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(("step", "word"), NO_STEPS, ids=lambda v: getattr(v, "__name__", ""))
 def test_steps_that_are_none(step: Callable[..., Any], word: str) -> None:
     assert word in str(refused(step, fresh(step)))

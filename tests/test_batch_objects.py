@@ -245,7 +245,6 @@ CASES: dict[str, tuple[Step, Callable[[int], Any], int]] = {
 }
 
 
-@pytest.mark.quick(7)
 @pytest.mark.parametrize("case", CASES)
 def test_objects_of_each_call(case: str) -> None:
     step, given, graphs = CASES[case]
@@ -264,7 +263,6 @@ def changing(text: bool) -> Callable[[int], Any]:
     return given
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("text", [True, False])
 def test_one_object_that_the_program_changes(text: bool) -> None:
     def step(model: Any, optimizer: Any, b: Any) -> Any:
@@ -273,7 +271,6 @@ def test_one_object_that_the_program_changes(text: bool) -> None:
     check(step, lambda: changing(text), 1 + text, 3)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("owner", ["model", "optimizer"])
 def test_an_object_that_is_kept_is_that_of_each_call(owner: str) -> None:
     @graphopt.compile

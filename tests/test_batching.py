@@ -74,7 +74,6 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: str(value))
 def test_looping_optimizers(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -228,7 +227,6 @@ def test_lists_fit_into_a_cache() -> None:
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("target", CALLED, ids=str)
 def test_what_lists_call_for_an_entry(target: Any, dtype: torch.dtype) -> None:

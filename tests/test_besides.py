@@ -205,7 +205,6 @@ def left(loop: Callable[..., Loop], compiled: Callable[..., Any]) -> list[Tensor
     return [tensor.detach().clone() for each in leaves for tensor in each]
 
 
-@pytest.mark.sliced(12)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_equal_to_eager(loop: Callable[..., Loop]) -> None:
     steps: list[graphopt.TrainStep] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -116,7 +115,6 @@ def test_an_optimizer_within_the_backward_is_refused(two_ranks: Pool) -> None:
     assert all("within the backward" in said for said in two_ranks.run(in_backward))
 
 
-@pytest.mark.slow
 def test_closed_over_is_as_given(two_ranks: Pool) -> None:
     (same, mine), (other, theirs) = two_ranks.run(both)
     assert same

@@ -25,7 +25,6 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("kilobytes", "bucket_size_mb", "expected"),
     [
@@ -241,7 +240,6 @@ def test_overwriting_what_a_member_sends() -> None:
 # Any order of launches, readers, random numbers and updates
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), max_size=24))
 def test_random_programs(program: list[tuple[int, int]]) -> None:

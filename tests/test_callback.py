@@ -17,8 +17,6 @@ from graphopt import lowering
 from graphopt.tracing import callback as callback_module
 from twins import assert_same
 
-pytestmark = pytest.mark.slow
-
 Seen = list[Any]
 Step = Callable[..., Any]
 
@@ -270,15 +268,12 @@ def run(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.sliced(30)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
 def test_as_in_eager_code(make: Callable[[Seen], Step], pipeline: str) -> None:
     assert_same(run(make, pipeline=pipeline), run(make), make.__name__)
 
 
-@pytest.mark.sliced(4)
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [several, parameters_before_and_after, values_updated_later])
 def test_lowered(make: Callable[[Seen], Step]) -> None:
     """Compiled code ends where a callback stands. Its numbers are not eager's to the last bit, but

@@ -14,8 +14,6 @@ import test_callback as cases
 from graphopt.host.counts import EagerCounts
 from graphopt.tracing import callback as callback_module
 
-pytestmark = pytest.mark.slow
-
 Log = Callable[[str, Tensor], None]
 EVERY = 3
 
@@ -109,7 +107,6 @@ def seen_by(part: Callable[..., None], hooks: bool = False, **options: Any) -> l
     return seen
 
 
-@pytest.mark.sliced(9)
 @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_counts_as_eager_code(

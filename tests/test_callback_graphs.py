@@ -126,7 +126,6 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_a_changed_graph_is_refused(mutate: Callable[[fx.Graph], None]) -> None:
     gm = captured()
@@ -229,7 +228,6 @@ def every_third(seen: list[Any]) -> Callable[..., Any]:
     return step
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 def test_every(pipeline: str) -> None:
     """Steps 3 and 6, although the first two are captured alone, and the fifth has another shape."""

@@ -15,8 +15,6 @@ import test_callback as cases
 from gloo import Pool
 from twins import assert_same
 
-pytestmark = pytest.mark.slow
-
 
 def run_both(rank: int, name: str, pipeline: str, steps: int = 5) -> int:
     """Against DistributedDataParallel; returns how many values were compared."""
@@ -120,7 +118,6 @@ def run_failing(rank: int, where: str, pipeline: str, only_there: bool) -> tuple
 
 
 @pytest.mark.covering(2)
-@pytest.mark.sliced(10)
 @pytest.mark.parametrize("only_there", [False, True], ids=["both ranks", "rank 1 only"])
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("where", ["early", "before the updates", "last"])

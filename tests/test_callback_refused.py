@@ -27,8 +27,6 @@ from refusal import fresh, refused
 from twins import World
 from zoo import MLP, MODELS
 
-pytestmark = pytest.mark.slow
-
 CASE = MODELS["mlp"]
 Keep = Callable[[Tensor, Any], None]
 
@@ -91,7 +89,6 @@ KEPT: dict[str, Keep] = {
 }
 
 
-@pytest.mark.sliced(12)
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_value_that_is_kept(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
@@ -148,7 +145,6 @@ KEPT_IN_EACH_CALL: dict[str, Keep] = {
 }
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("kept", KEPT_IN_EACH_CALL)
 def test_a_value_that_each_call_keeps(kept: str) -> None:
     keep = KEPT_IN_EACH_CALL[kept]
@@ -305,7 +301,6 @@ def reading() -> dict[str, Callable[[World, list[Tensor]], Any]]:
     }
 
 
-@pytest.mark.sliced(5)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("name", reading())
 def test_state_that_a_function_is_not_given(name: str, pipeline: str) -> None:
@@ -354,7 +349,6 @@ def failing(where: str, number: int) -> Callable[..., Any]:
     return step
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("where", ["early", "before the updates", "last"])
 def test_an_exception(where: str, pipeline: str) -> None:

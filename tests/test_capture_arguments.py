@@ -15,8 +15,6 @@ import graphopt
 from twins import Twins, assert_same, world
 from zoo import MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 STEPS = 5
 MLP_CASE = MODELS["mlp"]
 
@@ -66,7 +64,6 @@ def test_model_and_optimizer_inside_a_pytree_and_by_keyword() -> None:
     assert len(step.captures) == 1
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("scalars", "captures"),
     [

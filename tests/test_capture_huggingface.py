@@ -115,7 +115,6 @@ def build(make: Callable[[], nn.Module], step: Callable[..., Any] = train_step) 
     return World(step, [model], [torch.optim.AdamW(model.parameters(), lr=1e-3)])
 
 
-@pytest.mark.sliced(9)
 @pytest.mark.parametrize(
     ("make", "batch"),
     [

@@ -16,12 +16,9 @@ from steps import RETURNS, step_keeping_gradients, the_weight
 from twins import Twins, World, assert_same, world
 from zoo import MLP, MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 STEPS = 5
 
 
-@pytest.mark.sliced(12)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str) -> None:
     case = MODELS[name]
@@ -53,7 +50,6 @@ def test_unused_parameter_keeps_no_gradient() -> None:
     assert model.body.weight.grad is not None
 
 
-@pytest.mark.sliced(8)
 @pytest.mark.parametrize("step", RETURNS, ids=lambda step: step.__name__)
 def test_what_the_step_returns(step: Callable[..., Any]) -> None:
     case = MODELS["mlp"]

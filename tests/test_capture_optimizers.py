@@ -14,8 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from twins import Twins, World, world
 from zoo import MODELS, MUON, OPTIMIZERS, Checkpointed, train_step
 
-pytestmark = pytest.mark.slow
-
 STEPS = 6
 
 
@@ -34,7 +32,6 @@ def expected_captures(name: str) -> int:
     return 2 if momentum and name.endswith(("dampening-loop", "dampening-foreach", "fused")) else 1
 
 
-@pytest.mark.sliced(20)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name: str) -> None:
     run(lambda: world(optimizer=name), captures=expected_captures(name))
@@ -60,7 +57,6 @@ def step_of_two(model: nn.Module, first: Optimizer, second: Optimizer, x: Any, y
     return loss
 
 
-@pytest.mark.sliced(8)
 @pytest.mark.parametrize("name", ["adamw-fused", "adam-foreach", "sgd-momentum-loop"])
 @pytest.mark.parametrize("model", ["partial", "gpt", "shared-storage"])
 def test_optimizer_over_other_models(name: str, model: str) -> None:
@@ -85,7 +81,6 @@ def grouped(model: nn.Module, kind: type[Optimizer], **settings: Any) -> Optimiz
     )
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -115,7 +110,6 @@ def one_cycle(optimizer: Optimizer) -> OneCycleLR:
 SCHEDULED = ["adamw-loop", "adamw-foreach", "adamw-fused", "sgd-momentum-foreach"]
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", SCHEDULED)
 @pytest.mark.parametrize("schedule", [lambda_lr, one_cycle], ids=["lambda", "one-cycle"])
 def test_scheduler(name: str, schedule: Callable[[Optimizer], Any]) -> None:
@@ -135,7 +129,6 @@ def test_scheduler(name: str, schedule: Callable[[Optimizer], Any]) -> None:
     assert rates != [OPTIMIZERS[name]([torch.zeros(1)]).param_groups[0]["lr"]]
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", ["rmsprop-foreach", "nadam-loop", "adagrad-fused", "rprop-loop"])
 def test_learning_rate_set_by_hand(name: str) -> None:
     twins = Twins(lambda: world(optimizer=name))
@@ -164,7 +157,6 @@ def test_reduce_on_plateau() -> None:
     assert twins.captured.optimizer.param_groups[0]["lr"] < 1e-3
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("flag", [{}, {"foreach": False}, {"fused": True}], ids=str)
 def test_learning_rate_as_tensor(flag: dict[str, bool]) -> None:
     """A tensor as learning rate is the user's object: it stays in the group, changed in place."""

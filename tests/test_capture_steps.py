@@ -16,9 +16,6 @@ from steps import GRADIENT_STEPS, accumulate, autocast_step, zero_not_none
 from twins import Twins, World, world
 from zoo import MLP, MODELS, OPTIMIZERS, train_step
 
-pytestmark = pytest.mark.slow
-
-
 STEPS = 5
 MLP_CASE = MODELS["mlp"]
 
@@ -30,14 +27,12 @@ def run(step: Callable[..., Any], model: str = "mlp", captures: int = 1) -> None
     twins.finish(captures)
 
 
-@pytest.mark.sliced(8)
 @pytest.mark.parametrize("step", GRADIENT_STEPS, ids=lambda step: step.__name__)
 def test_gradients(step: Callable[..., Any]) -> None:
     """Gradients set to zero, and not dropped, are added to from the second step on."""
     run(step, captures=2 if step is zero_not_none else 1)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
 def test_clip_with_parameters_the_step_closes_over(clip: Callable[..., Any]) -> None:
     def build() -> World:
@@ -84,7 +79,6 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks(hook: str) -> None:
     """Hooks that stay within tensors are part of the step, on modules and on parameters."""
@@ -100,7 +94,6 @@ def test_hooks(hook: str) -> None:
     twins.finish(captures=1)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("model", ["mlp", "partial", "convnet"])
 def test_accumulation_over_several_calls(model: str) -> None:
     twins = Twins(lambda: world(accumulate, model))
@@ -160,13 +153,11 @@ def test_the_user_reads_and_changes_gradients_between_steps() -> None:
     twins.finish()
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("model", ["gpt", "reused", "checkpointed"])
 def test_autocast_inside_the_step(model: str) -> None:
     run(autocast_step, model)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["gpt", "reused"])
 def test_autocast_around_the_step(model: str) -> None:
     twins = Twins(lambda: world(model=model))

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from twins import Twins, World, assert_same, world
 from zoo import GPT, MLP, MODELS, OPTIMIZERS, train_step
 
-pytestmark = pytest.mark.slow
-
 STEPS = 5
 MLP_CASE = MODELS["mlp"]
 
@@ -80,7 +78,6 @@ def test_state_dict_in_between() -> None:
     twins.finish(captures=1)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach", "adamw-loop"])
 def test_load_state_dict(optimizer: str) -> None:
     """Back to the state after the first step: other numbers in, partly, other tensors."""
@@ -120,7 +117,6 @@ def test_load_state_dict_with_assign() -> None:
     twins.finish()
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["convnet", "gpt"])
 def test_resume_from_a_checkpoint_in_new_objects(model: str) -> None:
     def save(w: World) -> bytes:

@@ -136,7 +136,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("effect", EFFECTS)
 def test_each_call_finds_the_tuple_of_the_last(effect: Effect) -> None:
     expected, _ = run(effect, False, nothing)
@@ -145,7 +144,6 @@ def test_each_call_finds_the_tuple_of_the_last(effect: Effect) -> None:
     assert captures <= EFFECTS[effect]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("effect", [of_a_cell, begun])
 def test_another_kind_of_tuple_is_captured_anew(effect: Effect) -> None:
     expected, _ = run(effect, False, replaced)

@@ -204,7 +204,6 @@ def plain(value: Any) -> Any:
     return plain(vars(value)) if isinstance(value, Entry) else (type(value).__name__, value)
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_call_changes_a_container_as_eager_code_does(name: str) -> None:
     expected, _ = run(CHANGES[name], compiled=False)

@@ -77,7 +77,6 @@ def test_files_and_table() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_a_saved_training_step() -> None:
     save_step()
     result = invoke("lower", "step.pt", "--out", "kernels", "--min-ops", "3")

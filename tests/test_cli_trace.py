@@ -153,7 +153,6 @@ def test_a_pipe_is_measured_in_this_process() -> None:
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.usefixtures("unclosed_logs")
-@pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["zbv", pytest.param("", marks=pytest.mark.full)])
 def test_a_pipe_on_local_ranks(chosen: str) -> None:
     words = "pipes.py:of --ranks 2 --microbatches 4 --measure --out pictures"
@@ -168,7 +167,6 @@ def test_a_pipe_on_local_ranks(chosen: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.usefixtures("unclosed_logs")
-@pytest.mark.slow
 def test_a_rank_fails() -> None:
     Path("once.py").write_text(
         "import os\nfrom pipes import of\n\n\n"

@@ -100,7 +100,6 @@ TEXTS: dict[str, Callable[[float], Any]] = {
 }
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("text", TEXTS)
 def test_texts_of_now(text: str) -> None:
     train, began = training(), time.time()
@@ -185,7 +184,6 @@ def seconds_and_decisions(rank: int, pipeline: Any) -> Any:
     return late, meter.count, meter.val > 0, [p.tolist() for p in train_module.parameters()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [[], "default"], ids=["none", "default"])
 def test_ranks_read_their_own_clocks(two_ranks: Pool, pipeline: Any) -> None:
     found = two_ranks.run(seconds_and_decisions, pipeline)

@@ -15,8 +15,6 @@ from torch.distributed import all_reduce
 import graphopt
 from gloo import Pool
 
-pytestmark = pytest.mark.slow
-
 
 def scattered(y: Tensor) -> Tensor:
     mine, first = torch.empty(3, 3), dist.get_rank() == 0

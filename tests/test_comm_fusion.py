@@ -260,7 +260,6 @@ def test_captured_step_has_no_absolute_offsets() -> None:
     assert sorted(strides) == sorted(p.stride() for p in model.parameters())
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("kept", [False, True])
 def test_gradients_of_a_trained_model(kept: bool) -> None:
     """The step as a whole: the same bits, and gradients that own their storage."""

@@ -21,8 +21,6 @@ from test_data_parallel import branches
 from twins import SEED, Twins, World, world
 from zoo import CLASSES, MLP, MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 PIPELINE = (
     "remove_copy_from_optimizer -> comm_fusion_with_concat(bucket_size_mb=0.002)"
     " -> schedule_comm_wait"
@@ -101,7 +99,6 @@ def run_built(rank: int, make: Callable[[], nn.Module], step: Any, data: str) ->
     return launches(twins)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("make", "step", "data"),
     [
@@ -128,7 +125,6 @@ def run_step(rank: int, step: Callable[..., Any], model: str) -> None:
     twins.finish(captures=2 if step is zero_not_none else 1)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("step", "model"),
     [

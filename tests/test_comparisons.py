@@ -64,7 +64,6 @@ def _left(skips: Callable[[float], Any], compiled: bool) -> list[str]:
     return found
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("kind", SKIPS)
 def test_every_call_is_eager_s(kind: str) -> None:
     assert _left(SKIPS[kind], compiled=True) == _left(SKIPS[kind], compiled=False)

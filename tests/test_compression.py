@@ -45,7 +45,6 @@ def test_half_the_bytes() -> None:
             compress_gradients(gm)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_only_float32(dtype: torch.dtype) -> None:
     with one_rank():

@@ -137,7 +137,6 @@ def assert_alike(actual: Any, expected: Any) -> None:
         assert actual == expected
 
 
-@pytest.mark.sliced(8)
 @pytest.mark.parametrize("name", USES)
 def test_conversions_give_what_eager_gives(name: str) -> None:
     use, graphs = USES[name]

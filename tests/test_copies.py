@@ -98,7 +98,6 @@ def build(step: Step) -> World:
     return World(step, [model], [torch.optim.AdamW(model.parameters(), lr=0.01)])
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_copies(step: Step) -> None:
     twins = Twins(lambda: build(step))
@@ -127,7 +126,6 @@ def test_a_copy_that_is_kept() -> None:
         graphopt.capture(step, nn.Linear(4, 4), torch.ones(2, 4))
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("step", STEPS)
 def test_copies_of_fake_tensors(step: Step) -> None:
     with _compat.new_fake_mode():

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 import graphopt
 
-pytestmark = pytest.mark.slow
-
 CALLS = 7
 
 
@@ -394,7 +392,6 @@ def run(
     return found, captures
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", LOOPS)
 def test_numbers_are_those_of_eager(name: str) -> None:
     expected, _ = run(LOOPS[name], compiled=False)

@@ -157,7 +157,6 @@ def left_by(name: str, compiled: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.sliced(12)
 @pytest.mark.parametrize("name", CASES)
 def test_as_eager(name: str) -> None:
     assert left_by(name, True) == left_by(name, False)

@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 import graphopt
 from gloo import Pool
 
-pytestmark = pytest.mark.slow
-
 
 class Agent:
     """In every second call the loss has another term, and a second optimizer steps."""

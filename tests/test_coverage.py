@@ -30,7 +30,6 @@ SLICE = [
 ]
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", SLICE)
 def test_captured_and_equal_to_eager(name: str) -> None:
     outcome = judged(name, cases()[name])

@@ -25,8 +25,6 @@ from sketch import Sketch, one_rank
 from steps import step_with_own_averages
 from zoo import MLP, MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 
 
@@ -46,7 +44,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 # ---------------------------------------------------------------------------- whole steps
 
 
-@pytest.mark.sliced(16)
 @pytest.mark.parametrize(
     "model",
     [
@@ -55,10 +52,10 @@ def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
         "convnet",
         "checkpointed",
         "shared-storage",
-        pytest.param("reused", marks=pytest.mark.slow),
-        pytest.param("partial", marks=pytest.mark.slow),
-        pytest.param("parametrized", marks=pytest.mark.slow),
-        pytest.param("running-mean", marks=pytest.mark.slow),
+        "reused",
+        "partial",
+        "parametrized",
+        "running-mean",
     ],
 )
 def test_every_model_trains_the_same(model: str) -> None:
@@ -70,14 +67,8 @@ def test_every_model_trains_the_same(model: str) -> None:
     assert recorder.pools == 1, "the pieces of a graph share their memory"
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
-    "optimizer",
-    [
-        "sgd-momentum-fused",
-        pytest.param("adamw-amsgrad-foreach", marks=pytest.mark.slow),
-        pytest.param("rmsprop-loop", marks=pytest.mark.slow),
-    ],
+    "optimizer", ["sgd-momentum-fused", "adamw-amsgrad-foreach", "rmsprop-loop"]
 )
 def test_every_kind_of_optimizer_trains_the_same(optimizer: str) -> None:
     recorded = Training("gpt", optimizer, EmulatedRecorder)
@@ -101,7 +92,6 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("records_groups", [False, True], ids=["gloo", "recordable"])
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach"])

@@ -170,7 +170,6 @@ def test_nccl_collectives(late: bool) -> None:
     assert recorded.pieces and all(piece.is_recorded for piece in recorded.pieces)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach"])
 def test_compiled_regions_in_cuda_graphs(optimizer: str) -> None:
     def losses(step: Callable[..., Tensor]) -> list[Tensor]:

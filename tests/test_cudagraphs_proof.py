@@ -51,7 +51,6 @@ def cut(model: str, optimizer: str) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.sliced(12)
 @pytest.mark.parametrize("optimizer", STEPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_cut_is_proven(model: str, optimizer: str) -> None:

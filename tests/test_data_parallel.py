@@ -30,8 +30,6 @@ from steps import (
 from twins import SEED, Twins, World, assert_same, world
 from zoo import MLP, MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 STEPS = 5
 
 
@@ -71,7 +69,6 @@ def run_model(rank: int, model: str) -> dict[str, int]:
 
 
 # All models: benchmarks/exactness.py. A GPT: test_pipelines_ranks.py.
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "model", ["partial", "reused", "convnet", "checkpointed", "shared-storage"]
 )
@@ -97,7 +94,6 @@ def run_optimizer(rank: int, optimizer: str) -> None:
 
 
 # Each averages the same way; benchmarks/exactness.py trains with all of them on several ranks.
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("optimizer", SEVERAL)
 def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     two_ranks.run(run_optimizer, optimizer)
@@ -116,7 +112,6 @@ def run_schedule(rank: int, optimizer: str) -> None:
     twins.finish(captures=1)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach"])
 def test_schedule(two_ranks: Pool, optimizer: str) -> None:
     two_ranks.run(run_schedule, optimizer)
@@ -135,7 +130,6 @@ def run_step(rank: int, step: Callable[..., Any], model: str) -> None:
     twins.finish(captures=2 if step is zero_not_none else 1)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "step",
     [s for s in GRADIENT_STEPS if s.__name__ not in WITHOUT_COUNTERPART] + [dictionary],
@@ -145,7 +139,6 @@ def test_step(two_ranks: Pool, step: Callable[..., Any]) -> None:
     two_ranks.run(run_step, step, "mlp")
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("model", ["reused", "gpt", "convnet"])
 def test_autocast(two_ranks: Pool, model: str) -> None:
     two_ranks.run(run_step, autocast_step, model)
@@ -171,7 +164,6 @@ def run_accumulation(rank: int, model: str, broadcast_buffers: bool) -> None:
     twins.finish()
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("model", "broadcast_buffers"), [("mlp", True), ("partial", True), ("convnet", False)]
 )
@@ -295,7 +287,6 @@ def run_uneven(rank: int, model: str) -> None:
     twins.finish(captures=1 + rank)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["mlp", "convnet"])
 def test_uneven_last_batch_on_one_rank(two_ranks: Pool, model: str) -> None:
     two_ranks.run(run_uneven, model)
@@ -352,7 +343,6 @@ def run_options(rank: int, ours: dict[str, bool], theirs: dict[str, bool]) -> in
     return count(twins.compiled.captures[-1], "broadcast")
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("ours", "theirs", "broadcasts"),
     [

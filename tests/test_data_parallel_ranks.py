@@ -21,8 +21,6 @@ from graphopt.verify import check_spmd
 from twins import SEED, Twins, World, assert_same, world
 from zoo import MLP, MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 STEPS = 5
 
 
@@ -74,7 +72,6 @@ def run_mismatch(rank: int, odd: Callable[[], nn.Module]) -> dict[str, Any]:
     return {"type": type(caught.value).__name__, "message": str(caught.value)}
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     "odd",
     [another_model, another_width, another_dtype, another_frozen_layer, another_buffer],

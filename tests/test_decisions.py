@@ -188,7 +188,6 @@ def assert_alike(found: list[Any], expected: list[Any]) -> None:
     assert all(map(same, found, expected))
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_call_takes_the_branch_of_eager(step: Step) -> None:
     expected, _ = trained(step, compiled=False)
@@ -318,7 +317,6 @@ def fresh_kept() -> Kept:
     return {"list": [], "count": 0, "set": set(), "bytes": bytearray()}
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "keep",
     [
@@ -551,7 +549,6 @@ def _averaged_on_rank(
     return found, len(run.captures) if compiled else 0
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("step", "kind", "most"),
     [
@@ -613,7 +610,6 @@ def _votes_on_rank(rank: int, step: Callable[..., Any], kind: graphopt.DataParal
     return sum(isinstance(target, VotedAssumption) for target in targets)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "unsent", "sent"),
     [
@@ -633,7 +629,6 @@ def test_ranks_vote_on_buffers_that_are_their_own(
         assert two_ranks.run(_votes_on_rank, step, kind) == [expected] * 2
 
 
-@pytest.mark.slow
 def test_ranks_vote_on_buffers_that_do_not_begin_alike(two_ranks: Pool) -> None:
     kind = graphopt.DataParallel(broadcast=False, broadcast_buffers=False)
     assert two_ranks.run(_votes_on_rank, counts, kind) == [1, 1]

@@ -25,8 +25,6 @@ from graphopt.demo.launch import Event, RankFailedError, run_ranks
 from graphopt.demo.link import SlowLink, parse_rate
 from graphopt.demo.main import run_demo
 
-pytestmark = pytest.mark.slow
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 SECONDS_TO_END = 30  # a bound on hanging, far above what ending takes on a busy machine
 

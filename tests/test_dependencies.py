@@ -142,7 +142,6 @@ def test_buckets_and_lists_are_linear(optimizer: str) -> None:
     assert edges(40) < 2.1 * edges(20)
 
 
-@pytest.mark.slow
 def test_more_sources_than_are_followed_at_a_time() -> None:
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{i}") for i in range(CHUNK + 10)]

@@ -50,8 +50,6 @@ def derived(model: str, optimizer: str, pipeline: Any = LATE) -> dict[str, fx.Gr
     return step.graphs
 
 
-@pytest.mark.quick(3)
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("pipeline", ["default", LATE], ids=["default", "late"])
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "adamw-loop", "sgd-fused"])
 @pytest.mark.parametrize("model", ["gpt", "convnet", "shared-storage"])

@@ -32,11 +32,9 @@ from slices import examples
 from twins import assert_same
 from zoo import MLP, MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 OPTIMIZERS = ("fused", "foreach", "loop")
-MODELS_TRIED = ("mlp", pytest.param("convnet", marks=pytest.mark.slow))
+MODELS_TRIED = ("mlp", "convnet")
 EXAMPLES = settings(max_examples=examples(8))
 
 
@@ -86,7 +84,6 @@ def shuffled(graph_module: fx.GraphModule, seed: int) -> list[fx.Node]:
     return order
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("model", MODELS_TRIED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EXAMPLES
@@ -119,7 +116,6 @@ def run(step: fx.GraphModule) -> Any:
     return step(*inputs), inputs
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EXAMPLES
 @given(data=st.data())
@@ -151,7 +147,6 @@ def test_gradients_for_the_wrong_parameters_are_found(optimizer: str, data: st.D
     assert not check_dependencies(before, step, correspondence=correspondence).ok
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", MODELS_TRIED)
 @EXAMPLES
 @given(data=st.data())
@@ -186,7 +181,6 @@ def _is_alias(node: fx.Node) -> bool:
     return is_operator(node.target, "aten::copy_") or operator_of(node).view
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @EXAMPLES
 @given(data=st.data())
@@ -219,8 +213,6 @@ def test_random_numbers_in_another_order_are_found(data: st.DataObject) -> None:
     assert "draws random numbers where" in str(report)
 
 
-@pytest.mark.sliced(6)
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["checkpointed", "convnet", "gpt", "shared-storage"])
 def test_buckets_of_models(model: str) -> None:
     for size, optimizer in ((1, "loop"), (3, "fused"), (1000, "foreach")):

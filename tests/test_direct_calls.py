@@ -68,7 +68,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_code_dispatches_what_the_graph_says(kind: str) -> None:
     torch.manual_seed(0)

@@ -12,7 +12,6 @@ DOCUMENT = (Path(__file__).resolve().parent.parent / "docs" / "lowering.md").rea
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", DOCUMENT, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.slow
 def test_every_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "blocks"}
     for number, (language, code) in enumerate(BLOCKS):

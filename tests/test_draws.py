@@ -176,7 +176,6 @@ def assert_alike(actual: Any, expected: Any) -> None:
         assert actual == expected
 
 
-@pytest.mark.sliced(12)
 @pytest.mark.parametrize("name", USES)
 def test_draws_are_those_of_eager(name: str) -> None:
     use, graphs = USES[name]
@@ -457,7 +456,6 @@ def test_numbers_are_kept_in_a_list(name: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(("use", "word"), REFUSED, ids=lambda v: getattr(v, "__name__", ""))
 def test_refused(use: Callable[[Tensor], Any], word: str) -> None:
     model, _ = seeded()

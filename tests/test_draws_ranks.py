@@ -66,7 +66,6 @@ def test_each_rank_draws_for_itself(two_ranks: Pool) -> None:
     assert two_ranks.run(both) == [True, True]
 
 
-@pytest.mark.slow
 def test_a_decision_by_a_draw_is_refused_when_it_is_captured(two_ranks: Pool) -> None:
     """Ranks that draw differently would run other graphs, maybe with other collectives."""
     for message, unchanged in two_ranks.run(refused):

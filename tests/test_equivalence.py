@@ -68,7 +68,6 @@ def bucketed(plain: IterGraphModule) -> IterGraphModule:
     return gm
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [

@@ -36,7 +36,6 @@ def steady(optimizer_of: Callable[..., Optimizer]) -> fx.GraphModule:
     return captured_graph(train_step, model, optimizer, *batch)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("mode", ["fused", "foreach", "loop"])
 def test_optimizers_update_in_place(mode: str) -> None:
     """No copy of a parameter or of optimizer state is left, and the captured graph is untouched."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,6 @@ from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing.outside.existing import births_noted, existing_now
 from zoo import train_step
-
-_CALLBACKS = len(gc.callbacks)
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,7 @@ def _freeze() -> None:
 def test_each_trace_finds_what_was_made_before_it(between: Callable[[], None] | None) -> None:
     """Whatever the collector has gone through meanwhile."""
     gc.disable()
+    callbacks = list(gc.callbacks)
     oldest = [object]
     with births_noted():
         old = [object]
@@ -61,7 +62,7 @@ def test_each_trace_finds_what_was_made_before_it(between: Callable[[], None] | 
         assert new in second and newer in second and oldest in second
         assert newest not in second
         assert new not in first and newest not in first
-    assert len(gc.callbacks) == _CALLBACKS
+    assert gc.callbacks == callbacks
 
 
 def test_an_object_in_the_place_of_an_old_one_is_new() -> None:
@@ -88,6 +89,30 @@ def test_nothing_is_kept_alive() -> None:
         holder = weakref.ref(nn.Linear(2, 2))
         gc.collect()
         assert holder() is None
+
+
+def test_what_others_have_the_collector_call_is_no_part_of_a_step() -> None:
+    told: list[Any] = []
+
+    def tell(phase: str, info: dict[str, int]) -> None:
+        told.append(time.perf_counter())
+
+    model = nn.Linear(3, 2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        return time.perf_counter() - begun
+
+    gc.callbacks.append(tell)
+    try:
+        compiled = graphopt.compile(step)
+        compiled(model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(4, 3))
+    finally:
+        gc.callbacks.remove(tell)
+    assert all(type(each) is float for each in told)
 
 
 @pytest.mark.parametrize("enabled", [False, True])

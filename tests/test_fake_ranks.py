@@ -119,7 +119,6 @@ def on_real_ranks(rank: int, world: int) -> list[Tensor]:
     return [result.clone() for result in results]
 
 
-@pytest.mark.slow
 def test_collectives_give_what_real_ranks_get(two_ranks: gloo.Pool) -> None:
     expected = two_ranks.run(on_real_ranks, 2)
     lockstep = Lockstep(2, {"0": [0, 1]})
@@ -255,7 +254,6 @@ SAID = {
 }
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("wrong", SAID)
 @pytest.mark.parametrize("optimizer", [1, 2])
 def test_wrong_communication_shows_though_numerics_may_change(
@@ -297,7 +295,6 @@ def compress(gm: fx.GraphModule) -> int:
     return changed
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(("optimizer", "warm"), [(0, False), (1, True), (2, False), (2, True)])
 def test_compression_passes(ranks: FakeRanks, optimizer: int, warm: bool) -> None:
     captured(optimizer, warm).check(declared(compress, changes_numerics=True), changes=6)

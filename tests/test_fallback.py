@@ -190,13 +190,11 @@ def as_ddp(rank: int, make: Any, function: Any) -> list[bool]:
     return [same(mine, trained(function, wrapped, rank)), step.captures == ()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("make", "function"), [(net, by_value), (net, two_backwards)])
 def test_ranks_average_as_ddp(two_ranks: Pool, make: Any, function: Any) -> None:
     assert two_ranks.run(as_ddp, make, function) == [[True, True]] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_parameters_that_one_rank_alone_uses(two_ranks: Pool) -> None:
     assert two_ranks.run(as_ddp, Halves, plain) == [[True, True]] * 2
@@ -210,7 +208,6 @@ def one_rank_refuses(rank: int) -> tuple[list[Tensor], str]:
     return trained(step, seeded(net, rank), rank)[4:], step._fallback.reason
 
 
-@pytest.mark.slow
 def test_all_ranks_fall_back_together(two_ranks: Pool) -> None:
     (left, theirs), (right, own) = two_ranks.run(one_rank_refuses)
     weights = [0, 1, 2, 3, 7, 8]  # running statistics are the rank's own after the last forward
@@ -243,7 +240,6 @@ def with_average(rank: int, frozen: bool, function: Any) -> list[bool] | str:
     return [same(mine, trained(function, wrapped, rank)), step.captures == ()]
 
 
-@pytest.mark.slow
 def test_a_module_of_one_rank(two_ranks: Pool) -> None:
     assert two_ranks.run(with_average, True, by_value) == [[True, True]] * 2
     for said in two_ranks.run(with_average, False, by_value):
@@ -268,7 +264,6 @@ def accumulates(rank: int) -> list[bool]:
     return [same(mine, run(wrapped, half, wrapped.no_sync))]
 
 
-@pytest.mark.slow
 def test_no_sync(two_ranks: Pool) -> None:
     assert two_ranks.run(accumulates) == [[True]] * 2
 
@@ -302,7 +297,6 @@ def closes_over(rank: int, in_closure: bool) -> list[bool]:
     return [same(*found)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("in_closure", [False, True])
 def test_what_a_step_closes_over_is_averaged(two_ranks: Pool, in_closure: bool) -> None:
     """A model that no optimizer updates stays each rank's own."""
@@ -348,7 +342,6 @@ def refused_eagerly(rank: int, kind: str) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -368,7 +361,6 @@ def wrapped_already(rank: int) -> bool:
     return same(run(graphopt.compile(plain, fallback="eager")), run(plain))
 
 
-@pytest.mark.slow
 def test_a_model_in_ddp_averages_itself(two_ranks: Pool) -> None:
     assert two_ranks.run(wrapped_already) == [True, True]
 
@@ -381,6 +373,5 @@ def turned_off(rank: int) -> bool:
     return same(mine, trained(plain, DistributedDataParallel(seeded(net, rank)), rank))
 
 
-@pytest.mark.slow
 def test_turned_off_on_ranks(two_ranks: Pool) -> None:
     assert two_ranks.run(turned_off) == [True, True]

@@ -62,7 +62,6 @@ def assert_same_order(twins: Twins) -> None:
     assert described[0] == described[1]
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "optimizer", ["adamw-loop", "adamw-fused", "sgd-momentum-foreach", "nadam-loop"]
 )
@@ -70,13 +69,11 @@ def test_one_capture(optimizer: str) -> None:
     trained(lambda: world(optimizer=optimizer)).finish(captures=1)
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("rule", ONCE.values(), ids=lambda rule: rule.__name__)
 def test_state_is_made_beforehand(rule: Callable[..., None]) -> None:
     trained(by_rule(rule)).finish(captures=1)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("rule", TWICE.values(), ids=lambda rule: rule.__name__)
 def test_a_first_step_that_differs_is_captured_for_itself(rule: Callable[..., None]) -> None:
     trained(by_rule(rule)).finish(captures=2)
@@ -188,7 +185,6 @@ def test_an_exception_in_the_first_step_leaves_no_state() -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("toggles", [False, True])
 def test_attributes_that_the_first_step_sets(toggles: bool) -> None:
     """An attribute set once is set by the first call; one that changes in every call is refused or
@@ -232,7 +228,6 @@ def _train(rank: int, optimizer: str) -> int:
     return len(twins.compiled.captures)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw-loop", "sgd-momentum-foreach"])
 def test_one_capture_on_several_ranks(two_ranks: Pool, optimizer: str) -> None:
     assert two_ranks.run(_train, optimizer) == [1, 1]
@@ -247,7 +242,6 @@ def _slow_weights(rank: int) -> int:
     return len(twins.compiled.captures)
 
 
-@pytest.mark.slow
 def test_state_made_of_parameters_on_several_ranks(two_ranks: Pool) -> None:
     assert two_ranks.run(_slow_weights) == [2, 2]
 
@@ -268,6 +262,5 @@ def _refused_on_one(rank: int) -> int:
     return len(w.optimizer.state)
 
 
-@pytest.mark.slow
 def test_a_capture_refused_on_one_rank_leaves_no_state_on_any(two_ranks: Pool) -> None:
     assert two_ranks.run(_refused_on_one) == [0, 0]

@@ -69,7 +69,6 @@ def inside_an_operator_on_fake_tensors() -> AbstractContextManager[None]:
     return in_kernel_invocation_manager(FakeTensorMode())
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     "mode",
     [

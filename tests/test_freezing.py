@@ -214,7 +214,6 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert_alike(*map(torch.utils._pytree.tree_leaves, (found, expected)))
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", list(EQUAL))
 def test_every_call_leaves_eager_s_flags(name: str) -> None:
     expected, found = (run(EQUAL[name], compiled) for compiled in (False, True))

@@ -95,7 +95,6 @@ def run_both(rank: int) -> list[str]:
     return found[0]
 
 
-@pytest.mark.slow
 def test_a_further_collective_runs_on_real_ranks(two_ranks: Pool) -> None:
     first, second = two_ranks.run(run_both)
     assert first == second and first.count("_c10d_functional.keep.default") == 1

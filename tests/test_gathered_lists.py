@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import graphopt
 from gloo import Pool
 
-pytestmark = pytest.mark.slow
-
 
 class GatherLayer(torch.autograd.Function):
     """What all ranks have; the gradient of a rank's own part is its own."""

@@ -301,7 +301,6 @@ def on_real_ranks(rank: int, build: Build, shapes: list[tuple[int, ...]]) -> lis
     return [result.clone() for result in results]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", RIGHT, ids=named)
 def test_real_ranks_get_the_same(pair: tuple[Build, Build], two_ranks: Pool) -> None:
     shapes = [(4, WIDTH), (2, 5), (6, 1)]

@@ -64,7 +64,6 @@ def expected_norms(net: nn.Module, optimizer: Any, batches: list[Tensor], clip: 
     return found
 
 
-@pytest.mark.sliced(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("function", [step, clipped])
 def test_norms_are_eagers(name: str, function: Callable[..., Any]) -> None:
@@ -146,7 +145,6 @@ def on_ranks(rank: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     return seen, [p.detach().clone() for p in net.parameters()]
 
 
-@pytest.mark.slow
 def test_on_real_ranks(two_ranks: gloo.Pool) -> None:
     (first, mine), (second, theirs) = two_ranks.run(on_ranks)
     assert len(first) == 2

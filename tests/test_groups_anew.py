@@ -17,8 +17,6 @@ from torch import Tensor, nn
 import graphopt
 from gloo import COLLECTIVE_TIMEOUT, Pool, pool
 
-pytestmark = pytest.mark.slow
-
 
 class Blocks(nn.Module):
     def __init__(self) -> None:

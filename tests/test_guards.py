@@ -18,8 +18,6 @@ import graphopt
 from twins import World, world
 from zoo import MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 CASE = MODELS["mlp"]
 
 
@@ -93,7 +91,6 @@ def leave_a_gradient(run: Run) -> None:
     run.world.model.head.bias.grad = torch.ones(4)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -133,7 +130,6 @@ def test_new_dtype_of_the_model_is_captured_and_named(caplog: pytest.LogCaptureF
     assert "features" in message
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -262,7 +258,6 @@ def with_a_list_edited(model: nn.Module) -> None:
     model.factors.append(2.0)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "change",
     [

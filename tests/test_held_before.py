@@ -94,7 +94,6 @@ def described(model: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.quick(5)
 @pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
 @pytest.mark.parametrize("change", [swap, tie, make, make_some, alternate, wrap, add, with_hook])
 def test_modules_are_replaced_in_each_call(change: Callable[[Any], None], first: bool) -> None:

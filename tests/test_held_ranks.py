@@ -33,8 +33,6 @@ from scenario import PIPELINES, step
 from twins import Twins, World, assert_same, world
 from zoo import MODELS
 
-pytestmark = pytest.mark.slow
-
 MODEL = "mlp"
 SEVERAL = PIPELINES["small buckets"].replace("0.002", "0.0005")
 ALONE = PIPELINES["small buckets"].replace("0.002", "0.0001")
@@ -173,7 +171,6 @@ def one_bucket_held(rank: int, name: str) -> list[str]:
     return [str(state.meta["fqn"]) for state in updated if state.meta["kind"] == "parameter"]
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", ["head.weight", "head.bias"])
 def test_the_schedule_is_made_knowing_what_is_held(two_ranks: Pool, name: str) -> None:
     """A small one shares its bucket with what is near it, and not with all that are small."""

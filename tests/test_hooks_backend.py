@@ -103,9 +103,7 @@ TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], dict
 AFTER_A_BREAK = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a")
 
 
-@pytest.mark.sliced(6)
 @AFTER_A_BREAK
-@pytest.mark.slow
 @pytest.mark.parametrize("case", TRAINING)
 def test_without_lowering_the_bits_are_those_of_aot_eager(case: str) -> None:
     make, batch, options = TRAINING[case]

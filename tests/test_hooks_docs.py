@@ -17,7 +17,6 @@ DOCUMENT = (ROOT / "docs" / "hooks.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENT, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.slow
 def test_every_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

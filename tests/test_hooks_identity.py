@@ -304,7 +304,6 @@ print(inductor_pass({name}.the_pass).uuid())
 """
 
 
-@pytest.mark.slow
 def test_processes_agree(files: Files) -> None:
     """This one, and a new one whose strings have other hashes."""
     found = subprocess.run(

@@ -309,7 +309,6 @@ def the_pass(gm, size: int):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_a_second_process_takes_what_the_first_compiled(cache: Path) -> None:
     (cache / "cached_pass.py").write_text(CACHED_PASS)
 
@@ -382,7 +381,6 @@ def assert_near_eager(model: nn.Module, inputs: dict[str, Tensor], loss: Callabl
     return sum(changes)
 
 
-@pytest.mark.slow
 def test_a_conv_net_trains_as_in_eager_mode() -> None:
     inputs = {"x": torch.randn(3, 2, 6, 6)}
     changes = assert_near_eager(ConvNet(), inputs, lambda model, x: model(x).square().mean())
@@ -390,7 +388,6 @@ def test_a_conv_net_trains_as_in_eager_mode() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.hf
 def test_a_hugging_face_model_trains_as_in_eager_mode() -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra 'bench'")

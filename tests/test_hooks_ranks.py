@@ -107,7 +107,6 @@ def train_with_functional_collectives(rank: int, dynamic: bool) -> list[int]:
     return [*counts, records.of("backward", "schedule_comm_wait").changes or 0]
 
 
-@pytest.mark.slow
 def test_functional_collectives_are_fused(two_ranks: Pool) -> None:
     for result in two_ranks.run(train_with_functional_collectives, False):
         # The gradients of both sums are one bucket, those of all parameters another.
@@ -115,7 +114,6 @@ def test_functional_collectives_are_fused(two_ranks: Pool) -> None:
         assert result[4] > 0
 
 
-@pytest.mark.slow
 def test_collectives_of_dynamic_size_are_left_alone(two_ranks: Pool) -> None:
     for result in two_ranks.run(train_with_functional_collectives, True):
         assert result[:4] == [2, 2, 2 + 2 * LAYERS, 3]
@@ -151,8 +149,6 @@ def train_with_python_reducer(rank: int, lower: str | None) -> list[tuple[int, i
     ]
 
 
-@pytest.mark.sliced(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("lower", [None, "inductor"])
 def test_gradients_of_the_python_reducer_are_fused(two_ranks: Pool, lower: str | None) -> None:
     for fusions in two_ranks.run(train_with_python_reducer, lower):
@@ -171,7 +167,6 @@ def uuids(rank: int) -> tuple[str, str]:
     return found[0], found[1]
 
 
-@pytest.mark.slow
 def test_ranks_share_no_code_that_has_the_rank_in_it(two_ranks: Pool) -> None:
     (free, baked), (other_free, other_baked) = two_ranks.run(uuids)
     assert free == other_free
@@ -214,7 +209,6 @@ def warnings_of_ddp(rank: int, form: str) -> list[str]:
     return [str(w.message) for w in caught if "DistributedDataParallel averages" in str(w.message)]
 
 
-@pytest.mark.slow
 def test_averages_outside_the_graph_are_warned_of(two_ranks: Pool) -> None:
     for form in ("around", "inside"):
         for (message,) in two_ranks.run(warnings_of_ddp, form):

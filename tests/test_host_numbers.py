@@ -95,7 +95,6 @@ def trained(use: Callable[[int, Tensor], Any], compiled: bool, numbers: list[Any
 _ALWAYS = {"arithmetic", "math", "every second", "size", "type", "of integers", "returned"}
 
 
-@pytest.mark.sliced(12)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in _ALWAYS else [pytest.mark.full]) for n in USES]
 )
@@ -110,7 +109,6 @@ def test_an_integer_that_changes_in_each_call(name: str) -> None:
     assert made == graphs
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", ["factor", "arithmetic", "math", "warm-up", "class"])
 def test_other_kinds_of_numbers(name: str) -> None:
     use, _ = USES[name]

@@ -318,20 +318,17 @@ def trained(body: Body, compiled: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", SEEN)
 def test_functions_find_what_the_program_has_left(name: str) -> None:
     assert trained(SEEN[name], True) == trained(SEEN[name], False)
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_step_would_not_see_is_an_error(name: str) -> None:
     with pytest.raises(GraphOptError, match="on the host"):
         trained(REFUSED[name], True)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("fails", [0, 2])
 def test_after_an_error_everything_is_as_before(fails: int) -> None:
     """What stands before the last update has not happened; what the step has left for the function
@@ -409,6 +406,5 @@ def counted_on(rank: int, compiled: bool) -> tuple[Any, ...]:
     return losses, world.seen, [p.tolist() for p in world.model.parameters()], world.rate
 
 
-@pytest.mark.slow
 def test_on_two_ranks(two_ranks: Pool) -> None:
     assert two_ranks.run(seen_by_ranks) == [True, True]

@@ -158,7 +158,6 @@ def test_only_graphs_with_iterations() -> None:
         )
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "sgd-momentum-loop"])
 def test_same_bits(optimizer: str) -> None:
     """Three iterations and a flush, beside three of the untouched graph; a second run is idle."""
@@ -167,7 +166,6 @@ def test_same_bits(optimizer: str) -> None:
     check_pass(gm, args, iter_move_grads_and_optimizers)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "sgd-momentum-loop"])
 def test_same_bits_with_gradients_held_back(optimizer: str) -> None:
     gm, args = _captured(optimizer, train_step)

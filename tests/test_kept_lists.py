@@ -213,7 +213,6 @@ OTHERS = [
 ]
 
 
-@pytest.mark.quick(6)
 @pytest.mark.parametrize(("effect", "between"), [*([] if COMPENSATES else SUMS), *OTHERS])
 def test_it_is_that_of_the_call(effect: Effect, between: Effect) -> None:
     expected, _ = run(effect, False, between)
@@ -229,7 +228,6 @@ OF_ANY_VALUES = [
 ]
 
 
-@pytest.mark.quick(5)
 @pytest.mark.parametrize("effect", OF_ANY_VALUES)
 def test_it_is_that_of_any_values(effect: Effect) -> None:
     expected, _ = run(effect, False, other_values, SPECIAL)
@@ -257,7 +255,6 @@ def test_items_that_have_been_taken_out_are_not_found() -> None:
             run(begun, compiled, fewer)
 
 
-@pytest.mark.quick(6)
 @pytest.mark.parametrize("ask", [len, min, max, sum, lambda rows: rows[-1], bool])
 def test_a_function_on_the_host_may_not_change_what_is_read_behind_it(
     ask: Callable[[list[float]], Any],

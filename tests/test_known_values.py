@@ -87,7 +87,6 @@ KNOWN = (
 )  # fmt: skip
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("decide", KNOWN)
 def test_the_answer_is_that_of_real_tensors(decide: Callable[[nn.Module, Tensor], Any]) -> None:
     expected = answers(decide, fake=False)
@@ -141,7 +140,6 @@ UNKNOWN = (
 )  # fmt: skip
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("decide", UNKNOWN)
 def test_what_has_no_value_is_refused(decide: Callable[[nn.Module, Tensor], Any]) -> None:
     assert answers(decide, fake=False)

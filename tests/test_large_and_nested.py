@@ -97,7 +97,6 @@ def losses_of(held: Any, read: Callable[[Any], Any], change: Any, compiled: bool
     return losses
 
 
-@pytest.mark.sliced(8)
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_is_seen(name: str) -> None:
     make, read, change = CASES[name]
@@ -110,7 +109,6 @@ LARGER: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LARGER)
 def test_what_costs_too_much_to_look_at_is_refused(name: str) -> None:
     make, read = LARGER[name]

@@ -50,7 +50,6 @@ def assert_exact(found: Found) -> None:
 # ---------------------------------------------------------------------------- operators
 
 
-@pytest.mark.sliced(10)
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_operators_draw_what_eager_draws(name: str) -> None:
     found = compare(list(random_cases(name, torch.float32, SOME[1:], seed=0)))
@@ -78,7 +77,6 @@ INPLACE = (
 )
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", INPLACE)
 def test_in_place_operators(name: str) -> None:
     found = compare(list(inplace_cases(name, torch.float32, 2, SOME)))
@@ -168,7 +166,6 @@ def _rounding_lists(dtype: torch.dtype) -> Iterator[Case]:
             )
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("cases", [_rounding, _rounding_lists])
 def test_rounding_in_place_and_out_of_it(cases: Any, dtype: torch.dtype) -> None:
@@ -561,7 +558,6 @@ def foreach_adam(parameters: Iterator[Tensor]) -> Optimizer:
     return Adam(parameters, lr=0.01, foreach=True)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", FEW)
 def test_models(name: str) -> None:
     train(name, foreach_adam, pipeline="default")
@@ -575,7 +571,6 @@ def test_all_models(name: str, pipeline: str) -> None:
     train(name, foreach_adam, pipeline=pipeline)
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["dropout2d, channels last", "norm 1d, batch inside", "noise"])
 def test_compiled_regions_draw_what_eager_draws(name: str) -> None:
@@ -685,7 +680,6 @@ def test_layouts_of_nests() -> None:
     assert described((tensor, 1)) == value
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     "same",
     [

@@ -98,7 +98,6 @@ def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor
     return loss
 
 
-@pytest.mark.sliced(10)
 @pytest.mark.parametrize("flag", ["attribute", "object", "deep", "table"])
 @pytest.mark.parametrize("install", [hook, hook_with_kwargs, pre_hook, containers])
 def test_what_a_first_forward_installs_is_there_once(
@@ -238,7 +237,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("ends", REFUSED, ids=lambda ends: ends.__name__)
 def test_a_refused_step_leaves_nothing(ends: Callable[..., Any]) -> None:
     """The deep snapshots of conftest.py see the arguments and what the closure holds."""
@@ -310,7 +308,6 @@ def test_a_second_call_that_fails_is_refused_when_it_comes() -> None:
 
 
 @pytest.mark.full  # test_leftovers_ranks has one
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_hidden_states_of_a_fresh_huggingface_model(optimizer: type[Optimizer]) -> None:
     """transformers installs a hook in each layer when hidden states are asked for first."""
@@ -406,7 +403,6 @@ def asked_in_c(value: Tensor) -> float:
     return next(map(float, [value]))
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("number", [asked_in_c, bool])
 def test_large_and_cyclic_containers(number: Callable[[Tensor], Any]) -> None:
     """Tens of thousands of items are not looked into, but the container itself is put back."""

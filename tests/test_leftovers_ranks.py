@@ -13,7 +13,7 @@ from gloo import Pool
 from steps import with_hidden_states
 from twins import assert_same
 
-pytestmark = [pytest.mark.slow, pytest.mark.hf]
+pytestmark = pytest.mark.hf
 
 
 def fresh_model() -> nn.Module:

@@ -20,8 +20,6 @@ from zoo import MODELS, OPTIMIZERS, train_step
 
 aten = torch.ops.aten
 
-pytestmark = pytest.mark.slow  # the first region of a process compiles Inductor's C++ header
-
 
 def traced(fn: Any, *args: Tensor) -> fx.GraphModule:
     return _compat.make_fx(fn)(*args)
@@ -71,7 +69,6 @@ def test_a_dumper_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     assert "the dumper failed for subgraph_0: OSError: disk full" in caplog.text
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "x",
     [
@@ -176,7 +173,6 @@ def train(
     return step, losses, [parameter.detach().clone() for parameter in built.parameters()]
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["gpt", "convnet"])
 def test_a_step_is_as_exact_as_eager(model: str, caplog: pytest.LogCaptureFixture) -> None:
     """The error against float64 is that of rounding, and dropout draws what eager draws."""
@@ -189,7 +185,6 @@ def test_a_step_is_as_exact_as_eager(model: str, caplog: pytest.LogCaptureFixtur
     assert "runs operator by operator" not in caplog.text
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-loop", "sgd-momentum-loop"])
 def test_an_optimizer_is_in_the_region_that_computes_its_gradients(optimizer: str) -> None:
     """Also where Python computes numbers from the steps that it counts."""
@@ -305,7 +300,6 @@ def whole_list(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat(torch._foreach_add([x.sin(), y.sin()], 1)).cos()
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     "function",
     [alpha_first, alpha_second, state_read_after, filled_in, whole_list],

@@ -101,7 +101,6 @@ def test_other_gradients_of_log_softmax_stay() -> None:
     torch.testing.assert_close(rewritten(*inputs), graph(*inputs))
 
 
-@pytest.mark.slow
 def test_compiled_in_low_precision() -> None:
     logits, targets = torch.randn(ROWS, CLASSES).bfloat16(), torch.arange(ROWS) % CLASSES
     inputs = (logits, targets, torch.ones(CLASSES).bfloat16())

@@ -203,7 +203,6 @@ def region(options: Options) -> LoweredSubgraph:
     return LoweredSubgraph(body, "region", options)
 
 
-@pytest.mark.slow
 def test_only_results_are_allocated_in_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
@@ -223,7 +222,6 @@ def test_only_results_are_allocated_in_later_calls(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(list(compiled(x, w)), chain(x, w))
 
 
-@pytest.mark.slow
 def test_memory_is_given_up_with_its_region() -> None:
     compiled = region(Options())
     for _ in range(3):
@@ -237,7 +235,6 @@ def test_memory_is_given_up_with_its_region() -> None:
     assert gone() is None
 
 
-@pytest.mark.slow
 def test_training_is_bit_for_bit_the_same() -> None:
     case = MODELS["convnet"]
     models = []

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from graphopt import _compat
 from graphopt.lowering import LoweredSubgraph, partial_lower
 
-pytestmark = pytest.mark.slow
-
 ROWS, ROW, ADDED = 7, 64, 4096
 
 
@@ -84,7 +82,6 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: str(function.__name__))
 def test_adds_in_one_order(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -17,8 +17,6 @@ from graphopt.lowering.extract import RegionCut
 from graphopt.lowering.regions import MARK
 from zoo import MODELS, OPTIMIZERS, train_step
 
-pytestmark = pytest.mark.slow
-
 PIPELINE = "comm_fusion_with_concat(bucket_size_mb=0.001) -> schedule_comm_wait"
 
 
@@ -79,7 +77,6 @@ def check_hidden(module: graphopt.IterGraphModule) -> int:
     return checked
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("pipeline", "optimizer"),
     [("default", "sgd-momentum-foreach"), (PIPELINE, "sgd-momentum-fused")],

@@ -17,8 +17,6 @@ from graphopt.ir.operators import fused_optimizer
 from graphopt.lowering import Options
 from zoo import MODELS, OPTIMIZERS, train_step
 
-pytestmark = pytest.mark.slow
-
 LOWER = Options(min_ops=1)
 
 Step = Callable[..., Any]
@@ -75,7 +73,6 @@ class Pair:
         return everywhere[inside:]
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     "optimizer", ["adagrad-fused", "adamw-amsgrad-fused", "sgd-nesterov-fused"]
 )
@@ -85,7 +82,6 @@ def test_training(optimizer: str) -> None:
     assert not pair.outside()
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("model", ["convnet", "recurrent"])
 def test_models(model: str) -> None:
     pair = Pair(train_step, model, "sgd-momentum-fused")
@@ -155,7 +151,6 @@ def returned(run: Step, model: nn.Module, optimizer: Optimizer) -> list[Any]:
     return [run(model, optimizer, x.double(), y) for x, y in batches]
 
 
-@pytest.mark.sliced(8)
 @pytest.mark.parametrize(
     "step", [returns_new_weights, reads_old_weights, keeps_gradients, runs_again]
 )
@@ -195,7 +190,6 @@ def scales_ones(*shape: int) -> Step:
     return step
 
 
-@pytest.mark.sliced(3)
 # Of a product with ones of the scale's own shape Inductor takes the scale for the product.
 @pytest.mark.parametrize(
     ("step", "inside"),
@@ -226,7 +220,6 @@ class Images(nn.Module):
         return self.head(self.layers(x).mean((2, 3)))
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("step", [train_step, runs_again])
 def test_convolutions(step: Step) -> None:
     """They run channels-last; ATen's optimizers go through memory in one order."""

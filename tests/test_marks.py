@@ -101,7 +101,6 @@ def marks(net: nn.Module) -> list[dict[str, Any]]:
     return [{k: v for k, v in vars(p).items() if k in NAMES} for p in net.parameters()]
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("make", [curvature, averages, masks])
 @pytest.mark.parametrize("exchanged", [False, True], ids=["", "exchanged"])
 def test_tensors_on_parameters(make: Any, exchanged: bool) -> None:

@@ -130,7 +130,6 @@ def name_of(around: Any) -> str:
 PATTERNS = [[True, True], [False, False, True, False, True]]
 
 
-@pytest.mark.quick(4)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("pattern", PATTERNS, ids=["first", "later"])
 @pytest.mark.parametrize("around", [*CHANGING, *SEEING], ids=name_of)
@@ -148,7 +147,6 @@ def test_around_a_call_is_refused(around: Around, pattern: list[bool]) -> None:
     step(torch.ones(3, 4))
 
 
-@pytest.mark.quick(3)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("pattern", PATTERNS, ids=["first", "later"])
 @pytest.mark.parametrize("around", [*HARMLESS, *REPLACED], ids=name_of)
@@ -157,7 +155,6 @@ def test_around_a_call_as_eager(around: Around, pattern: list[bool]) -> None:
     assert losses_of(graphopt.compile(Training().step), around, pattern) == eager
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("inside", [*CHANGING, *REPLACED, counting_flops], ids=name_of)
 def test_within_a_step_as_eager(inside: Around) -> None:
     eager = losses_of(Training(inside).step, nullcontext, [False] * 3)

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 import graphopt
 from gloo import Pool
 
-pytestmark = pytest.mark.slow
-
 CALLS = 7
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +44,5 @@ def test_in_one_process() -> None:
     assert alike(0)
 
 
-@pytest.mark.slow
 def test_on_two_ranks(two_ranks: Pool) -> None:
     assert two_ranks.run(alike) == [True, True]

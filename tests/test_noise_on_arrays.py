@@ -69,7 +69,6 @@ def stepping(use: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> list[Any]
     return [*found, *map(described, kept), *state]
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("use", USES)
 def test_noise_is_that_of_each_call(use: str) -> None:
     assert stepping(USES[use], lambda step: step) == stepping(USES[use], graphopt.compile)

@@ -156,7 +156,6 @@ DECIDING: dict[str, Effect] = {
 }
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", DECIDING)
 def test_a_decision_by_it_is_eagers(name: str) -> None:
     expected, found = run(DECIDING[name], False), run(DECIDING[name], True)
@@ -174,7 +173,6 @@ RAISING: dict[str, Effect] = {
 }
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", RAISING)
 def test_what_python_refuses_is_raised_before_the_update(name: str) -> None:
     expected, found = run(RAISING[name], False, broken=3), run(RAISING[name], True, broken=3)

@@ -56,7 +56,6 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-@pytest.mark.quick(5)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_they_are_numpys_own(function: Function) -> None:
     expected, _ = run(function, False, known=False)

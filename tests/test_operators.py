@@ -96,7 +96,6 @@ def test_rows_say_what_kernels_do() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_rows_say_what_kernels_do_in_all_samples(part: int, seed: int) -> None:
     torch.manual_seed(seed)

@@ -21,8 +21,6 @@ from optim_cases import Sheet, assert_same_run, aten, called, captured, gradient
 from steps import clip_norm
 from zoo import OPTIMIZERS
 
-pytestmark = pytest.mark.slow
-
 
 def only_block(gm: fx.GraphModule) -> Any:
     (block,) = get_all_fused_optimizer_blocks(gm)
@@ -52,7 +50,6 @@ def test_fused_adam(name: str) -> None:
     assert set(block.copies) == {n for n in gm.graph.nodes if n.target is aten.copy_.default}
 
 
-@pytest.mark.sliced(10)
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if not n.endswith("loop")])
 def test_every_optimizer_of_lists(name: str) -> None:
     gm, _ = captured(name)

@@ -25,10 +25,7 @@ from optim_cases import Case, Sheet, assert_same_run, aten, captured, duplicate,
 from slices import examples
 from zoo import OPTIMIZERS
 
-pytestmark = pytest.mark.slow
-
 OF_LISTS = [name for name in OPTIMIZERS if not name.endswith("loop")]
-QUICK = ("adamw-fused", "adam-foreach", "sgd-fused", "adagrad-fused", "sgd-momentum-foreach")
 
 
 def adam(order: tuple[int, ...] = (0, 1, 2), copied_steps: bool = False) -> Case:
@@ -99,11 +96,7 @@ def test_golden() -> None:
     assert text(gm) == DIVIDED
 
 
-@pytest.mark.sliced(20)
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OF_LISTS],
-)
+@pytest.mark.parametrize("name", OF_LISTS)
 def test_every_optimizer_of_lists(name: str) -> None:
     case = captured(name)
     for parts in (2, 3):

@@ -35,14 +35,10 @@ from slices import examples
 from steps import clip_loop, clip_norm, clip_value, manual_update, step_keeping_gradients
 from zoo import MODELS, OPTIMIZERS, train_step
 
-pytestmark = pytest.mark.slow
-
 captured_once = cache(captured)
 
 # Their steps are counted and never read, so that nothing ties a count to a gradient.
 COUNT_IN_VAIN = ("rmsprop", "adadelta", "rprop")
-
-QUICK = ("adamw-fused", "adamw-foreach", "sgd-momentum-fused", "sgd-loop", "rprop-foreach")
 
 
 def assert_closed(updates: Sequence[Sequence[fx.Node]]) -> None:
@@ -57,11 +53,7 @@ def by_parts(found: Sequence[fx.Node], parts: int) -> list[list[fx.Node]]:
     return [list(found[index::parts]) for index in range(parts)]
 
 
-@pytest.mark.sliced(20)
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str) -> None:
     case = captured(name)
     whole = case[0]
@@ -77,8 +69,6 @@ def test_every_optimizer(name: str) -> None:
         assert bool(left) == name.startswith(COUNT_IN_VAIN)
 
 
-@pytest.mark.sliced(3)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw-fused", "nadam-foreach", "sgd-momentum-loop"])
 @pytest.mark.parametrize("model", ["gpt", "partial"])
 def test_updates_may_move_apart(name: str, model: str) -> None:
@@ -164,7 +154,6 @@ def test_metadata_of_new_nodes() -> None:
 # ------------------------------------------------------------------------------ entangled sets
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", ["adamw-foreach", "adam-fused", "sgd-momentum-loop"])
 @pytest.mark.parametrize("step", [clip_norm, clip_loop])
 def test_clipping_by_the_norm_entangles(name: str, step: Any) -> None:
@@ -175,7 +164,6 @@ def test_clipping_by_the_norm_entangles(name: str, step: Any) -> None:
     assert_same_run(gm, case[0], case)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", ["adamw-foreach", "adam-fused", "sgd-momentum-loop"])
 @pytest.mark.parametrize("step", [clip_value, step_keeping_gradients, manual_update])
 def test_clipping_by_value_does_not(name: str, step: Any) -> None:

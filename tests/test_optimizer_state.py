@@ -91,7 +91,6 @@ def trained(rule: Any, compiled: bool, used: Any = lambda model: model) -> tuple
     return torch.utils._pytree.tree_leaves(found), len(run.captures) if compiled else 0
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_call_is_eager_s(rule: Any) -> None:
     expected, _ = trained(rule, compiled=False)

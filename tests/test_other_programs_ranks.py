@@ -17,8 +17,6 @@ import graphopt
 from gloo import Pool
 from test_apart_ranks import RATE, batches, linear
 
-pytestmark = pytest.mark.slow
-
 
 def average(model: nn.Module) -> None:
     for parameter in model.parameters():

@@ -80,7 +80,6 @@ def hide_all(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         hidden(monkeypatch, owner, name)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_wrapper_is_no_change(kind: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +104,6 @@ def twice(function: Callable[..., Any]) -> Callable[..., Any]:
     return doubled
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("owner", "name", "original"), [(HERE, "halve", halve), (Scales, "scale", Scales.scale)]
 )
@@ -147,7 +145,6 @@ class CallKept(nn.Linear):
         return super().forward(call(nn.Identity(), input))
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("layer", [Checkpointed, CalledByName, FoundByName, CallKept])
 def test_what_stands_for_a_function_while_a_step_is_traced(layer: type[nn.Linear]) -> None:
     """It is gone some time after the capture, and nobody's change."""

@@ -9,8 +9,6 @@ from torch.nn import functional as F
 import graphopt
 from gloo import Pool
 
-pytestmark = pytest.mark.slow
-
 
 def train(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor

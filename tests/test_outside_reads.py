@@ -69,7 +69,6 @@ class Trained:
         return len(self.seen)
 
 
-@pytest.mark.sliced(40)
 @pytest.mark.parametrize("name", CASES)
 def test_change_is_followed(name: str, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]()
@@ -194,7 +193,6 @@ COUNTED = [
 ]
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(("name", "every", "captures"), COUNTED)
 def test_numbers_that_the_step_changes_and_reads(name: str, every: int, captures: int) -> None:
     eager, captured = Trainer(), Trainer()
@@ -384,7 +382,6 @@ CHANGES = [
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch's, in eager
-@pytest.mark.sliced(8)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_change_of_what_torch_reads(change: Callable[[Trained], None], restored: None) -> None:
     trained = Trained(with_a_criterion, Wrapped())
@@ -572,7 +569,6 @@ def test_autocast_region_of_two_steps_that_share_a_model() -> None:
 # What is made anew for every call
 
 
-@pytest.mark.sliced(10)
 @pytest.mark.parametrize("name", ANEW)
 def test_equal_objects_made_anew_for_every_call(name: str) -> None:
     """They are no reason to capture again; a change in one of them is."""
@@ -600,7 +596,6 @@ def _hooked(loss: nn.Module) -> None:
     loss.register_forward_hook(lambda module, args, result: result * 2)
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("change", [_smoother, _hooked, nn.Module.eval])
 def test_a_change_in_a_loss_function_made_anew_is_followed(
     change: Callable[[nn.Module], Any],
@@ -624,7 +619,6 @@ def test_a_change_in_a_loss_function_made_anew_is_followed(
     assert trained.captures == 2
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", TRIMMED)
 def test_container_that_the_step_adds_to_and_trims(name: str) -> None:
     eager, captured = TRIMMED[name](), TRIMMED[name]()

@@ -37,7 +37,6 @@ def step_of(sizes: Sizes) -> fx.GraphModule:
     return sharded_step(sizes)
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("sizes", "limit"),
     [
@@ -97,7 +96,6 @@ def test_fewer_gathers_and_scatters_where_starting_them_takes_long(
 SMALL = {"width": 64, "heads": 8, "kv_heads": 4, "hidden": 128, "vocabulary": 96, "tokens": 64}
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "model",
     [

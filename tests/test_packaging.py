@@ -17,8 +17,6 @@ import pytest
 
 import graphopt
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "Makefile", ROOT / "setup.cfg"]
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|mnt|opt|root|srv|tmp|usr|Users|var|work)/[\w.-]+")

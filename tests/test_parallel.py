@@ -285,7 +285,6 @@ def run_apart(rank: int, model: str, broadcast: bool) -> tuple[list[str], float]
     return [record.name for record in step.report], float(loss)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "broadcast"), [("mlp", False), ("convnet", True)])
 def test_a_further_kind_is_one_file(two_ranks: Pool, model: str, broadcast: bool) -> None:
     (report, loss), (other, theirs) = two_ranks.run(run_apart, model, broadcast)

@@ -81,7 +81,6 @@ def programs(split: fx.GraphModule) -> list[str]:
     return [signs(split.get_submodule(str(node.target))) for node in called]
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("whole", "starts", "parts"),
     [

@@ -103,7 +103,6 @@ UPDATES = {
 }
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("kind", UPDATES)
 def test_every_kind_of_update(kind: str) -> None:
     module = in_place(UPDATES[kind])

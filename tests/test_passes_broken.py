@@ -83,7 +83,6 @@ def lost_attribute(gm: fx.GraphModule) -> None:
     node.replace_input_with(node.args[0], constant)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -67,7 +67,6 @@ def install_package(folder: Path, name: str, code: str, value: str) -> None:
     (metadata / "entry_points.txt").write_text(f"[graphopt.passes]\n{name} = {value}\n")
 
 
-@pytest.mark.slow
 def test_passes_of_other_packages_are_found(tmp_path: Path) -> None:
     install_package(tmp_path, "whole", PLUGIN.format(name="whole"), "whole")
     install_package(tmp_path, "single", PLUGIN.format(name="single"), "single:from_single")

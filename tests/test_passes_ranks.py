@@ -34,7 +34,6 @@ def run_and_fail(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 def test_each_rank_has_files_of_its_own(two_ranks: Pool, tmp_path: Path) -> None:
     messages = two_ranks.run(run_and_fail, str(tmp_path))
     for rank in (0, 1):
@@ -71,7 +70,6 @@ def run_unequally(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_pass_that_did_not_do_the_same_on_all_ranks_is_named(two_ranks: Pool) -> None:
     for message in two_ranks.run(run_unequally):
         assert "rank 1 has other collectives than rank 0" in message

@@ -286,7 +286,6 @@ def test_callbacks_hear_of_failures() -> None:
     assert seen == [("drop_update", len(gm.graph.nodes))]
 
 
-@pytest.mark.slow
 def test_the_command_reproduces_the_error(tmp_path: Path) -> None:
     """With the passes of the package, which the command finds by itself."""
     discovery.install()

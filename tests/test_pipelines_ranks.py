@@ -26,8 +26,6 @@ from scenario import NO_ACCUMULATION, PIPELINES, Scenario
 from twins import assert_same
 from zoo import MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 
 def run_scenario(rank: int, model: str, optimizer: str, pipeline: str, accumulates: bool) -> int:
     scenario = Scenario(rank, model, optimizer, pipeline=pipeline)
@@ -35,7 +33,6 @@ def run_scenario(rank: int, model: str, optimizer: str, pipeline: str, accumulat
 
 
 # All models, and all optimizers: benchmarks/exactness.py --pipeline.
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("model", ["partial", "gpt", "convnet", "recurrent", "shared-storage"])
 def test_model(two_ranks: Pool, model: str) -> None:
     accumulates = model not in NO_ACCUMULATION
@@ -51,7 +48,6 @@ def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     assert min(flights) > 0
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("pipeline", ["copies", "fusion", "waits", "moves"])
 def test_each_pass_alone(two_ranks: Pool, pipeline: str) -> None:
     flights = two_ranks.run(run_scenario, "mlp", "adamw-foreach", PIPELINES[pipeline], True)

@@ -28,8 +28,6 @@ from sketch import one_rank
 from stage_cases import BOUNDARIES, LOSSES, Problem, Training, problem, train, two_heads
 from twins import assert_same
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank() -> Iterator[None]:
@@ -43,7 +41,7 @@ def both(name: str, schedule: str, **options: Any) -> tuple[Training, Training]:
     return eager, Training(problem(name), schedule, compiled={}, **options)
 
 
-QUICK = [
+CHOSEN = [
     ("gpt", "interleaved"),
     ("gpt", "zero bubble"),
     ("convnet", "interleaved"),
@@ -55,14 +53,12 @@ QUICK = [
 
 
 def combinations() -> list[Any]:
-    """All models; those that are not in the quick part under one schedule each."""
-    rest = [name for name in {**CASES, **BOUNDARIES} if name not in dict(QUICK)]
+    """All models; those that are not chosen under one schedule each."""
+    rest = [name for name in {**CASES, **BOUNDARIES} if name not in dict(CHOSEN)]
     schedules = ("interleaved", "zero bubble")
-    slow = [(name, schedules[index % 2]) for index, name in enumerate(rest)]
-    return [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in slow)]
+    return [*CHOSEN, *((name, schedules[index % 2]) for index, name in enumerate(rest))]
 
 
-@pytest.mark.sliced(20)
 @pytest.mark.parametrize(("name", "schedule"), combinations())
 def test_training_is_that_of_eager_stages(name: str, schedule: str) -> None:
     """Outputs, losses, gradients, parameters, buffers and the state of the random generator."""
@@ -102,7 +98,6 @@ def test_gradients_of_two_steps_add_up() -> None:
     assert_same(compiled.gradients(), eager.gradients(), "gradients")
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("loss", "schedule"),
     [*((loss, "interleaved") for loss in LOSSES), ("the first", "zero bubble")],
@@ -207,7 +202,6 @@ def test_a_loss_that_reads_nothing_at_first_settles_nothing() -> None:
     assert_same(found[1], found[0], "gradients")
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", ["convnet", "gpt"])
 def test_evaluation_between_two_steps(name: str) -> None:
     """It draws random numbers and updates buffers, as the stages do that are not compiled."""
@@ -239,7 +233,6 @@ def computed(graph: fx.Graph) -> Counter[str]:
     )
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", ["gpt", "convnet", "skips"])
 def test_nothing_is_computed_twice(name: str) -> None:
     for stage in Training(problem(name), "interleaved", compiled={}).stages:
@@ -251,7 +244,6 @@ def test_nothing_is_computed_twice(name: str) -> None:
         assert computed(forward) + computed(whole) == computed(stage.graph_module.graph)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", ["gpt", "checkpointed", "skips", "running-mean"])
 def test_a_forward_keeps_what_autograd_keeps(name: str) -> None:
     given = problem(name)
@@ -300,7 +292,6 @@ def test_passes_apply_and_are_reported() -> None:
 # ---------------------------------------------------------------------------- lowering
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "min_ops"), [("mlp", 3), pytest.param("gpt", 4, marks=pytest.mark.full)]
 )
@@ -328,7 +319,6 @@ class Doubled(nn.Module):
         return x * 2.0
 
 
-@pytest.mark.slow
 def test_a_lowered_stage_without_parameters() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Doubled())
     x, target = torch.randn(2, 3 * MICROBATCHES, WIDTH)

@@ -45,7 +45,6 @@ def compare(rank: int, name: str, schedule: str) -> None:
     assert_same(states[1], states[0], f"{name} under {schedule}")
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -55,7 +54,6 @@ def compare(rank: int, name: str, schedule: str) -> None:
         ("skips", "zero bubble V"),
     ],
 )
-@pytest.mark.slow
 def test_gradients_are_those_of_eager_stages(
     two_ranks: gloo.Pool, name: str, schedule: str
 ) -> None:
@@ -155,8 +153,6 @@ def train_replica(
     return gradients, states, losses
 
 
-@pytest.mark.sliced(4)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"), [("gpt", "1f1b"), ("gpt", "zero bubble"), ("convnet", "gpipe")]
 )
@@ -192,8 +188,6 @@ def one_process() -> tuple[list[float], dict[str, Tensor | None], dict[str, Tens
     return losses, gradients[0], model.state_dict()
 
 
-@pytest.mark.sliced(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("lower", [None, "inductor"])
 def test_replicas_train_as_one_process(four_ranks: gloo.Pool, lower: str | None) -> None:
     """The mean of the means of microbatches is the mean over the batch, up to rounding.
@@ -241,7 +235,6 @@ def _watched(name: str, call: Any, seen: list[tuple[str, list[str]]]) -> Any:
     return watched
 
 
-@pytest.mark.slow
 def test_buckets_are_launched_within_the_last_backward(four_ranks: gloo.Pool) -> None:
     """One all-reduce for each bucket, between computations, and waited for when a neighbour has
     been sent its gradients."""
@@ -289,7 +282,6 @@ def train_two_heads(rank: int) -> None:
     assert_same(compiled, eager, "gradients")
 
 
-@pytest.mark.slow
 def test_replicas_agree_on_what_a_loss_leaves_out(two_ranks: gloo.Pool) -> None:
     two_ranks.run(train_two_heads)
 
@@ -324,8 +316,6 @@ def train_with_unlike_losses(rank: int, layouts: bool) -> None:
     torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.sliced(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [False, True])
 def test_replicas_agree_where_their_losses_differ(two_ranks: gloo.Pool, layouts: bool) -> None:
     two_ranks.run(train_with_unlike_losses, layouts)
@@ -341,7 +331,6 @@ def compile_unlike(rank: int) -> str:
     return ""
 
 
-@pytest.mark.slow
 def test_replicas_of_different_stages_are_refused(two_ranks: gloo.Pool) -> None:
     for message in two_ranks.run(compile_unlike):
         assert "rank 1 has other parameters or buffers than rank 0" in message

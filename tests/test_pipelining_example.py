@@ -13,7 +13,6 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline.py"
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_the_example_trains_under_torchrun() -> None:
     launch = [
         sys.executable,

@@ -283,7 +283,6 @@ def backward(output: Tensor, target: Any = None) -> Tensor:
     return output.square().sum()
 
 
-@pytest.mark.sliced(20)
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_are_those_of_the_model(name: str) -> None:
     model = Model(EXACT[name])
@@ -441,7 +440,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 
 
 # Of Dynamo, which captures the branches of a cond.
-@pytest.mark.sliced(4)
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_lost_is_refused(name: str) -> None:

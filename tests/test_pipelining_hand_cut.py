@@ -85,8 +85,6 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], exact: bool) ->
             torch.testing.assert_close(value, expected[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.sliced(10)
-@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("schedule", [*SINGLE, *MULTI])
 @pytest.mark.parametrize("name", CASES)
@@ -100,7 +98,6 @@ def test_ranks_train_as_one_process_does(
     check({**results[0], **results[1]}, expected, exact=name != "several")
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("one_rank")
@@ -220,7 +217,6 @@ def disagree(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.slow
 def test_neighbours_that_disagree_both_say_so(two_ranks: gloo.Pool) -> None:
     messages = two_ranks.run(disagree)
     assert messages[0] == messages[1]

@@ -80,7 +80,6 @@ WAYS = [
 ]
 
 
-@pytest.mark.sliced(7)
 @pytest.mark.parametrize(("hook", "schedule"), WAYS)
 def test_a_hook_is_that_of_eager(hook: str, schedule: str) -> None:
     eager, compiled = (hooked(hook, schedule, way) for way in (False, True))

@@ -70,7 +70,6 @@ def batch(microbatches: int = 1) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("sharing", MultiUseParameterConfig)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_divided_model_is_the_model(name: str, sharing: MultiUseParameterConfig) -> None:
@@ -123,8 +122,6 @@ def train_rank(rank: int, name: str) -> dict[str, Any]:
     return {key: parameter.grad for key, parameter in named}
 
 
-@pytest.mark.sliced(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_two_ranks_have_the_gradients_of_one_process(two_ranks: gloo.Pool, name: str) -> None:
     results = two_ranks.run(train_rank, name)

@@ -52,7 +52,6 @@ def check_gradients(model: nn.Module, reference: nn.Module) -> None:
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("sharing", MultiUseParameterConfig)
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("stages", [2, 4])
@@ -154,7 +153,6 @@ def test_stages_one_after_the_other_are_the_model(stages: int) -> None:
 
 
 # What the oracle does with pytree specs.
-@pytest.mark.sliced(2)
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["mlp", "skips", "tied replicated", "buffers"])
 def test_stages_are_those_of_torch(name: str) -> None:

@@ -88,7 +88,6 @@ def averaged(name: str, index: int) -> CompiledStage:
 QUICK = ("buffers", "tied transmitted", "shared-storage")
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -223,7 +222,6 @@ EDITS: dict[str, tuple[str, int, str, Edit, list[tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_spoilt_graph_is_refused(
     edit: str, averaging: None, monkeypatch: pytest.MonkeyPatch
@@ -370,7 +368,6 @@ def unlisted_replica(top: fx.GraphModule, replicas: Any) -> None:
     replicas.clear()
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("name", "edit"),
     [
@@ -460,7 +457,6 @@ def leave_out_a_backward(top: fx.GraphModule) -> None:
     top.graph.erase_node(backward_of(top, 2))
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "edit", [drop_a_gradient, add_one_twice, swap_backwards, leave_out_a_backward]
 )

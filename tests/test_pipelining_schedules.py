@@ -13,8 +13,6 @@ import gloo
 from graphopt.pipelining import Pipe, pipeline, reduce_replicated_gradients
 from pipeline_cases import CASES, MICROBATCHES, Case, reference_gradients
 
-pytestmark = pytest.mark.slow
-
 SINGLE = {"gpipe": torch_pipelining.ScheduleGPipe, "1f1b": torch_pipelining.Schedule1F1B}
 MULTI = {
     "interleaved": torch_pipelining.ScheduleInterleaved1F1B,
@@ -71,21 +69,9 @@ def check(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None
             torch.testing.assert_close(gradient, expected[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-def combinations() -> list[Any]:
-    """Every model under every schedule; in the quick part each schedule and each model is there."""
-    schedules = [*SINGLE, *MULTI]
-    quick = {("mlp", name) for name in schedules}
-    quick |= {(case, name) for case in CASES for name in ("1f1b", "zero bubble")}
-    return [
-        pytest.param(case, name, marks=() if (case, name) in quick else pytest.mark.slow)
-        for case in CASES
-        for name in schedules
-    ]
-
-
 @pytest.mark.covering(1)
-@pytest.mark.sliced(14)
-@pytest.mark.parametrize(("case", "schedule"), combinations())
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("schedule", [*SINGLE, *MULTI])
 def test_two_ranks_have_the_gradients_of_one_process(
     two_ranks: gloo.Pool, case: str, schedule: str
 ) -> None:
@@ -94,8 +80,6 @@ def test_two_ranks_have_the_gradients_of_one_process(
     check(two_ranks.run(train_rank, case, schedule, 2), expected)
 
 
-@pytest.mark.sliced(2)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "schedule"),
     [

@@ -36,7 +36,6 @@ def build(case: Case, stages: int) -> tuple[nn.Module, list[torch_pipelining.Pip
     return model, [pipe.build_stage(index, "cpu") for index in range(stages)]
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", list(CASES))
 def test_all_stages_on_one_rank(name: str) -> None:
     """Neighbours on one rank hand tensors to each other without communication."""
@@ -149,7 +148,6 @@ def test_reducing_without_replicas_does_nothing() -> None:
 # ---------------------------------------------------------------------------- build_stage
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "skips", "buffers", "loss inside"])
 def test_a_stage_is_built_from_a_module_and_info(name: str, wrapped: bool) -> None:

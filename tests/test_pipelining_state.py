@@ -52,7 +52,6 @@ def joined(pipe: Pipe) -> dict[str, Tensor]:
     return {name: value for state in states(pipe) for name, value in state.items()}
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("sharing", MultiUseParameterConfig)
 @pytest.mark.parametrize("make", [Model, *(case.model for case in CASES.values())])
 def test_all_stages_together_have_the_state_of_the_model(

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_map
 
 import graphopt
 
-pytestmark = pytest.mark.slow
-
 CALLS = 4
 
 
@@ -191,7 +189,6 @@ def _frozen(value: Any) -> Any:
     return value.detach().numpy().tobytes() if isinstance(value, Tensor) else value
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("make", LOOPS)
 def test_what_a_step_leaves_is_there(make: Callable[[], Loop]) -> None:
     assert run(make, True)[0] == run(make, False)[0]

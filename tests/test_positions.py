@@ -114,7 +114,6 @@ def is_eager_s(use: Callable[[Tensor], Tensor], graphs: int = 1, calls: int = 5)
     assert len(step.captures) == graphs
 
 
-@pytest.mark.quick(12)
 @pytest.mark.parametrize("case", CASES)
 def test_one_graph_serves_all_positions(case: str) -> None:
     draw, use = CASES[case]

@@ -40,20 +40,17 @@ def test_a_compiled_step_runs(found: dict[str, Any]) -> None:
     assert operators["aten::_fused_adamw"] == 1
 
 
-@pytest.mark.slow
 def test_statistics_of_cudnn(found: dict[str, Any]) -> None:
     """They are values of the graph, which a reader after the forward gets."""
     assert found["normalized"] == (0, ["graphopt_inplace.cudnn_batch_norm.default"])
 
 
-@pytest.mark.slow
 def test_gradients_are_added_in_the_order_of_eager(found: dict[str, Any]) -> None:
     """The thread of the device records a double backward, and counts on its own."""
     eager, ours = found["double_backward"]
     assert eager == ours and len(eager) > 8
 
 
-@pytest.mark.slow
 def test_recurrent_layers_of_cudnn(found: dict[str, Any]) -> None:
     said = found["recurrent"]
     assert "(lstm) by cuDNN" in said and "cudnn.flags(enabled=False)" in said
@@ -70,7 +67,6 @@ def test_ranks() -> None:
     assert after["aten::_fused_adamw"] >= 1
 
 
-@pytest.mark.slow
 def test_machine_code(found: dict[str, Any]) -> None:
     pytest.importorskip("triton")
     assert found["kernels"] > 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -15,8 +14,6 @@ from torch.optim import Optimizer
 
 from slices import examples
 from twins import Twins, World
-
-pytestmark = pytest.mark.slow
 
 ROWS, WIDTH = 4, 6
 STEPS = 3

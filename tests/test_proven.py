@@ -52,7 +52,6 @@ def test_a_capture_says_of_other_ranks_how_many_there_are_alone(name: str) -> No
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_all(name: str, seed: int) -> None:
     """On each number of ranks. Several ranks share a capture with one way through the parameters,

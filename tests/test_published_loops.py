@@ -316,7 +316,6 @@ def trained(make: Callable[[], Loop], compiled: bool) -> tuple[list[Any], int, i
     return found, step._captured if compiled else 0, loop.captures
 
 
-@pytest.mark.sliced(9)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_are_those_of_eager(name: str) -> None:
     expected, _, captures = trained(LOOPS[name], compiled=False)

@@ -40,7 +40,6 @@ def test_operators_that_raise_are_known() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_all_operators_that_raise_are_known(part: int) -> None:
     count, names = raising(part, 4)

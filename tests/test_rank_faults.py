@@ -33,8 +33,6 @@ from faults import (
 )
 from gloo import PRELOADED
 
-pytestmark = pytest.mark.slow
-
 # A rank may wait for both time-outs in turn; the rest is for a machine that does other things too.
 BOUND_SECONDS = AGREE_SECONDS + COLLECTIVE_SECONDS + 15.0
 HANG_SECONDS = 3 * BOUND_SECONDS
@@ -189,7 +187,6 @@ def test_the_rank_that_hosts_the_store_leaves_last(losses: list[list[float]]) ->
         assert "rank 2 has other parameters or buffers than rank 0" in answer[3]
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("phase", ["trace 1", "trace 2"])
 def test_all_ranks_try_again(phase: str, losses: list[list[float]]) -> None:
     """After one rank was interrupted, and told the others."""

@@ -118,7 +118,6 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.sliced(12)
 @pytest.mark.parametrize("name", CASES)
 def test_as_eager(name: str) -> None:
     make, read, change = CASES[name]

@@ -81,7 +81,6 @@ def test_the_script_on_one_rank(
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_torchrun_script(tmp_path: Path) -> None:
     """The script, started by the command that the README gives, but on this machine's CPU."""
     command = next(words for words in COMMANDS if words[0] == "torchrun")

@@ -128,7 +128,6 @@ def trained(step: Step, compiled: bool) -> list[Tensor]:
 STEPS = [averaged, by_hand, updated_first, between, swapped, put_back, kept, returned, sharp]
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_equal_to_eager_whoever_holds_the_old_storage(step: Step) -> None:
     expected, got = trained(step, False), trained(step, True)
@@ -153,7 +152,6 @@ def test_memory_is_shared_as_in_eager(step: Step) -> None:
     assert any(each is not None for each in found[0])
 
 
-@pytest.mark.sliced(2)
 def test_state_of_its_own_is_captured_for_itself() -> None:
     """A checkpoint that is loaded takes apart what shared memory."""
     left = []
@@ -196,7 +194,6 @@ def left(model: Any, average: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tens
     return before
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("step", [shared, one_for_both, cast, part, left])
 def test_what_is_no_update_is_refused(step: Step) -> None:
     with pytest.raises(graphopt.CaptureError, match=r"\.data = "):

@@ -88,13 +88,11 @@ def check(step: Callable[..., Any], make: Callable[[], nn.Module], lengths: list
 LENGTHS = torch.tensor([7, 2, 5, 2])
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("options", [{"num_layers": 2, "dropout": 0.3}, {"bidirectional": True}])
 def test_lstm_by_onednn(options: dict[str, Any]) -> None:
     check(whole, lambda: Recurrent(nn.LSTM, **options), [LENGTHS] * 4)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_packed_sequences(kind: type[nn.RNNBase]) -> None:
     lengths = [LENGTHS, LENGTHS, torch.tensor([3, 3, 6, 1]), LENGTHS]

@@ -100,7 +100,6 @@ CASES: dict[str, tuple[str, str, Any]] = {
 }
 
 
-@pytest.mark.sliced(26)
 @pytest.mark.parametrize("name", CASES)
 def test_the_graphs_are_those_of_torch(name: str, torchs_own_way: Callable[[], None]) -> None:
     model_name, optimizer_name, step = CASES[name]

@@ -61,14 +61,12 @@ def trained(kind: str, compiled: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("kind", ["kept", "trained"])
 def test_every_call_is_eager_s(kind: str) -> None:
     expected, found = trained(kind, compiled=False), trained(kind, compiled=True)
     assert_alike(found, expected)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -80,7 +80,6 @@ def attention_arguments(*options: Any, layers: int = 1) -> tuple[Any, ...]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01), torch.randn(2, 6, 16)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -195,7 +194,6 @@ def half_the_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
     return sdpa(q, k, v, scale, attn_mask=(mask + mask.detach()) / 2)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("masking", "pattern", "replacement", "message"),
     [
@@ -325,7 +323,6 @@ def test_results_lie_as_before() -> None:
     assert torch.equal(gm(x)[0][0], (x.t() * 2.0).reshape(-1))
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("pattern", "replacement", "options", "message"),
     [

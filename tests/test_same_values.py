@@ -43,7 +43,6 @@ PLACES: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_goes_on_with_the_value_of_the_call(place: str) -> None:
     def run(compiled: Callable[..., Any]) -> list[Any]:

@@ -82,7 +82,6 @@ def assert_same_graph(actual: fx.GraphModule, expected: fx.GraphModule) -> None:
     assert actual.code == expected.code
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [
@@ -143,7 +142,6 @@ print(graph_text(graph), end="")
 """
 
 
-@pytest.mark.slow
 def test_another_process_needs_no_model(tmp_path: Path) -> None:
     """Nor the program's files: lines are saved with their text."""
     program = tmp_path / "program.py"

@@ -101,7 +101,6 @@ def trained(
     return torch.utils._pytree.tree_leaves(found), len(run.captures) if compiled else 0
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("step", "kind", "graphs"),
     [

@@ -104,7 +104,6 @@ def _left(optimizer: str, scheduler: str, compiled: bool, data: int = 0) -> tupl
     return found, len(run.captures) if compiled else 0
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_every_call_is_eager_s(optimizer: str, scheduler: str) -> None:
@@ -118,7 +117,6 @@ def _left_on_rank(rank: int) -> tuple[list[Any], int]:
     return _left("fused", "lambda", compiled=True, data=rank)
 
 
-@pytest.mark.slow
 def test_on_ranks(two_ranks: Pool) -> None:
     """Rates are the same on all ranks, and updates may be late."""
     (one, captures), (other, _) = two_ranks.run(_left_on_rank)
@@ -232,7 +230,6 @@ KEEPING = [
 ]
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("keep", KEEPING)
 @pytest.mark.parametrize("scheduler", ["sequential", "chained", "one cycle"])
 def test_rates_are_kept_as_each_call_finds_them(

@@ -119,7 +119,6 @@ def rooted(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, lam: Any) -> 
     return mixed(model, optimizer, x, y, np.sqrt(lam + 1.0) / (lam + 1) ** 2)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("step", "captures"), [(mixed, 1), (made, 6), (returned, 1), (asked, 3), (rooted, 6)]
 )

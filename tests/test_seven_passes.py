@@ -39,7 +39,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(("pass_", "options"), seven.PASSES, ids=lambda p: getattr(p, "name", ""))
 def test_pass(step: StepUnderTest, pass_: Pass, options: dict[str, Any]) -> None:
     assert step.check(pass_, **options).changed
@@ -311,7 +310,6 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.sliced(5)
 @pytest.mark.parametrize(
     ("function", "options", "message"), WRONG, ids=[entry[0].__name__ for entry in WRONG]
 )

@@ -29,8 +29,6 @@ from graphopt.schedule.list_scheduler import ListScheduler
 from graphopt.schedule.overlap import POLICIES
 from graphopt.schedule.tables import Tables
 
-pytestmark = pytest.mark.slow
-
 c10d = torch.ops._c10d_functional
 
 STEPS = 3

@@ -150,7 +150,6 @@ def trained(
 
 
 @pytest.mark.covering(2)
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("step", STEPS)
@@ -311,7 +310,6 @@ def _on_rank(
     return left, launched, failures
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 def test_ranks_launch_each_collective_once(two_ranks: Pool, pipeline: str, uneven: bool) -> None:
@@ -335,7 +333,6 @@ def test_ranks_decide_by_what_they_have_reduced_in_place(two_ranks: Pool) -> Non
         assert all(map(same, left, eager))
 
 
-@pytest.mark.slow
 def test_ranks_vote_on_a_value_of_which_a_part_is_reduced(two_ranks: Pool) -> None:
     expected = two_ranks.run(_on_rank, by_a_part, False, "default", False)
     found = two_ranks.run(_on_rank, by_a_part, True, "default", False)
@@ -344,7 +341,6 @@ def test_ranks_vote_on_a_value_of_which_a_part_is_reduced(two_ranks: Pool) -> No
         assert all(map(same, left, eager))
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("pipeline", ["default", "none"])
 def test_ranks_agree_where_collectives_may_be_under_way(two_ranks: Pool, pipeline: str) -> None:
     expected = two_ranks.run(_on_rank, by_one_gradient, False, pipeline, True)

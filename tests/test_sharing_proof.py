@@ -48,7 +48,6 @@ def problems_of(kind: Parallel, model: str = "convnet", ranks: int = 2) -> list[
         return list(sharing_problems("averaged", marked.graph, shared))
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_data_parallelism_is_proven(

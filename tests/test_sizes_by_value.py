@@ -125,7 +125,6 @@ def check(step: Step, optimizer: str = "adam", calls: int = 7) -> int:
     return int(made)
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("step", [through_layers, experts, split, similar])
 def test_one_graph_for_many_sizes(step: Step) -> None:
     assert check(step) <= STEPS[step]

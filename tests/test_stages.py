@@ -187,7 +187,6 @@ def crashing(gm: fx.GraphModule) -> fx.GraphModule:
     raise ZeroDivisionError("no storage")
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("broken", "why"),
     [
@@ -322,7 +321,6 @@ def test_a_stage_of_a_pipeline_is_refused_as_well(folder: Path, monkeypatch: Any
 
 
 @pytest.mark.covering(1)
-@pytest.mark.sliced(16)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach", "sgd-momentum-loop"])
 @pytest.mark.parametrize("model", ["mlp", "gpt", "convnet", "running-mean", "shared-storage"])
 def test_every_stage_is_decided(model: str, optimizer: str, caplog: Any) -> None:

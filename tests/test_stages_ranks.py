@@ -15,8 +15,6 @@ from graphopt.ranks.meeting import Meeting
 from graphopt.stages import entries
 from zoo import MODELS, train_step
 
-pytestmark = pytest.mark.slow
-
 TIMEOUT = 2.0
 
 

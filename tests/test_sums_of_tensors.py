@@ -97,7 +97,6 @@ def run(add: Adding, compiled: bool, resets: bool) -> tuple[list[Any], Any]:
     return found, used
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("name", ADDING)
 def test_a_sum_that_begins_with_a_number(name: str, resets: bool) -> None:

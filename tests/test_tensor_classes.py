@@ -148,7 +148,6 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 @pytest.mark.parametrize("name", CLASSES)

@@ -108,7 +108,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("make", TRAININGS)
 def test_each_call_finds_the_tensor_of_the_last(make: Callable[[nn.Module], Training]) -> None:
     expected, _ = run(make, False)

@@ -18,7 +18,6 @@ def make_pipe(case: Case, stages: int) -> Pipe:
     return pipeline(case.model(stages), args, kwargs, multi_use_param_spec=case.sharing)
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", CASES)
 def test_every_stage_has_durations(name: str) -> None:
     durations = measure_durations(make_pipe(CASES[name], 4), repeats=1)

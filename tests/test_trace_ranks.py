@@ -24,8 +24,6 @@ from graphopt.pipelining.timeline.clock import CudaMarks, clock_offsets
 from graphopt.pipelining.timeline.trial import Trial
 from pipeline_cases import CASES, MICROBATCHES
 
-pytestmark = pytest.mark.slow
-
 METHODS = {"forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"}
 
 
@@ -58,7 +56,6 @@ def recorded(rank: int, name: str, case_name: str) -> tuple[ScheduleTimeline, bo
     return recording.timeline(), restored
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("name", "case"),
     [*((name, "mlp") for name in SCHEDULES), ("zero-bubble", "skips"), ("1f1b", "loss inside")],

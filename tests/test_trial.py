@@ -76,7 +76,6 @@ def double_and_halve(gm: fx.GraphModule) -> None:
     node.update_arg(0, again)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize("edit", [negate_gradient, scale_result])
 def test_a_wrong_edit_is_said_to_give_other_numbers(
     captured: fx.GraphModule, edit: Callable[[fx.GraphModule], None]
@@ -90,14 +89,12 @@ def test_a_wrong_edit_is_said_to_give_other_numbers(
     assert found[2].startswith("result") == results
 
 
-@pytest.mark.sliced(3)
 def test_a_right_edit_without_a_rule_is_said_to_give_the_same(captured: fx.GraphModule) -> None:
     assert "no difference in 8 trials on random inputs; a rule may be missing" in refusal(
         captured, double_and_halve
     )
 
 
-@pytest.mark.sliced(3)
 def test_a_trial_leaves_nothing_behind(captured: fx.GraphModule) -> None:
     seen.clear()
     before = torch.get_rng_state()

@@ -19,8 +19,6 @@ from graphopt._compat import triton_binaries
 from graphopt.lowering.triton_kernels import TritonKernel, compile_triton, lower_to_triton
 from triton_cases import check, kernels_of, traced
 
-pytestmark = pytest.mark.slow
-
 PHILOX = str(0xD2511F53 - 2**32)
 """What the generator multiplies by, as the assembly has it."""
 LIBRARIES = {"mm", "bmm", "addmm"}
@@ -203,7 +201,6 @@ def captured(model: str, optimizer: str) -> fx.GraphModule:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_every_region_of_a_training_step_compiles() -> None:
     """Forward, loss, backward and AdamW of a GPT."""
     step = captured("gpt", "adamw-loop")

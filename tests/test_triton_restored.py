@@ -70,7 +70,6 @@ def interrupted(module: fx.GraphModule) -> None:
     lower_to_triton(module, progress=interrupt)
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("run", "error"),
     [

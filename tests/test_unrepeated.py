@@ -134,7 +134,6 @@ def rows() -> SimpleNamespace:
     return SimpleNamespace(rows=[], last=None)
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", MADE)
 def test_each_call_makes_anew_what_the_step_makes(name: str) -> None:
     expected, found = (run(rows, put(MADE[name]), compiled) for compiled in (False, True))
@@ -183,7 +182,6 @@ FOLLOWED: dict[str, tuple[Callable[[], Any], Effect, int]] = {
 }
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_each_call_does_what_the_step_does(name: str) -> None:
     make, effect, _ = FOLLOWED[name]

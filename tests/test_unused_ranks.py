@@ -18,8 +18,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import graphopt
 from gloo import Pool, pool
 
-pytestmark = pytest.mark.slow
-
 
 class Blocks(nn.Module):
     """As many blocks as a call says; a head for each task."""

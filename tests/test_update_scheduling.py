@@ -58,7 +58,6 @@ def fused_updates(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if fused_optimizer(node.target) is not None]
 
 
-@pytest.mark.sliced(8)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-foreach", "adamw-foreach"])
 @pytest.mark.parametrize("model", ["mlp", "gpt", "shared-storage"])
 def test_one_step(model: str, optimizer: str) -> None:
@@ -70,8 +69,6 @@ def test_one_step(model: str, optimizer: str) -> None:
     check_pass(train_step, (made, optim, *case.batch(1)), schedule_updates, larger_than_mb=0)
 
 
-@pytest.mark.sliced(8)
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [*SOME, "adadelta-foreach", "nadam-loop"])
 def test_training(optimizer: str) -> None:
     twins = Twins(lambda: world(train_step, "mlp", optimizer), pipeline=EVERY)
@@ -80,8 +77,6 @@ def test_training(optimizer: str) -> None:
     twins.finish()
 
 
-@pytest.mark.sliced(3)
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["convnet", "gpt", "recurrent", "reused", "shared-storage"])
 def test_models(model: str) -> None:
     twins = Twins(lambda: world(train_step, model, "adamw-fused"), pipeline=EVERY)
@@ -90,8 +85,6 @@ def test_models(model: str) -> None:
     twins.finish()
 
 
-@pytest.mark.sliced(3)
-@pytest.mark.slow
 @pytest.mark.parametrize("step", OTHER_STEPS, ids=lambda step: step.__name__)
 def test_other_steps(step: graphopt.TrainStep) -> None:
     twins = Twins(lambda: world(step, "mlp", "adamw-fused"), pipeline=EVERY)
@@ -116,7 +109,6 @@ def test_large_parameters_are_updated_behind_their_gradients() -> None:
         assert any(order.index(node) < order.index(p) < order.index(following) for p in products)
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum-fused", "adamw-foreach"])
 def test_parameters_are_updated_in_place(optimizer: str) -> None:
     gm = captured(optimizer)
@@ -273,7 +265,6 @@ def test_what_stays_is_not_divided(optimizer: str) -> None:
     check_pass(train_step, args, schedule_updates, larger_than_mb=0.1)
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("optimizer", SOME)
 def test_parts_are_apart(optimizer: str) -> None:
     """Between two parts of a call something else computes."""

@@ -104,7 +104,6 @@ def read_after_update(graph: fx.Graph) -> None:
         call_function_with_meta(graph, aten.neg.default, (neg,), like=update)
 
 
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [

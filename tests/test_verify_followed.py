@@ -278,7 +278,6 @@ def _may_be_computed_anew(node: fx.Node) -> bool:
     )
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("before", range(4))
 def test_a_value_that_is_computed_twice(before: int) -> None:
     """Of the captured step, and of what passes make of it."""

@@ -50,14 +50,12 @@ def all_is_well(of: Case, count: int, seed: object) -> None:
     assert right and not [v for v in right if v.differs or v.outcome != "accepted"]
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_slice(dialect: str) -> None:
     all_is_well(case("shared-storage", "adamw-fused", dialect, trials=1), FEW, 0)
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("names", CASES, ids="-".join)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_all_models(dialect: str, names: tuple[str, str], seed: int) -> None:

@@ -134,7 +134,6 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], Edit]] = {
 }
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_refused(name: str) -> None:
     function, tensors, edit = WRONG[name]

@@ -88,7 +88,6 @@ def case(step: Step, dialect: str = "captured", trials: int = 2) -> Case:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.sliced(40)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("step", STEPS)
 def test_passes_and_stages_are_proven(
@@ -174,7 +173,6 @@ def test_a_slice_of_edits() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("step", STEPS)
 def test_edits(step: Step, dialect: str, seed: int) -> None:

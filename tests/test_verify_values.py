@@ -111,7 +111,6 @@ IN_PARTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
-@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_elementwise_on_parts_of_what_is_permuted(name: str) -> None:
     whole, parts = (captured(f, torch.randn(4, 6), torch.randn(4, 6)) for f in IN_PARTS[name])
@@ -217,7 +216,6 @@ READ_OTHERWISE = {
 }
 
 
-@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", READ_ALIKE)
 def test_a_storage_in_one_row_has_no_shape(name: str) -> None:
     """`as_strided` counts from the begin of a storage, whatever shape what lies there had."""

@@ -38,7 +38,6 @@ def facts(value: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("target", "sizes"),
     [(VIEW, [4, 3]), (VIEW, [2, -1]), (VIEW, [12]), (SPLIT, [5, 0, 7]), (SPLIT, [12])],

@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import graphopt
 from gloo import Pool
 
-pytestmark = pytest.mark.slow
-
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 

@@ -86,8 +86,6 @@ def trained(program: Any, *, compiled: bool) -> list[Any]:
     return [*results, k.model.weight.tolist(), k.model.bias.tolist()]
 
 
-@pytest.mark.quick(4)
-@pytest.mark.sliced(6)
 @pytest.mark.parametrize(("source", "sink"), [*itertools.product(SOURCES, SINKS)])
 def test_where_a_number_goes(source: str, sink: str, tmp_path: Path) -> None:
     value, change = SOURCES[source]

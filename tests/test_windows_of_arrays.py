@@ -103,7 +103,6 @@ def trained(
     return [*(step() for _ in range(5)), *model.parameters()], step
 
 
-@pytest.mark.quick(4)
 @pytest.mark.parametrize("where", ["array", "file", "opened in the step"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_batches_are_eager_s_in_one_graph(

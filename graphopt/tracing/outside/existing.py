@@ -28,6 +28,9 @@ class Births:
     preceded by a look at that generation, and a look is followed by a run, so that each object is
     looked at once. Objects are known by their addresses and not kept alive: whatever is found at an
     address that a new object had is at least as new.
+
+    The runs are for nobody else: what others have the collector call would be a part of the step
+    that is traced meanwhile.
     """
 
     def __init__(self) -> None:
@@ -37,16 +40,17 @@ class Births:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """While active, objects that are made are noted; those before count as made at 0."""
-        gc.collect(0)
-        gc.callbacks.append(self._note)
+        self._look()
+        self._made.clear()
+        gc.callbacks.append(self._before_run)
         try:
             yield
         finally:
-            gc.callbacks.remove(self._note)
+            gc.callbacks.remove(self._before_run)
 
     def now(self) -> Existing:
         """The objects that there are now."""
-        gc.collect(0)
+        self._look()
         self._moment += 1
         return Existing(self, self._moment)
 
@@ -54,13 +58,25 @@ class Births:
         """Whether an object was made before a moment."""
         address = identity_of(value)
         if self._made.get(address) != self._moment:
-            gc.collect(0)
+            self._look()
         return self._made.get(address, 0) < moment
 
-    def _note(self, phase: str, _: dict[str, int]) -> None:
+    def _look(self) -> None:
+        self._note()
+        others = gc.callbacks[:]
+        gc.callbacks.clear()
+        try:
+            gc.collect(0)
+        finally:
+            gc.callbacks[:] = others
+
+    def _before_run(self, phase: str, _: dict[str, int]) -> None:
         if phase == "start":
-            addresses = map(identity_of, gc.get_objects(generation=0))
-            self._made.update(zip(addresses, repeat(self._moment)))
+            self._note()
+
+    def _note(self) -> None:
+        addresses = map(identity_of, gc.get_objects(generation=0))
+        self._made.update(zip(addresses, repeat(self._moment)))
 
 
 _births: ContextVar[Births | None] = ContextVar("births", default=None)
