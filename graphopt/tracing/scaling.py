@@ -27,53 +27,66 @@ from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import current_user_line
 
 
-@contextmanager
-def traced_scaling(finder: Finder, fake: Any) -> Iterator[None]:
-    """While active, gradient scalers can be traced.
+class TracedScaling:
+    """Gradient scalers in a step that is traced.
 
     Args:
         finder: is told what a scaler makes and uses.
         fake: the mode of tensors that are fake outside the trace, if they are.
-
-    Raises:
-        CaptureError: a scaler unscales gradients in one step and is updated in another.
     """
-    ready: list[GradScaler] = []
-    used: dict[int, tuple[GradScaler, SourceLine | None]] = {}
 
-    def make(scaler: GradScaler, original: Callable[[], None]) -> None:
-        if not finder.leads_to(scaler):
-            original()  # the step's own
-            return
-        with _compat.without_modes(), torch.no_grad(), fake or nullcontext():
-            original()
-        finder.made(scaler, scaling.scaler_tensors(scaler))
-        ready.append(scaler)
+    def __init__(self, finder: Finder, fake: Any) -> None:
+        self._finder, self._fake = finder, fake
+        self._ready: list[GradScaler] = []
+        self._used: dict[int, tuple[GradScaler, SourceLine | None]] = {}
 
-    def look(scaler: GradScaler) -> None:
-        if not finder.leads_to(scaler):
-            return
-        line = current_user_line()
-        if id(scaler) not in used and vars(scaler)[scaling.NOTES]:
-            raise _not_updated("has unscaled gradients before the step", line)
-        finder.uses(scaler, scaling.READ, scaling.NOTES)
-        used[id(scaler)] = scaler, line
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While active, gradient scalers can be traced.
 
-    methods = (
-        scaling.when_made(make),
-        scaling.when_used(look),
-        scaling.when_stepped(),
-        scaling.when_updated(),
-    )
-    try:
-        with replaced(*methods):
-            yield
-        for scaler, line in used.values():
+        Raises:
+            CaptureError: a scaler has unscaled gradients before the step.
+        """
+        methods = (
+            scaling.when_made(self._make),
+            scaling.when_used(self._look),
+            scaling.when_stepped(),
+            scaling.when_updated(),
+        )
+        try:
+            with replaced(*methods):
+                yield
+        finally:
+            for scaler in self._ready:
+                scaling.drop_tensors(scaler)
+
+    def finish(self) -> None:
+        """The step is over, and what it has put into containers is still there.
+
+        Raises:
+            CaptureError: a scaler unscales gradients in one step and is updated in another.
+        """
+        for scaler, line in self._used.values():
             if vars(scaler)[scaling.NOTES]:
                 raise _not_updated("unscales gradients, and is not updated", line)
-    finally:
-        for scaler in ready:
-            scaling.drop_tensors(scaler)
+
+    def _make(self, scaler: GradScaler, original: Callable[[], None]) -> None:
+        if not self._finder.leads_to(scaler):
+            original()  # the step's own
+            return
+        with _compat.without_modes(), torch.no_grad(), self._fake or nullcontext():
+            original()
+        self._finder.made(scaler, scaling.scaler_tensors(scaler))
+        self._ready.append(scaler)
+
+    def _look(self, scaler: GradScaler) -> None:
+        if not self._finder.leads_to(scaler):
+            return
+        line = current_user_line()
+        if id(scaler) not in self._used and vars(scaler)[scaling.NOTES]:
+            raise _not_updated("has unscaled gradients before the step", line)
+        self._finder.uses(scaler, scaling.READ, scaling.NOTES)
+        self._used[id(scaler)] = scaler, line
 
 
 def _not_updated(what: str, line: SourceLine | None) -> CaptureError:

@@ -54,7 +54,7 @@ from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.result_collector import LeftOutside, Ran, ResultCollector
 from graphopt.tracing.running_trace import values_of
-from graphopt.tracing.scaling import traced_scaling
+from graphopt.tracing.scaling import TracedScaling
 from graphopt.tracing.scheduled import computing
 from graphopt.tracing.schedulers import traced_schedulers
 from graphopt.tracing.signature import Signature
@@ -196,7 +196,6 @@ class StepRun:
         yield traced_schedulers(groups, self.made.calls)
         yield inference_as_no_grad()
         yield impurity.no_loading()
-        yield traced_scaling(self.finder, _compat.fake_mode_of(self._values))
         yield impurity.no_other_optimizers(self._call.optimizer_objects(), self.finder.optimizer)
         yield rng.traced_generators()
         yield numbers.noting(self.made)
@@ -230,7 +229,8 @@ class StepRun:
             redirect = Redirect(
                 *(traced, self._tagger, self._mark, self.made, optimizers, self.finder, rebinding)
             )
-            for context in (redirect, self.made.calls, viewed_by(self._view)):
+            scalers = TracedScaling(self.finder, _compat.fake_mode_of(self._values))
+            for context in (scalers.active(), redirect, self.made.calls, viewed_by(self._view)):
                 stack.enter_context(context)
             draws = self._drawing()
             arrays = MadeArrays(self.outside, self.finder)
@@ -238,6 +238,7 @@ class StepRun:
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self._call.fn(*args, **kwargs)
+                scalers.finish()
                 arrays.finish()
                 refuse_written(redirect.shared)
                 self._give(returned)
