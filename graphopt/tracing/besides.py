@@ -166,7 +166,7 @@ class Finder:
         return self._stand_ins[id(tensor)]
 
     def _find(self, tensor: torch.Tensor) -> bool:
-        owner = self._owner(tensor)
+        owner = self._owners().get(id(tensor))
         if owner is not None:
             self._add(*owner)
             return True
@@ -276,20 +276,28 @@ class Finder:
 
     def owners_of(self, tensors: list[torch.Tensor]) -> None:
         """Parameters to which only an optimizer has led may belong to a module that is used."""
+        owners = self._owners() if tensors else {}
         for tensor in tensors:
-            owner = self._owner(tensor)
-            if owner is not None:
-                self._add(*owner)
+            if id(tensor) in owners:
+                self._add(*owners[id(tensor)])
 
     def _add(self, path: str, value: Any) -> None:
         if id(value) not in self._known:
             self._known.add(id(value))
             self.found.objects.append((path, weakref.ref(value)))
 
-    def _owner(self, tensor: torch.Tensor) -> tuple[str, nn.Module] | None:
-        """The outermost module among those reached that has a tensor."""
-        owners = [each for each in self._modules() if _has(each[1], tensor)]
-        return max(owners, key=lambda each: len(list(each[1].modules())), default=None)
+    def _owners(self) -> dict[int, tuple[str, nn.Module]]:
+        """By the ids of tensors, the outermost module among those reached that has each."""
+        reached = [(path, module, list(module.modules())) for path, module in self._modules()]
+        owners: dict[int, tuple[str, nn.Module]] = {}
+        seen: set[int] = set()
+        for path, module, modules in sorted(reached, key=lambda each: -len(each[2])):
+            if id(module) in seen:
+                continue  # within another one
+            seen.update(map(id, modules))
+            for tensor in _tensors_of(modules):
+                owners.setdefault(id(tensor), (path, module))
+        return owners
 
     def _optimizer_over(self, tensor: torch.Tensor) -> tuple[str, Optimizer] | None:
         """An optimizer among those reached that updates a tensor, and is no input yet."""
@@ -317,9 +325,8 @@ class Finder:
                 yield from ((f"{path}.{name}", tensor) for name, tensor in named())
 
 
-def _has(module: nn.Module, tensor: torch.Tensor) -> bool:
-    if any(each is tensor for each in module.parameters()):
-        return True
-    if any(each is tensor for each in module.buffers()):
-        return True
-    return any(value is tensor for each in module.modules() for value in list(vars(each).values()))
+def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of modules, and what else is in attributes of theirs."""
+    for module in modules:
+        for table in (vars(module), _compat.own_parameters(module), _compat.own_buffers(module)):
+            yield from (each for each in list(table.values()) if isinstance(each, torch.Tensor))
