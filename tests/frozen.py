@@ -1,5 +1,5 @@
-"""What stays out of every garbage collection, and of what a capture looks at: what imports and the
-tests before have made, a million objects."""
+"""What stays out of every garbage collection: what imports and the tests before have made, a
+million objects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def set_aside() -> None:
 
 
 def set_rest_aside() -> None:
-    """Freeze again, if modules were imported since, or tests have left much: captures look at all
-    objects several times."""
+    """Freeze again, if modules were imported since, or tests have left much."""
     if len(sys.modules) > _modules or len(gc.get_objects()) > _MANY:
         set_aside()

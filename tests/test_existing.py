@@ -31,16 +31,19 @@ def _collect() -> None:
     gc.collect()
 
 
-def _freeze() -> None:
-    gc.unfreeze()
-    with frozen_objects_seen():
-        pass
-    gc.freeze()
+def _look_at_frozen_objects() -> None:
     with frozen_objects_seen():
         pass
 
 
-@pytest.mark.parametrize("between", [None, _collect, _freeze])
+@pytest.fixture(params=[0, 1], ids=["", "frozen"])
+def frozen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a program has frozen objects, as tests/frozen.py has."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: request.param)
+
+
+@pytest.mark.usefixtures("frozen")
+@pytest.mark.parametrize("between", [None, _collect, _look_at_frozen_objects])
 def test_each_trace_finds_what_was_made_before_it(between: Callable[[], None] | None) -> None:
     """Whatever the collector has gone through meanwhile."""
     gc.disable()
@@ -65,6 +68,7 @@ def test_each_trace_finds_what_was_made_before_it(between: Callable[[], None] | 
     assert gc.callbacks == callbacks
 
 
+@pytest.mark.usefixtures("frozen")
 def test_an_object_in_the_place_of_an_old_one_is_new() -> None:
     gc.disable()
     old = [[object] for _ in range(1000)]
@@ -91,6 +95,7 @@ def test_nothing_is_kept_alive() -> None:
         assert holder() is None
 
 
+@pytest.mark.usefixtures("frozen")
 def test_what_others_have_the_collector_call_is_no_part_of_a_step() -> None:
     told: list[Any] = []
 

@@ -25,17 +25,15 @@ class Births:
     """Between which moments objects were made.
 
     New objects are in the collector's youngest generation until it runs. Each of its runs is
-    preceded by a look at that generation, and a look is followed by a run, so that each object is
-    looked at once. Objects are known by their addresses and not kept alive: whatever is found at an
-    address that a new object had is at least as new.
-
-    The runs are for nobody else: what others have the collector call would be a part of the step
-    that is traced meanwhile.
+    preceded by a look at that generation, and each look moves what is there to an older one, so
+    that an object is looked at once. Objects are known by their addresses and not kept alive:
+    whatever is found at an address that a new object had is at least as new.
     """
 
     def __init__(self) -> None:
         self._made: dict[int, int] = {}  # by address, the moment before
         self._moment = 0
+        self._some_frozen = gc.get_freeze_count() > 0
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -63,6 +61,16 @@ class Births:
 
     def _look(self) -> None:
         self._note()
+        if self._some_frozen:
+            self._run()
+        else:  # which moves everything in no time
+            gc.freeze()
+            gc.unfreeze()
+
+    @staticmethod
+    def _run() -> None:
+        """Let the collector go through what is new, but not call what others have given it: that
+        would be a part of the step that is traced meanwhile."""
         others = gc.callbacks[:]
         gc.callbacks.clear()
         try:
