@@ -62,10 +62,10 @@ from graphopt.tracing.live_arrays import LiveArrays
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.outside import kept_lists
+from graphopt.tracing.outside.formats import Percent, gives_objects_a_width
 from graphopt.tracing.outside.places import FollowedPlace, is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
-from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.said import saying
 from graphopt.tracing.scheduled import computing, is_scheduled
 
@@ -325,10 +325,6 @@ class Laters:
             return None
         return self.items(container, line, key)
 
-    def piece(self, text: str) -> str | None:
-        """A text that stands for a value as one that knows that; None: no such text."""
-        return PieceOfText(text) if is_later(text) else None
-
     def operand(self, value: Any, line: SourceLine, texts: bool = False) -> Any:
         """What stands for a list that an instruction goes through, or for what it compares, if that
         is a text or holds one; None: itself."""
@@ -346,20 +342,13 @@ class Laters:
 
     def percent(self, text: Any, values: Any, line: SourceLine) -> Any:
         """What stands for the left side of `text % values`."""
-        if isinstance(text, str) and (is_later(text) or holds_unknown(values, of_host=True)):
-            self._reads(values, line)
-            return _Percent(text)
-        return None
-
-
-class _Percent:
-    """The left side of `text % values`."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __mod__(self, values: Any) -> str:
-        return current_trace().text(Later(operator.mod, (self._text, values)))
+        if not isinstance(text, str):
+            return None
+        unknown = is_later(text) or holds_unknown(values, of_host=True)
+        if not unknown and not gives_objects_a_width(text, values):
+            return None
+        self._reads(values, line)
+        return Percent(text)
 
 
 def functions_in(value: Any) -> list[Callable[..., Any]]:
