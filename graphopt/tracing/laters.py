@@ -18,6 +18,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import made_of_array
 from graphopt.tracing.callback import callback
@@ -68,6 +71,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.said import saying
 from graphopt.tracing.scheduled import computing, is_scheduled
+from graphopt.tracing.shared_memory import SharedMemory
 
 _END = "\udc82"
 _PIECE = re.compile(f"{BEGIN}(\\d+){_END}")
@@ -87,6 +91,7 @@ class Laters:
         self._record, self._ask = record, ask
         self._texts: list[Later] = []
         self.arrays = LiveArrays(record)
+        self.memories: list[SharedMemory] = []
         self.lists: dict[int, Any] = {}
         self._kept: dict[int, list[KeptItems]] = {}
 
@@ -100,6 +105,11 @@ class Laters:
     def text_of(self, function: Callable[..., str], args: Sequence[Any]) -> str:
         """What stands for the text that a function gives."""
         return self.text(Later(function, args))
+
+    def memory_of(self, tensor: torch.Tensor) -> SharedMemory:
+        """The memory of a tensor, in which an array lies from here on."""
+        self.memories.append(SharedMemory(tensor, _compat.current_tracer().graph))
+        return self.memories[-1]
 
     def number_of(self, function: Callable[..., Any], args: Sequence[Any]) -> Later | None:
         """What stands for the number that a function gives of numbers; None if one is none."""
